@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ from maxhydra.config.resume import (
     config_changes,
     fixed_problems,
     is_accepted,
-    model_changes,
     unknown_keys,
 )
 from maxhydra.convert.adapter_lineage import run_folder
-from maxhydra.convert.compatibility import KEYS_WITHOUT_EFFECT_ON_WEIGHTS
+from maxhydra.convert.compatibility import changes_from_run
 from maxhydra.convert.orbax_io import checkpoint_steps
 from maxhydra.convert.pinned import weights_record
 from maxhydra.record import RunDirectory
@@ -162,10 +160,8 @@ def _check_loaded_model(config: Config) -> None:
 
 
 def _model_problems(config: Config, key: str, run: Path) -> Iterator[Problem]:
-    patterns = [f"model.{pattern}" for pattern in KEYS_WITHOUT_EFFECT_ON_WEIGHTS]
-    for change in model_changes((run / "config.yaml").read_text(encoding="utf-8"), config.model):
-        is_free = any(fnmatch(change.key, pattern) for pattern in patterns)
-        if not is_free and not is_accepted(change.key, config.run.accept_changed_config):
+    for change in changes_from_run(run, config.model):
+        if not is_accepted(change.key, config.run.accept_changed_config):
             reason = f"is {show(change.before)} in the run of {key}={run}"
             problem = changed_problem(change)
             hint = f"use the value of that run, or accept the change with run.accept_changed_config=[{change.key}]"
