@@ -2,6 +2,8 @@
 
 An operation lists its backends fastest first. `auto` selects the first one that supports the call. A backend that is
 requested by name and cannot serve the call raises `UnsupportedError`; nothing falls back silently.
+
+`recording` records which operations a program calls, and with which shapes, while it is traced.
 """
 
 import dataclasses

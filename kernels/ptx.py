@@ -1,8 +1,8 @@
-"""Prefetches a weight into the L2 cache before the kernel that reads it starts.
+"""Inline PTX of NVIDIA GPUs, for Pallas for Triton: conversion of int8 codes to floats, and L2 prefetch.
 
 A kernel of many small programs leaves memory idle while it drains and the next one launches. Its programs can prefetch
-the weight that is read next without waiting for it; the next kernel then hits the cache. Pallas for Triton with an
-instruction that NVIDIA GPUs have from Hopper on.
+the weight that is read next without waiting for it; the next kernel then hits the cache. The instruction exists from
+Hopper on.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,11 @@
-"""Inputs of the gated delta rule, and the handling of padding and segments.
+"""Inputs of the gated delta rule, the handling of padding and segments, and the oracle.
+
+The oracle computes the rule as defined in the paper (Yang et al., 2024), token by token, which is optimal for a single
+token:
+
+    S <- exp(log_decay) S
+    S <- S + rate * k (v - S^T k)^T
+    out = S^T q
 
 Shapes: B batch, T tokens, M key heads, G value heads per key head, K key size, V value size.
 """

@@ -1,4 +1,10 @@
-"""Tables that map tiles of rows to groups, read by the kernels. M rows, E groups, K inputs, T tiles."""
+"""Shared by the grouped matmul kernels: tables that map tiles of rows to groups, and the gradient.
+
+Two kernels serve the forward pass and both gradients: the gradient of x is another grouped matmul, in which outputs
+play the role of inputs, and that of w sums over the rows of each group.
+
+M rows, E groups, K inputs, N outputs, T tiles.
+"""
 
 from functools import partial
 from typing import Protocol

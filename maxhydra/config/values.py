@@ -1,4 +1,4 @@
-"""Paths in a config: glob patterns, and a hint about the nearest existing folder of a wrong path."""
+"""Values of a config that are paths or regular expressions: glob patterns, hints about wrong paths, validation."""
 
 import re
 from collections.abc import Iterable, Iterator

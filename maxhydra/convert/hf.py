@@ -1,4 +1,9 @@
-"""Read a Hugging Face folder: config.json and safetensors, in one file or in shards with an index."""
+"""Read a Hugging Face folder: config.json and safetensors, in one file or in shards with an index.
+
+FP8 and MXFP4 tensors are dequantized. MXFP4 (Open Compute Project, 2023): `x_blocks` [..., O, I / 32, 16] bytes with
+two values each, the lower nibble first, and `x_scales` [..., O, I / 32] power-of-two exponents; x is [..., I, O], as in
+gpt-oss. FP8 (DeepSeek-V3, 2024): `x` [O, I], and `x_scale_inv` with one factor per tile.
+"""
 
 import json
 from collections.abc import Callable, Mapping

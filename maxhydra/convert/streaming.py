@@ -1,4 +1,7 @@
-"""Host copies of slices of a model's parameters, from memory or from an external checkpoint."""
+"""Stream an external checkpoint into the parameter tree, one tensor at a time, directly into its shards.
+
+`Arrays` are host copies of slices of a model's parameters, from memory or from an external checkpoint.
+"""
 
 import itertools
 import math

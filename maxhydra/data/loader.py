@@ -1,4 +1,9 @@
-"""The training data loader: batches prepared ahead of the step in a background thread, with a resumable position."""
+"""Data loaders: training batches prepared ahead in a background thread, and one pass of evaluation batches.
+
+Stream s of S fills rows s * B / S to (s + 1) * B / S of a batch of B, so batch k is the same on any number of
+processes, and a process reads only the streams whose rows its devices hold. The states of all streams form the data
+position: on a different number of hosts the streams are redistributed, and no record is lost or read twice.
+"""
 
 import dataclasses
 import json

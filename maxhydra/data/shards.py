@@ -1,4 +1,7 @@
-"""Tokenized shards: a source of records written as ArrayRecord files, each by one process from its share."""
+"""Tokenized shards: a source of records written as ArrayRecord files, each by one process from its share.
+
+index.json of the folder lists the contents, the settings they were made with, and which shards are finished.
+"""
 
 import dataclasses
 import fcntl

@@ -1,6 +1,7 @@
 """Opens an engine: the tokenizer first, then the weights on the mesh, then the engine itself.
 
-This order reports mistakes early: the tokenizer takes a second to load, the weights take minutes.
+This order reports mistakes early: the tokenizer takes a second to load, the weights take minutes. If the weights come
+from a maxhydra run, the config is first checked to describe that run's model.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Builds engine requests from sampling parameters and a prompt, for the CLI, files, the server and RL alike."""
+"""Builds engine requests from sampling parameters and a prompt, for the CLI, files, the server and RL alike.
+
+`PromptClient` does so according to task=decode: chat template, sampling parameters and seeds.
+"""
 
 import dataclasses
 import hashlib

@@ -1,9 +1,13 @@
-"""Step inputs: everything a call needs to know about its rows, packed into one array, since every array is a transfer.
+"""Buckets, the few padded shapes that steps are compiled for, and the packed inputs of a step.
 
-Columns of a row: its slot; the slot that receives the sampled token (the padding slot for an unfinished prefill); the
-position of its first token; the number of tokens from there on; top_k and the two halves of the seed; the bits of
-temperature, top_p, min_p and repetition penalty; its page table; for a prefill the tokens. A padding row has no tokens
-and uses the padding slot.
+Everything a call needs to know about its rows is packed into one array, since every array is a transfer. Columns of a
+row: its slot; the slot that receives the sampled token (the padding slot for an unfinished prefill); the position of
+its first token; the number of tokens from there on; top_k and the two halves of the seed; the bits of temperature,
+top_p, min_p and repetition penalty; its page table; for a prefill the tokens. A padding row has no tokens and uses the
+padding slot.
+
+Related modules: steps has the jitted functions, compile_cache compiles them per bucket, weight_layout stores the
+weights for them.
 
 B rows, T tokens per row, W pages per row, C columns.
 """

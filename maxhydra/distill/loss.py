@@ -1,7 +1,8 @@
 """The distillation loss of a batch: divergence from the teacher, cross-entropy with the data, and feature distances.
 
 An online teacher's weights are the entry `TEACHER` of the weights that the loss reads; an offline teacher's top-k
-logits are columns of the batch (`teacher_ids`, `teacher_logits`).
+logits are columns of the batch (`teacher_ids`, `teacher_logits`). So are the scheduled values of alpha, beta and
+temperature.
 
 p is the teacher's token distribution, q the student's, both softmax(logits / T).
 """

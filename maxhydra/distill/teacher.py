@@ -1,4 +1,4 @@
-"""The online teacher: its model, weights and sharding."""
+"""The teacher: its model, weights and sharding, its top-k logits, and students initialized with its layers."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -1,4 +1,7 @@
-"""Jobs, trials, and the `JobBackend` interface that every launcher implements."""
+"""Jobs, trials, launcher settings, and the `JobBackend` interface that every launcher implements.
+
+Settings are hydra.launcher in a config, and `launcher` in sweep.json.
+"""
 
 import dataclasses
 import json

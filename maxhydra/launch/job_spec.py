@@ -1,6 +1,10 @@
-"""Input files of a worker: job.yaml, the complete config, and job.json, the provenance that goes into run.json.
+"""Files between a launcher and its worker: job.yaml and job.json in, a termination message out.
 
-Both are plain text that the worker reads without importing Hydra. They live in the run folder; on GKE, in a ConfigMap.
+job.yaml is the complete config, job.json the provenance that goes into run.json; both are plain text that the worker
+reads without importing Hydra. They live in the run folder; on GKE, in a ConfigMap.
+
+A Kubernetes termination message is the result of a run in 4 KB, for launchers that cannot see the run folder: run.json,
+reduced until it fits. The launcher writes it into the sweep's folder, where it is read like any other run.
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""What a forward pass passes along with the activations: positions, cache, sharding, randomness."""
+"""What a forward pass passes along with the activations: positions, cache, sharding, randomness.
+
+Also the kernel choices of the config: a requested backend that does not support the call is a config error.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping

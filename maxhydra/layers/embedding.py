@@ -1,6 +1,8 @@
-"""Embedding and LM head: token ids to vectors, and vectors to logits.
+"""Embedding and LM head: token ids to vectors, and vectors to logits; per-layer embeddings.
 
-B batch, T tokens, D residual stream, V vocabulary.
+With per-layer embeddings (Gemma 3n, 2025) every layer gets its own embedding of each token.
+
+B batch, T tokens, D residual stream, V vocabulary, L layers, P size of a per-layer embedding.
 """
 
 import dataclasses

@@ -1,6 +1,8 @@
-"""Mixture of experts (Shazeer et al., 2017) as a feed-forward.
+"""Mixture of experts (Shazeer et al., 2017) as a feed-forward, or in parallel with a layer's MLP (Gemma 4, 2026).
 
-B batch, T tokens, D residual stream, E experts, K experts per token.
+The router is always computed in float32.
+
+B batch, T tokens, D residual stream, E experts, K experts per token, G groups of experts.
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""The record of a benchmark: target, environment and results, one line of JSON."""
+"""The record of a benchmark: target, environment, results, and device memory, one line of JSON.
+
+If memory is not enough, the error suggests settings that need less.
+"""
 
 import dataclasses
 import datetime

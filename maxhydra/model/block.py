@@ -1,4 +1,9 @@
-"""One transformer layer. B batch, T tokens, D residual stream."""
+"""One transformer layer, its rematerialization, and multi-token prediction. B batch, T tokens, D residual stream.
+
+Rematerialization (Chen et al., 2016) decides which activations of a layer are saved for the backward pass, and where.
+In multi-token prediction (DeepSeek-V3, 2024) the k-th extra layer predicts the token k after the next; its inputs are
+the hidden states of the layer before it and the embedding of the token k positions later.
+"""
 
 import dataclasses
 from collections.abc import Callable

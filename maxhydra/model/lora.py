@@ -1,4 +1,8 @@
-"""Base weights in their storage format (plain, NF4, INT8, INT4), and merging of LoRA adapters into them."""
+"""Partition into trainable and frozen weights, base weights in their storage format, and merging of LoRA adapters.
+
+With an adapter only its weights are trained; without one all are. Trees are nested dicts with any leaves: arrays,
+shapes, axes, shardings. Storage formats are plain, NF4, INT8 and INT4.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""A model as pure functions over a nested dict of weights: the only interface to NNX for the rest of the code."""
+"""A model as pure functions over a nested dict of weights: the only interface to NNX for the rest of the code.
+
+Parameter counts and FLOPs are computed from the config without allocating weights.
+"""
 
 import dataclasses
 import math

@@ -1,4 +1,7 @@
-"""A hash of weights, which identifies them in stored results."""
+"""Stored parameters: their names in earlier versions, and a hash that identifies weights in stored results.
+
+Optimizer states repeat the paths of the parameters, so the same table of names applies to them.
+"""
 
 import hashlib
 from collections.abc import Iterable, Mapping

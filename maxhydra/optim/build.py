@@ -2,6 +2,8 @@
 
 All arithmetic is float32 whatever the dtype of the weights; the state keeps its own dtypes. The learning rate depends
 on the number of applied updates in the state, so a step whose new state is discarded does not advance the schedule.
+
+`state_axes` gives the state the logical axes of its parameters, so that it is sharded like them.
 """
 
 import dataclasses

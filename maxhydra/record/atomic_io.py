@@ -1,4 +1,4 @@
-"""Atomic file writes, file locks, and strict JSON."""
+"""Atomic file writes, file locks, strict JSON, and whether the process that holds a lock is alive."""
 
 import contextlib
 import datetime

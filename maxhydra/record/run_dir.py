@@ -1,4 +1,8 @@
-"""The run folder outputs/<run>/, and run.json, which records the status and provenance of the run."""
+"""The run folder outputs/<run>/, and run.json, which records the status and provenance of the run.
+
+Tags and a note that are added to a run after it started are in labels.json, a separate file, because a running process
+rewrites run.json from memory and would undo the changes.
+"""
 
 import contextlib
 import copy

@@ -1,5 +1,7 @@
 """Rollouts: sample completions of prompts, compute their rewards, and arrange them as arrays.
 
+The decode engine samples from the policy with the trainer's current weights.
+
 P prompts, G completions of each, S positions.
 """
 

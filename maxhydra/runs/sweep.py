@@ -1,4 +1,7 @@
-"""sweep.html: a self-contained report of many runs, and which of their settings made the difference."""
+"""sweep.html: a self-contained report of many runs, and which of their settings made the difference.
+
+The importance of a setting is the share of the result's variance that it explains on its own.
+"""
 
 import dataclasses
 import math

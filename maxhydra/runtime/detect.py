@@ -1,4 +1,4 @@
-"""Detect the accelerator from files and environment variables, without jax, whose flags must be set first."""
+"""Detect the accelerator without jax, whose flags must be set first, and choose the matching conf/hardware option."""
 
 import dataclasses
 import re

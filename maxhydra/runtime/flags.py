@@ -1,4 +1,7 @@
-"""Environment variables with XLA flags and the platform, which jax reads once, when the backend starts."""
+"""Environment variables with XLA flags and the platform, which jax reads once, when the backend starts.
+
+`slice_devices` are virtual devices of a TPU slice, for ahead-of-time compilation: needs libtpu but no TPU.
+"""
 
 import importlib.util
 import os

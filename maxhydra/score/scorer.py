@@ -1,4 +1,7 @@
-"""Scores sequences in batches of similar length. B sequences, S positions, V vocabulary."""
+"""Scores sequences of tokens in batches of similar length; input and output files of task=score.
+
+B sequences, S positions, V vocabulary.
+"""
 
 import dataclasses
 import json

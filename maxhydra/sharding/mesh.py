@@ -1,4 +1,7 @@
-"""Sizes of mesh axes: fills in -1, and rejects sizes whose product is not the number of devices."""
+"""Device meshes: sizes of the axes, devices with fast links along the last axes, slices along the first.
+
+A size of -1 is filled in; sizes whose product is not the number of devices are rejected.
+"""
 
 import dataclasses
 import math

@@ -1,4 +1,7 @@
-"""The control loop of a sweep: keep workers busy, read metrics, prune bad trials, record results."""
+"""The control loop of a sweep: keep workers busy, read metrics, prune bad trials, record results.
+
+A source of trials proposes the next job, and records the results of jobs that ended.
+"""
 
 import math
 import time

@@ -1,4 +1,8 @@
-"""Trials proposed by Optuna: a study on disk, a sampler that learns from it, and a pruner for bad trials."""
+"""Trials proposed by Optuna: the search space, a study on disk, a sampler, and a pruner for bad trials.
+
+Hydra's sweep syntax is converted to Optuna distributions: a,b,c and choice(a,b,c) are categorical; range(1,9,2) is
+stepped; interval(0,1) is uniform; tag(log,interval(1e-5,1e-2)) is log-uniform; int(interval(1,8)) is integer-valued.
+"""
 
 import itertools
 import logging

@@ -1,4 +1,4 @@
-"""Evaluation of a state on held-out batches."""
+"""Evaluation of a state on held-out batches, one micro-batch at a time, to bound the memory of each pass."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice

@@ -1,6 +1,10 @@
-"""The next-token loss, and how the aux losses and statistics of layers are added to a loss.
+"""The next-token loss, log-probabilities of given tokens, and how aux losses of layers are added to a loss.
 
 A loss returns sums over tokens rather than means, so that they add up over chunks, micro-batches and devices.
+
+Log-probabilities are used by the losses of rl/, align/ and distill/ and by score/. Cross-entropy computes its gradient
+together with its value; here the use of the values is not known yet, so the backward pass recomputes the logits of each
+chunk.
 """
 
 import dataclasses

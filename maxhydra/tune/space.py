@@ -1,4 +1,4 @@
-"""The search space: the values of each setting, and the config that a candidate gives."""
+"""The search space: the values of each setting, tile sizes included, and the config that a candidate gives."""
 
 import dataclasses
 import logging

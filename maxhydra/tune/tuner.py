@@ -1,4 +1,7 @@
-"""The tuner: tries candidates within a time limit, records the trials, and reports the best."""
+"""The tuner: tries candidates within a time limit, records the trials, and reports the best.
+
+The next candidate depends only on the times so far, so an interrupted search resumes by asking for known times again.
+"""
 
 import dataclasses
 import itertools

@@ -1,4 +1,7 @@
-"""A program of the backward kernel: its position, its loads, and the operations that all its warpgroups share."""
+"""A program of the backward kernel: its position, its loads, and the operations that all its warpgroups share.
+
+Tile geometry, shared memory and barriers come first.
+"""
 
 import abc
 import dataclasses

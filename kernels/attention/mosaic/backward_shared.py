@@ -1,6 +1,6 @@
-"""The backward kernel for large heads: both warpgroups work on the same 64 keys.
+"""Warpgroups of the backward kernel: both on the same 64 keys for large heads, or 64 keys for each.
 
-The gradients of keys and values of such heads do not fit in the registers of one warpgroup. One computes the weights
+The gradients of keys and values of large heads do not fit in the registers of one warpgroup. One computes the weights
 and accumulates the gradient of the values, the other computes the gradients of the logits and accumulates that of the
 keys. The gradient of the queries has four parts: the first warpgroup, which also computes the softmax, takes one of
 them. (With two each, 16 query and 8 key heads with a soft-cap, batch 2, 4,096 tokens, take 2.36 ms on an H200 instead
@@ -10,8 +10,11 @@ Data passes between them through shared memory once per step in each direction, 
 releases the buffer of the other direction: the weights of a step arrive when their warpgroup has read the gradients of
 the logits of the step before, and those arrive when the weights have been read.
 
-The first warpgroup starts the matmul of the next step's logits behind its part, to keep the tensor cores busy between
-loop iterations.
+With 64 keys for each warpgroup, the gradients of the logits also go through shared memory, from where both warpgroups
+read those of all 128 keys and compute one half each of the gradient of the queries.
+
+If registers allow, the matmul of the next step's logits is started behind the gradients of this step, to keep the
+tensor cores busy between loop iterations.
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""Shared by the forward and backward kernels: logits, masks, loops over blocks, and register layouts."""
+"""Shared by the forward and backward kernels: logits, masks, loops over blocks, and register layouts.
+
+`TilePlan` is the order in which the forward kernel processes tiles of queries, and their assignment to programs.
+"""
 
 import heapq
 import math

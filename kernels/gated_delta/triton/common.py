@@ -1,4 +1,7 @@
-"""Shared by the Triton kernels: matmul precision, tiles, and the decays within a chunk."""
+"""Shared by the Triton kernels: precision, tiles, decays, and the state-independent part of chunks.
+
+The latter is the inverses of the chunks' systems, and the attention of each token to those before it.
+"""
 
 import dataclasses
 from functools import partial

@@ -1,6 +1,8 @@
 """Hydra's config loader with cached option files and with options whose values come from outside conf/.
 
-Every import of `hydra._internal` is in this module, so that a new Hydra version is adapted to in one place.
+Every import of `hydra._internal` is in this module, so that a new Hydra version is adapted to in one place. Errors of
+Hydra, OmegaConf and YAML become config problems here, and the resolvers of YAML values, such as
+`${min:20,${train.steps}}`, are registered.
 
 `model=from_hf` is an option with a source: its values are read from the Hugging Face folder in `model.path`. They are
 merged right after the option's own file, so later option files and the command line override them.

@@ -1,4 +1,4 @@
-"""Schema of grouped-query attention."""
+"""Schema of the mixers: rotary embeddings, grouped-query attention, latent attention (MLA) and Gated DeltaNet."""
 
 import dataclasses
 from collections.abc import Iterator

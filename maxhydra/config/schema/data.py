@@ -1,4 +1,4 @@
-"""Schema of data: sources, mixing, tokenizer, packing, loading."""
+"""Schema of data: sources and the type of their records, mixing, tokenizer, packing, loading."""
 
 import math
 from collections.abc import Iterator

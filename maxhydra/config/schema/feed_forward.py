@@ -1,4 +1,4 @@
-"""Schema of feed-forward layers."""
+"""Schema of feed-forward layers, mixtures of experts, embeddings and multi-token prediction."""
 
 from collections.abc import Iterator
 from enum import Enum

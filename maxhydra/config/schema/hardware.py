@@ -1,4 +1,8 @@
-"""Schema of hardware: chips and their peak rates, compiler flags, multi-process setup."""
+"""Schema of hardware and mesh.
+
+Hardware: chips and their peak rates, compiler flags, multi-process setup. Mesh: devices per axis, within and across
+slices, and sharding rules.
+"""
 
 from collections.abc import Iterator
 from enum import Enum

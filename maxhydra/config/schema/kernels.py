@@ -1,4 +1,4 @@
-"""Schema of kernel backends: which implementation is used for each operation of a model."""
+"""Schema of kernels: the backend of each operation, and tile sizes that override the measured defaults."""
 
 from collections.abc import Iterator
 from enum import Enum

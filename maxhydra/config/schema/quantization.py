@@ -1,4 +1,8 @@
-"""Schema of quantization: formats of matmuls in training and of weights in decoding."""
+"""Schema of quantization and adapters.
+
+Quantization: formats of matmuls in training and of weights in decoding. Adapters: small trainable additions to frozen
+weights.
+"""
 
 import dataclasses
 from collections.abc import Iterator

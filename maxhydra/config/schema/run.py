@@ -1,4 +1,8 @@
-"""Schema of the run, the training loop, checkpoints and trackers."""
+"""Schema of the run, the training loop, checkpoints and trackers, and the metrics that each task logs.
+
+Metric names are known before a run starts, so that a sweep over a metric that is never logged fails before its first
+job.
+"""
 
 from collections.abc import Iterator
 from enum import Enum

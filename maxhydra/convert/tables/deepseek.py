@@ -1,4 +1,10 @@
-"""DeepSeek-V2 (DeepSeek-AI, 2024): MLA, leading dense layers, then MoE layers with a softmax router."""
+"""DeepSeek-V2, V3, R1, V3.2 (DeepSeek-AI, 2024 and 2025) and Kimi K2 (Moonshot AI, 2025).
+
+V2: MLA, leading dense layers, then MoE layers with a softmax router. V3, R1, Kimi K2: sigmoid router, aux-loss-free
+balancing. V3.2: V3 with an indexer that selects the keys of sparse attention.
+
+MTP layers are numbered after the last decoder layer; transformers skips them, and so does a model with mtp.depth=0.
+"""
 
 from typing import Any
 

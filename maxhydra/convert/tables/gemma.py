@@ -1,4 +1,9 @@
-"""Gemma (2024): Llama's tensor names; norm scales stored minus one, embeddings scaled by sqrt(emb_dim)."""
+"""Gemma (2024), Gemma 2 (2024) and Gemma 3 (2025), text.
+
+Gemma: Llama's tensor names; norm scales stored minus one, embeddings scaled by sqrt(emb_dim). Gemma 2: sliding windows
+in every other layer, pre- and post-norms, logit soft-capping. Gemma 3: five sliding-window layers per full-attention
+layer, each type with its own RoPE.
+"""
 
 from typing import Any
 

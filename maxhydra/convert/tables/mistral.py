@@ -1,4 +1,7 @@
-"""Mistral 7B (Jiang et al., 2023): Llama's tensor names, and a sliding window."""
+"""Mistral 7B (Jiang et al., 2023) and Mixtral (Jiang et al., 2024).
+
+Mistral: Llama's tensor names, and a sliding window. Mixtral: Mistral with MoE layers.
+"""
 
 from typing import Any
 

@@ -1,4 +1,8 @@
-"""Qwen2 and Qwen2.5 (2024): Llama with query, key and value biases; the last layers may have sliding windows."""
+"""Qwen2, Qwen2.5 (2024), Qwen3 and Qwen3 MoE (Qwen Team, 2025).
+
+Qwen2: Llama with query, key and value biases; the last layers may have sliding windows. Qwen3: Llama with QK norms.
+Qwen3 MoE: 30B-A3B, 235B-A22B, and Qwen3-Coder 480B-A35B.
+"""
 
 from typing import Any
 

@@ -1,4 +1,8 @@
-"""Qwen3-Next (Qwen Team, 2025): Gated DeltaNet, gated attention, and MoE."""
+"""Qwen3-Next (Qwen Team, 2025) and Qwen3.5 (Qwen Team, 2026), text.
+
+Qwen3-Next: Gated DeltaNet, gated attention, and MoE. Qwen3.5: the same layers with separate DeltaNet projections, dense
+or with an MoE in every layer.
+"""
 
 from typing import Any
 

@@ -1,4 +1,13 @@
-"""Decode the bytes of one record: arrays of task=tokenize, a JSON object, or a tf.train.Example."""
+"""Decode the bytes of one record: arrays of task=tokenize, a JSON object, or a tf.train.Example.
+
+Arrays, as task=tokenize writes them; decoding takes a microsecond: MAGIC, number of arrays u8, then per array: length
+of name u8, name, dtype u8, dimensions u8, sizes u32 each, values.
+
+tf.train.Example, parsed without TensorFlow from the wire format of its four messages:
+
+    Example { Features features = 1 }    Features { map<string, Feature> feature = 1 }
+    Feature { BytesList = 1 | FloatList = 2 | Int64List = 3 }, each a list of `value = 1`, packed or not
+"""
 
 import json
 import math

@@ -1,6 +1,7 @@
 """Tokenizers: text to token ids and back. One module per kind, chosen by data.tokenizer.kind.
 
-Each module has `build(config) -> Tokenizer`. One that reads files also has `input_files(config)`.
+Each module has `build(config) -> Tokenizer`, and `input_files(config)` if it reads files. Helpers that the kinds share
+are here too: special tokens, chat template source, blocks of text, id dtypes.
 """
 
 import dataclasses
@@ -104,7 +105,7 @@ def check_vocabulary(tokenizer: Tokenizer, data: Data, spec: RowSpec) -> None:
 
 
 # Chat templates that ship with the package.
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parents[1] / "templates"
 # A file is tokenized in blocks of this many characters: a tokenizer needs a few hundred bytes of memory per character.
 BLOCK = 1_000_000
 

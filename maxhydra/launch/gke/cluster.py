@@ -1,4 +1,8 @@
-"""The part of the Kubernetes API that jobs need. The only module that imports the client, which takes a second."""
+"""The part of the Kubernetes API that jobs need, with its errors as one-line problems.
+
+An error names the rejected request, the server's message, and a fix. This is the only module that imports the client,
+which takes a second.
+"""
 
 import json
 import os

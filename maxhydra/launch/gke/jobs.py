@@ -1,4 +1,7 @@
-"""Jobs as JobSets. All state is in the cluster, under names derived from the sweep's folder."""
+"""Jobs as JobSets. All state is in the cluster, under names derived from the sweep's folder.
+
+Progress and results are read from the pods of a job.
+"""
 
 import dataclasses
 import json

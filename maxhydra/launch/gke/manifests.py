@@ -1,8 +1,10 @@
 """Kubernetes objects of a job as plain dicts: pure functions of the settings and the job.
 
-A JobSet creates one Job per slice, a Job one pod per node, and a headless Service gives every pod a DNS name. The
-job's config is a ConfigMap owned by the JobSet. The JobSet is created first, because the owner reference needs its
-uid; its pods wait until the ConfigMap exists.
+A JobSet creates one Job per slice, a Job one pod per node, and a headless Service gives every pod a DNS name. The job's
+config is a ConfigMap owned by the JobSet. The JobSet is created first, because the owner reference needs its uid; its
+pods wait until the ConfigMap exists.
+
+`Placement`, the node labels and resources of a job, comes from the hardware option and the launcher settings.
 """
 
 import dataclasses

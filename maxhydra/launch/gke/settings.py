@@ -1,4 +1,7 @@
-"""Settings of hydra/launcher=gke, with the Kubernetes naming rules that their values must follow."""
+"""Settings of hydra/launcher=gke, with the Kubernetes naming rules that their values must follow.
+
+Volumes of a pod are URLs: gs://bucket/folder, pvc://claim/folder, host:///folder, empty://, memory://.
+"""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Settings of hydra/launcher=slurm."""
+"""Settings of hydra/launcher=slurm, and the batch script of a job or job array that they render."""
 
 import dataclasses
 import re

@@ -1,8 +1,15 @@
-"""Quantization-aware training: forward with rounded weights, and optionally activations, backward without rounding.
+"""Quantization in training: rules, quantization-aware training (QAT), and amax histories of FP8.
 
+Rules resolve from the config which weights are stored or multiplied in which format.
+
+QAT runs the forward pass with rounded weights, and optionally activations, and the backward pass without rounding.
 Rounding has zero gradient almost everywhere, so the gradient with respect to the rounded value is used for the original
 one (straight-through estimator, Bengio et al., 2013). The forward pass is the same matmul that decoding computes with
 the quantized weight, so the two agree bit for bit if activations are not rounded.
+
+An amax history serves delayed scaling (kernels/fp8_matmul). It is not a weight: the optimizer does not see it, and its
+"gradient" is the newest column, the amaxes of this step. It is stored next to the kernel of its projection and travels
+with the weights.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Fields of task=bench."""
+"""Fields of the tasks that measure or describe a config: task=bench, tune, inspect and inspect_data."""
 
 import dataclasses
 from collections.abc import Iterator

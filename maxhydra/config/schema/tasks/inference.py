@@ -1,4 +1,4 @@
-"""Fields of task=decode."""
+"""Fields of the tasks that run a model: task=decode, serve, score and convert."""
 
 from collections.abc import Iterator
 from enum import Enum

@@ -1,4 +1,4 @@
-"""Fields of task=tokenize."""
+"""Fields of the tasks that prepare data: task=tokenize, teacher_logits and train_tokenizer."""
 
 from collections.abc import Iterator
 from enum import Enum

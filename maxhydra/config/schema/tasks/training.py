@@ -1,4 +1,4 @@
-"""Fields of task=dpo."""
+"""Fields of the training tasks: task=dpo, grpo and distill."""
 
 from collections.abc import Iterator
 from enum import Enum
