@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax
 
 from maxhydra.record import MetricsWriter, RunDirectory
-from maxhydra.train.progress import Progress
+from maxhydra.runtime.progress import StepProgress
 from maxhydra.train.trackers import Tracker
 
 
@@ -45,7 +45,7 @@ class MetricsLogger:
         run: RunDirectory,
         writer: MetricsWriter,
         tracker: Tracker,
-        progress: Progress,
+        progress: StepProgress,
         step: int,
     ):
         self._cost, self._run, self._writer, self._tracker, self._progress = cost, run, writer, tracker, progress
