@@ -94,9 +94,12 @@ def _compare(config: Config, run: RunDirectory, batch: float) -> tuple[list[str]
     if (size := _batch_change(before, batch)) is not None:
         binding.append(size)
         problems += [] if is_accepted(size.key, accepted_keys) else [_batch_problem(size)]
-    input_changes, records = [], record_inputs(config) if "inputs" not in before else {}
+    input_changes: list[InputChange] = []
     if "inputs" in before:
         input_changes, records = compare_inputs(config, before["inputs"])
+    else:
+        # An earlier version started the run and recorded nothing to compare with.
+        records = record_inputs(config)
     input_changes = [change for change in input_changes if not _is_consequence(change, binding)]
     kinds = config.run.accept_changed_inputs
     problems += [change.problem() for change in input_changes if change.kind not in kinds]
