@@ -76,6 +76,8 @@ Facts = dict[str, Any]
 RUN_FORMAT = 2
 # Facts stored per session and, with the latest value, for the whole run.
 SESSION_FACTS = ("devices", "start_step", "end_step")
+# Facts that a session is compared with when the run resumes.
+INPUT_FACTS = ("inputs", "sequences_per_step")
 STATUSES = ("running", "finished", "failed", "preempted")
 LOCK = ".lock"
 # Minimum interval between writes of `heartbeat`.
@@ -94,6 +96,8 @@ class RunDirectory:
         self.path = Path(path)
         self.writes = writes
         self._facts: Facts = {}
+        self._earlier_inputs: Facts = {}
+        self._earlier_config: str | None = None
         self._lock: int | None = None
         self._is_open = False
         self._last_write = self._session_start = 0.0
@@ -151,6 +155,7 @@ class RunDirectory:
         earlier = [_close_lost(session, previous) for session in previous.get("sessions", [])]
         known = {**environment(), **to_plain(facts)}
         git = self._store_diff(known.pop("git"), known.pop("diff"), number=len(earlier) + 1)
+        self._earlier_inputs = {name: previous[name] for name in INPUT_FACTS if name in previous}
         self._replace_config(config_yaml, number=len(earlier) + 1)
         now = _now()
         session = {
@@ -214,6 +219,10 @@ class RunDirectory:
             return
         has_steps = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
         if len(self._facts["sessions"]) > 1 or has_steps:
+            # A session that never trained does not change what the run is compared with when it resumes.
+            self._facts.update(self._earlier_inputs)
+            if self._earlier_config is not None:
+                replace_file(self.config_path, self._earlier_config)
             self.finish("failed", reason)
             return
         self._is_open = False
@@ -296,6 +305,7 @@ class RunDirectory:
             if previous == config_yaml:
                 return
             replace_file(self.path / f"config.{number - 1}.yaml", previous)
+            self._earlier_config = previous
         replace_file(self.config_path, config_yaml)
 
     def _acquire_lock(self) -> None:

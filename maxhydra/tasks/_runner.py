@@ -2,7 +2,8 @@
 
 A task is a module of this package with a function `run(job) -> Outcome` and two constants: `NEEDS_DEVICES` (False for
 tasks that only plan, which run on any host) and `KEEPS_RUN` (False for tasks that only print). For a task that keeps a
-run, the runner opens the folder, keeps run.json up to date even if the task fails, and records how it ended.
+run, the runner opens the folder, keeps run.json up to date even if the task fails, and records how it ended. A task
+with `TRAINS = True` resumes an existing run, whose config and inputs are compared first (_resume.py).
 """
 
 import contextlib
@@ -11,8 +12,9 @@ import importlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from jax.experimental import multihost_utils
@@ -24,6 +26,7 @@ from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
 from maxhydra.record.atomic_io import from_number
 from maxhydra.record.formats import NewerFormatError
 from maxhydra.runtime import Machine, signals
+from maxhydra.tasks._resume import Session, prepare_session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +85,7 @@ def run(
         return finished
     with logging_to(job.run.log_path if is_main else None, console=is_main):
         try:
-            return _run_recorded(job, config_dir, task.run)
+            return _run_recorded(job, config_dir, task)
         except RunInUseError as error:
             hint = "wait for it to end, or choose another run.name"
             raise ConfigError(Problem("run.name", str(error), value=config.run.name, hint=hint)) from None
@@ -107,9 +110,12 @@ def _check_nesting(outputs: Path, name: str) -> None:
         raise ConfigError(Problem("run.name", reason, name, hint=f"choose another name, or {name}/NAME"))
 
 
-def _run_recorded(job: Job, config_dir: str | None, task: Callable[[Job], Outcome]) -> Result:
+def _run_recorded(job: Job, config_dir: str | None, task: ModuleType) -> Result:
     """Run the task in a session of its run, and record how it ended."""
     machine = job.machine
+    session = Session(job.config, {})
+    if getattr(task, "TRAINS", False):
+        session = prepare_session(job.config, job.run, devices=machine.devices, processes=machine.process_count)
     facts = {
         "task": job.config.task.name,
         "choices": job.choices,
@@ -122,6 +128,7 @@ def _run_recorded(job: Job, config_dir: str | None, task: Callable[[Job], Outcom
         "processes": machine.process_count,
         "xla_flags": machine.xla_flags,
         "seen": machine.notes,
+        **session.facts,
     }
     is_recorded = threading.Event()
 
@@ -137,7 +144,7 @@ def _run_recorded(job: Job, config_dir: str | None, task: Callable[[Job], Outcom
         try:
             deferral.end()
             signals.check()
-            outcome = task(job)
+            outcome = task.run(dataclasses.replace(job, config=session.config))
         except ConfigError as error:
             # A config error that only the devices or the data could reveal; a new run leaves no folder behind.
             job.run.withdraw("; ".join(str(problem) for problem in error.problems))

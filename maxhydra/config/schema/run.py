@@ -12,6 +12,9 @@ from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.schema.model import Model
 
+# Kinds of inputs that a run records and compares when it resumes.
+INPUT_KINDS = ("base", "teacher", "reference", "data", "tokenizer", "template", "reward")
+
 
 class Nonfinite(Enum):
     stop = "stop"
@@ -62,8 +65,18 @@ class Run(Schema):
     """Tags to find the run by."""
     notes: str = ""
     """Free text about the run."""
+    accept_changed_inputs: list[str] = option([])
+    """Kinds of inputs that may differ from the run's last session: base, teacher, reference, data, tokenizer, template,
+    reward. Otherwise a run whose files have changed does not resume."""
+    accept_changed_config: list[str] = option([])
+    """Keys or sections that may differ from the run's last session, or, in a new run, from the run whose weights it
+    loads, such as model.kinds.layer.attention.rope.theta."""
 
     def check(self) -> Iterator[Problem]:
+        for kind in self.accept_changed_inputs:
+            if kind not in INPUT_KINDS:
+                accepted, hint = ", ".join(INPUT_KINDS), did_you_mean(kind, INPUT_KINDS)
+                yield Problem("accept_changed_inputs", "contains an unknown kind", kind, accepted=accepted, hint=hint)
         if self.name is not None and (
             not self.name.strip() or self.name.startswith(("/", ".")) or ".." in self.name.split("/")
         ):
