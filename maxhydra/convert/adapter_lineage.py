@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from maxhydra.config import ConfigError, Problem
+from maxhydra.config.compose.provenance import parse_yaml
 from maxhydra.config.migrations import migrate_config
 from maxhydra.config.schema.quantization import Adapter, AdapterKind
+from maxhydra.config.yaml_files import read_yaml_text
 from maxhydra.convert.pinned import describe_weights_change, find_pinned
 from maxhydra.modelfiles import locate
 
@@ -61,7 +61,7 @@ def _facts(run: Path) -> dict[str, Any]:
 
 def _settings(run: Path) -> dict[str, Any]:
     """The run's config as plain values, not validated: its data or devices may no longer exist."""
-    found = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    found = parse_yaml(read_yaml_text(run / "config.yaml"), str(run / "config.yaml")).plain
     return migrate_config(found) if isinstance(found, dict) else {}
 
 

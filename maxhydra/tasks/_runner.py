@@ -21,7 +21,9 @@ from jax.experimental import multihost_utils
 
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.schema.run import new_name_problem
 from maxhydra.config.serialize import to_yaml
+from maxhydra.measure.record import OutOfMemoryError, explain_out_of_memory, require_memory, suggest_less_memory
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
 from maxhydra.record.atomic_io import from_number
 from maxhydra.record.formats import NewerFormatError
@@ -72,7 +74,7 @@ def run(
     """
     task = importlib.import_module(f"maxhydra.tasks.{config.task.name}")
     if path is None and task.KEEPS_RUN and config.run.name is not None:
-        _check_nesting(Path(config.run.outputs), config.run.name)
+        _check_name(Path(config.run.outputs), config.run.name)
     machine = runtime.start(config.hardware) if task.NEEDS_DEVICES else runtime.start_on_host()
     path = path or Path(config.run.outputs) / (config.run.name or _default_name(config, choices))
     is_main = machine.process_index == 0
@@ -80,7 +82,7 @@ def run(
     job = Job(config, choices, machine, folder, tuple(overrides))
     if not task.KEEPS_RUN:
         with logging_to(None, console=False):
-            return _result(job, task.run(job), path=None)
+            return _result(job, _run_task(job, task), path=None)
     if (finished := _finished_before(job)) is not None:
         return finished
     with logging_to(job.run.log_path if is_main else None, console=is_main):
@@ -93,14 +95,17 @@ def run(
             raise ConfigError(Problem(str(folder.facts_path), str(error), hint="or choose another run.name")) from None
 
 
-def _check_nesting(outputs: Path, name: str) -> None:
-    """Raise a ConfigError if a new run would be inside another run's folder or contain one.
+def _check_name(outputs: Path, name: str) -> None:
+    """Raise a ConfigError for an unsuitable name of a new run; existing runs keep their names.
 
-    Listing runs would not find the inner run, and deleting the outer one would delete both.
+    A run must not be inside another run's folder or contain one: listing runs would not find the inner run, and
+    deleting the outer one would delete both.
     """
     folder = outputs / name
     if RunDirectory(folder).exists():
         return
+    if problem := new_name_problem(name):
+        raise ConfigError(problem)
     parents = [outputs / part for part in Path(name).parents][:-1]
     if outer := next((path for path in parents if RunDirectory(path).exists()), None):
         reason, hint = f"is inside the folder of another run, {outer}", "choose another name"
@@ -144,7 +149,7 @@ def _run_recorded(job: Job, config_dir: str | None, task: ModuleType) -> Result:
         try:
             deferral.end()
             signals.check()
-            outcome = task.run(dataclasses.replace(job, config=session.config))
+            outcome = _run_task(dataclasses.replace(job, config=session.config), task)
         except ConfigError as error:
             # A config error that only the devices or the data could reveal; a new run leaves no folder behind.
             job.run.withdraw("; ".join(str(problem) for problem in error.problems))
@@ -186,6 +191,17 @@ def _finished_before(job: Job) -> Result | None:
         objective=from_number((facts.get("objective") or {}).get("value")),
         writes=job.machine.process_index == 0,
     )
+
+
+def _run_task(job: Job, task: ModuleType) -> Outcome:
+    """Run the task; too little memory is an outcome with a suggestion, not a traceback."""
+    require_memory(job.config, job.machine)
+    try:
+        with explain_out_of_memory(suggest_less_memory(job.config)):
+            outcome: Outcome = task.run(job)
+            return outcome
+    except OutOfMemoryError as error:
+        return Outcome("failed", str(error))
 
 
 def _result(job: Job, outcome: Outcome, *, path: Path | None) -> Result:
