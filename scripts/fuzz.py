@@ -132,7 +132,7 @@ def _minimal(failure: str) -> str:
     lines = [re.sub(r"^(E|\s*[|+])\s", "", line).rstrip() for line in failure.splitlines()]
     shown: list[str] = []
     for index, line in enumerate(lines):
-        if re.match(r"\s*(Falsifying|Failing explicit) example: ", line):
+        if re.match(r"\s*(Falsifying|Failing)( explicit)? (example|test case): ", line):
             end = next((other for other in range(index, len(lines)) if lines[other].strip() == ")"), index)
             shown += lines[max(0, index - 3) : min(end, index + 40) + 1]
     return "\n".join(shown or lines[-40:])

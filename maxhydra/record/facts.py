@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.record.atomic_io import NONFINITE, is_lost, parse_json
+from maxhydra.record.formats import migrate_format
 from maxhydra.record.metrics import scan_metrics
 
 Facts = dict[str, Any]
+
+# Format of run.json. 1: without `format`. 2: with `format`.
+RUN_FORMAT = 2
 
 FACTS, DAMAGED = "run.json", "run.json.damaged"
 # Optional facts by the type that readers expect; null is accepted for all.
@@ -26,10 +30,14 @@ _TASK = re.compile(r"^task:\n(?:  .*\n)*?  name: (\w+)$", re.MULTILINE)
 
 
 def parse_facts(content: bytes) -> Facts:
-    """Parse run.json; ValueError says what is damaged. Everything that a listing or report relies on is checked."""
+    """Parse run.json and bring it to the current format. Everything that a listing or report relies on is checked.
+
+    Raises NewerFormatError if a later version wrote it, and any other ValueError if it is damaged.
+    """
     facts = parse_json(content)
     if not isinstance(facts, dict):
         raise ValueError("is not a JSON object")
+    facts = migrate_format(facts, current=RUN_FORMAT, migrations={})
     try:
         _require(isinstance(facts["status"], str), "status")
         for name in ("created", "updated"):

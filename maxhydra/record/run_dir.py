@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.record.atomic_io import acquire_lock, is_lost, process_start, read_json, replace_file, to_json, to_plain
-from maxhydra.record.facts import DAMAGED, FACTS, Facts, free_name, parse_facts, rebuild_facts
+from maxhydra.record.facts import DAMAGED, FACTS, RUN_FORMAT, Facts, free_name, parse_facts, rebuild_facts
+from maxhydra.record.formats import NewerFormatError, stamp
 from maxhydra.record.provenance import environment
 from maxhydra.record.redact import redact_text
 
@@ -73,6 +74,8 @@ log = logging.getLogger("maxhydra")
 
 # Facts stored per session and, with the latest value, for the whole run.
 SESSION_FACTS = ("devices", "start_step", "end_step")
+# Facts that a session is compared with when the run resumes.
+INPUT_FACTS = ("inputs", "sequences_per_step")
 STATUSES = ("running", "finished", "failed", "preempted")
 LOCK = ".lock"
 # Minimum interval between writes of `heartbeat`.
@@ -91,6 +94,8 @@ class RunDirectory:
         self.path = Path(path)
         self.writes = writes
         self._facts: Facts = {}
+        self._earlier_inputs: Facts = {}
+        self._earlier_config: bytes | None = None
         self._lock: int | None = None
         self._is_open = False
         self._last_write = self._session_start = 0.0
@@ -148,6 +153,7 @@ class RunDirectory:
         earlier = [_close_lost(session, previous) for session in previous.get("sessions", [])]
         known = {**environment(), **to_plain(facts)}
         git = self._store_diff(known.pop("git"), known.pop("diff"), number=len(earlier) + 1)
+        self._earlier_inputs = {name: previous[name] for name in INPUT_FACTS if name in previous}
         self._replace_config(config_yaml, number=len(earlier) + 1)
         now = _now()
         session = {
@@ -163,8 +169,9 @@ class RunDirectory:
             **dict.fromkeys(SESSION_FACTS),
         }
         state = {"status": "running", "reason": None, "created": previous.get("created", now), "finished": None}
-        leading = {"name": self.path.name, "task": None, **state}
-        self._facts = {**leading, **previous, **known, "git": git, **state, "sessions": [*earlier, session]}
+        leading = {**stamp(RUN_FORMAT), "name": self.path.name, "task": None, **state}
+        own = {**stamp(RUN_FORMAT), "git": git, **state, "sessions": [*earlier, session]}
+        self._facts = {**leading, **previous, **known, **own}
         self._session_start = time.monotonic()
         self._is_open = True
         self.update(**{name: known[name] for name in SESSION_FACTS if name in known})
@@ -210,6 +217,10 @@ class RunDirectory:
             return
         has_steps = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
         if len(self._facts["sessions"]) > 1 or has_steps:
+            # A session that never trained does not change what the run is compared with when it resumes.
+            self._facts.update(self._earlier_inputs)
+            if self._earlier_config is not None:
+                self.config_path.write_bytes(self._earlier_config)
             self.finish("failed", reason)
             return
         self._is_open = False
@@ -264,6 +275,8 @@ class RunDirectory:
         if self.exists():
             try:
                 parse_facts(self.facts_path.read_bytes())
+            except NewerFormatError:
+                raise
             except ValueError as error:
                 os.replace(self.facts_path, self.path / DAMAGED)
                 log.warning("%s %s; it is kept as %s, and the run resumes without it", self.facts_path, error, DAMAGED)
@@ -278,6 +291,8 @@ class RunDirectory:
         """Facts of run.json. A damaged file is replaced in memory by what the other files tell."""
         try:
             facts = parse_facts(self.facts_path.read_bytes())
+        except NewerFormatError:
+            raise
         except ValueError as error:
             return rebuild_facts(self.path, f"{FACTS} {error}")
         if facts["status"] == "running" and is_lost(facts["sessions"][-1], facts["updated"]):
@@ -310,6 +325,7 @@ class RunDirectory:
             if self.config_path.read_bytes() == config_yaml.encode():
                 return
             # Copied as bytes: a damaged file is kept too.
+            self._earlier_config = self.config_path.read_bytes()
             name = free_name(self.path, "config.{}.yaml", itertools.count(number - 1))
             shutil.copyfile(self.config_path, self.path / name)
         replace_file(self.config_path, config_yaml)

@@ -14,6 +14,7 @@ from maxhydra.config.errors import ConfigError
 from maxhydra.config.migrations import migrate_config
 from maxhydra.record import scan_metrics
 from maxhydra.record.facts import Facts, parse_facts, rebuild_facts
+from maxhydra.record.formats import NewerFormatError
 from maxhydra.record.metrics import Row
 from maxhydra.record.run_dir import LABELS, apply_labels, read_labels
 from maxhydra.runs import settings as run_settings
@@ -110,6 +111,9 @@ def read_facts(folder: Path, errors: list[str]) -> Facts | None:
     """
     try:
         facts = parse_facts((folder / RUN).read_bytes())
+    except NewerFormatError as error:
+        errors.append(f"{RUN}: {error}; the run is skipped")
+        return None
     except ValueError as error:
         errors.append(f"{RUN}: {error}; the run is listed without it")
         facts = rebuild_facts(folder, f"{RUN} {error}")

@@ -13,6 +13,8 @@ from maxhydra.config.declare import MAX_CONTEXT, Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.schema.model import Model
 
+# Kinds of inputs that a run records and compares when it resumes.
+INPUT_KINDS = ("base", "teacher", "reference", "data", "tokenizer", "template", "reward")
 # Largest train.loss_chunk that an error suggests.
 MAX_CHUNK_SHOWN = 2**16
 # File systems accept 255 bytes in a name and 4095 in a path; temporary files add a suffix to the name.
@@ -77,8 +79,18 @@ class Run(Schema):
     """Tags to find the run by."""
     notes: str = ""
     """Free text about the run."""
+    accept_changed_inputs: list[str] = option([])
+    """Kinds of inputs that may differ from the run's last session: base, teacher, reference, data, tokenizer, template,
+    reward. Otherwise a run whose files have changed does not resume."""
+    accept_changed_config: list[str] = option([])
+    """Keys or sections that may differ from the run's last session, or, in a new run, from the run whose weights it
+    loads, such as model.kinds.layer.attention.rope.theta."""
 
     def check(self) -> Iterator[Problem]:
+        for kind in self.accept_changed_inputs:
+            if kind not in INPUT_KINDS:
+                accepted, hint = ", ".join(INPUT_KINDS), did_you_mean(kind, INPUT_KINDS)
+                yield Problem("accept_changed_inputs", "contains an unknown kind", kind, accepted=accepted, hint=hint)
         if self.name is None:
             return
         parts = self.name.split("/")
@@ -201,7 +213,7 @@ class Checkpoint(Schema):
     mode: SaveMode = SaveMode.asynchronous
     """asynchronous saves in the background, synchronous blocks training, off never saves."""
     every: int = option(1000, ge=1)
-    """Steps between checkpoints; the end of the run, SIGTERM and SIGUSR1 also save one."""
+    """Steps between checkpoints; the end of the run, SIGTERM, SIGUSR1 and SIGHUP also save one."""
     keep: int = option(3, ge=1)
     """Number of newest checkpoints to keep."""
     keep_best: int = option(0, ge=0)

@@ -16,7 +16,7 @@ from maxhydra.data.formats import ENDINGS, ConcatRecords, open_files
 from maxhydra.data.formats.file_cache import FileCache, Unreadable
 from maxhydra.data.records import Records
 from maxhydra.data.rows import RowSpec
-from maxhydra.data.sources import RecordSource, columns_of, hold_out
+from maxhydra.data.sources import RecordSource, columns_of, hold_out, named_files
 
 # Index that task=tokenize writes next to its shards.
 INDEX = "index.json"
@@ -24,6 +24,10 @@ INDEX = "index.json"
 MAX_SHOWN = 5
 
 log = logging.getLogger("maxhydra")
+
+
+def input_files(corpus: Corpus, data: Data) -> dict[str, list[Path]]:
+    return named_files(corpus, data, _endings())
 
 
 def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource:
@@ -36,8 +40,7 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource:
 
 def open_records(names: str, corpus: Corpus, data: Data) -> Records:
     """Open the records of the named files."""
-    endings = tuple(ending for of_format in ENDINGS.values() for ending in of_format)
-    paths = find_files(names, data.cache, endings=endings)
+    paths = find_files(names, data.cache, endings=_endings())
     # Other record types read optional columns too, such as weights next to tokens.
     columns = columns_of(corpus) if corpus.record_type == "text" else None
     _check_finished(paths)
@@ -46,6 +49,10 @@ def open_records(names: str, corpus: Corpus, data: Data) -> Records:
     _check_readable(files)
     _check_empty([path for path, file in zip(paths, files, strict=True) if not len(file)], data)
     return ConcatRecords(files)
+
+
+def _endings() -> tuple[str, ...]:
+    return tuple(ending for of_format in ENDINGS.values() for ending in of_format)
 
 
 def _check_readable(files: Sequence[Records]) -> None:
