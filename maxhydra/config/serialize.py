@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 from maxhydra.config.compose.merge import DEFAULT, ConfigMerge
 from maxhydra.config.compose.provenance import SourcedValue, parse_yaml
 from maxhydra.config.compose.validate import Validator
-from maxhydra.config.errors import ConfigError
+from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.fields import walk
 from maxhydra.config.migrations import migrate_value, migrated_entries
 from maxhydra.config.registry import task_schemas
@@ -38,6 +38,8 @@ def with_overrides(config: Config, overrides: list[str]) -> Config:
 def _merge(text: str, source: str) -> ConfigMerge:
     """Merge the values of a config's YAML over the schema, with renamed keys under their current names."""
     content = _migrate_sourced(parse_yaml(text, source))
+    if not isinstance(content.value, dict):
+        raise ConfigError(Problem(source, "is not a config", accepted="a mapping of sections"))
     merge = ConfigMerge()
     task = content.value.get("task")
     name = task.value.get("name") if task is not None and isinstance(task.value, dict) else None

@@ -2,25 +2,33 @@
 
 A task is a module of this package with a function `run(job) -> Outcome` and two constants: `NEEDS_DEVICES` (False for
 tasks that only plan, which run on any host) and `KEEPS_RUN` (False for tasks that only print). For a task that keeps a
-run, the runner opens the folder, keeps run.json up to date even if the task fails, and records how it ended.
+run, the runner opens the folder, keeps run.json up to date even if the task fails, and records how it ended. A task
+with `TRAINS = True` resumes an existing run, whose config and inputs are compared first (_resume.py).
 """
 
 import contextlib
 import dataclasses
 import importlib
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from jax.experimental import multihost_utils
 
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.schema.run import new_name_problem
 from maxhydra.config.serialize import to_yaml
+from maxhydra.measure.record import OutOfMemoryError, explain_out_of_memory, require_memory, suggest_less_memory
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
-from maxhydra.runtime import Machine
+from maxhydra.record.atomic_io import from_number
+from maxhydra.record.formats import NewerFormatError
+from maxhydra.runtime import Machine, signals
+from maxhydra.tasks._resume import Session, prepare_session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +74,7 @@ def run(
     """
     task = importlib.import_module(f"maxhydra.tasks.{config.task.name}")
     if path is None and task.KEEPS_RUN and config.run.name is not None:
-        _check_nesting(Path(config.run.outputs), config.run.name)
+        _check_name(Path(config.run.outputs), config.run.name)
     machine = runtime.start(config.hardware) if task.NEEDS_DEVICES else runtime.start_on_host()
     path = path or Path(config.run.outputs) / (config.run.name or _default_name(config, choices))
     is_main = machine.process_index == 0
@@ -74,23 +82,30 @@ def run(
     job = Job(config, choices, machine, folder, tuple(overrides))
     if not task.KEEPS_RUN:
         with logging_to(None, console=False):
-            return _result(job, task.run(job), path=None)
+            return _result(job, _run_task(job, task), path=None)
+    if (finished := _finished_before(job)) is not None:
+        return finished
     with logging_to(job.run.log_path if is_main else None, console=is_main):
         try:
-            return _run_recorded(job, config_dir, task.run)
+            return _run_recorded(job, config_dir, task)
         except RunInUseError as error:
             hint = "wait for it to end, or choose another run.name"
             raise ConfigError(Problem("run.name", str(error), value=config.run.name, hint=hint)) from None
+        except NewerFormatError as error:
+            raise ConfigError(Problem(str(folder.facts_path), str(error), hint="or choose another run.name")) from None
 
 
-def _check_nesting(outputs: Path, name: str) -> None:
-    """Raise a ConfigError if a new run would be inside another run's folder or contain one.
+def _check_name(outputs: Path, name: str) -> None:
+    """Raise a ConfigError for an unsuitable name of a new run; existing runs keep their names.
 
-    Listing runs would not find the inner run, and deleting the outer one would delete both.
+    A run must not be inside another run's folder or contain one: listing runs would not find the inner run, and
+    deleting the outer one would delete both.
     """
     folder = outputs / name
     if RunDirectory(folder).exists():
         return
+    if problem := new_name_problem(name):
+        raise ConfigError(problem)
     parents = [outputs / part for part in Path(name).parents][:-1]
     if outer := next((path for path in parents if RunDirectory(path).exists()), None):
         reason, hint = f"is inside the folder of another run, {outer}", "choose another name"
@@ -100,9 +115,12 @@ def _check_nesting(outputs: Path, name: str) -> None:
         raise ConfigError(Problem("run.name", reason, name, hint=f"choose another name, or {name}/NAME"))
 
 
-def _run_recorded(job: Job, config_dir: str | None, task: Callable[[Job], Outcome]) -> Result:
+def _run_recorded(job: Job, config_dir: str | None, task: ModuleType) -> Result:
     """Run the task in a session of its run, and record how it ended."""
     machine = job.machine
+    session = Session(job.config, {})
+    if getattr(task, "TRAINS", False):
+        session = prepare_session(job.config, job.run, devices=machine.devices, processes=machine.process_count)
     facts = {
         "task": job.config.task.name,
         "choices": job.choices,
@@ -115,18 +133,75 @@ def _run_recorded(job: Job, config_dir: str | None, task: Callable[[Job], Outcom
         "processes": machine.process_count,
         "xla_flags": machine.xla_flags,
         "seen": machine.notes,
+        **session.facts,
     }
-    with job.run.session(to_yaml(job.config), facts):
+    is_recorded = threading.Event()
+
+    def record_forced_exit(reason: str) -> None:
+        if not is_recorded.is_set():
+            job.run.finish("preempted", reason)
+
+    # A signal while the session is opened would leave a run that says it is running.
+    deferral = signals.Deferral()
+    deferral.start()
+    with deferral, job.run.session(to_yaml(job.config), facts):
+        signals.attach_run(record_forced_exit, processes=machine.process_count)
         try:
-            outcome = task(job)
+            deferral.end()
+            signals.check()
+            outcome = _run_task(dataclasses.replace(job, config=session.config), task)
         except ConfigError as error:
             # A config error that only the devices or the data could reveal; a new run leaves no folder behind.
             job.run.withdraw("; ".join(str(problem) for problem in error.problems))
             raise
+        except BaseException as error:
+            if not isinstance(error, signals.Interrupted) and not signals.has_interrupted():
+                raise
+            # Values that earlier sessions recorded stay as they are.
+            is_recorded.set()
+            job.run.finish("preempted", reason := signals.reason())
+            return _result(job, Outcome("preempted", reason), path=job.run.path)
+        is_recorded.set()
         result = _result(job, outcome, path=job.run.path)
         objective = {"name": job.config.objective, "value": result.objective}
         job.run.finish(outcome.status, outcome.reason, objective=objective, metrics=outcome.metrics, **outcome.facts)
+    if outcome.status != "preempted":
+        signals.dismiss()
     return result
+
+
+def _finished_before(job: Job) -> Result | None:
+    """The recorded result, if an earlier command with the same config has finished the run; it stays as it is.
+
+    The first process decides for all, because the others could read the folder after it has started a session.
+    """
+    is_finished, facts = False, {}
+    if job.run.writes and job.run.exists():
+        facts = job.run.read()
+        config = job.run.config_path
+        is_finished = facts["status"] == "finished" and config.read_text(encoding="utf-8") == to_yaml(job.config)
+    if job.machine.process_count > 1:
+        is_finished = bool(multihost_utils.broadcast_one_to_all(np.bool_(is_finished)))
+    if not is_finished:
+        return None
+    return Result(
+        path=job.run.path,
+        status="finished",
+        reason=f"{facts.get('reason')} (in an earlier session; choose another run.name to repeat the run)",
+        objective=from_number((facts.get("objective") or {}).get("value")),
+        writes=job.machine.process_index == 0,
+    )
+
+
+def _run_task(job: Job, task: ModuleType) -> Outcome:
+    """Run the task; too little memory is an outcome with a suggestion, not a traceback."""
+    require_memory(job.config, job.machine)
+    try:
+        with explain_out_of_memory(suggest_less_memory(job.config)):
+            outcome: Outcome = task.run(job)
+            return outcome
+    except OutOfMemoryError as error:
+        return Outcome("failed", str(error))
 
 
 def _result(job: Job, outcome: Outcome, *, path: Path | None) -> Result:

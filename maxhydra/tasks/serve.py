@@ -56,10 +56,12 @@ def run(job: Job) -> Outcome:
 
 
 async def _serve_until_signal(listener: socket.socket, service: Service, limits: Limits, name: str) -> None:
-    """Serve until SIGTERM, SIGUSR1 or Ctrl-C, then finish running requests; a second signal stops at once."""
+    """Serve until SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, then finish running requests; a second signal stops at once."""
     stop, stop_now = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    # A SIGHUP that is ignored (nohup) stays ignored.
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *hangup):
         loop.add_signal_handler(number, lambda: (stop_now if stop.is_set() else stop).set())
     host, port = listener.getsockname()[:2]
     print(f"serving {name} on http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)

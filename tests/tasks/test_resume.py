@@ -148,14 +148,16 @@ def test_a_damaged_checkpoint_of_another_run_is_reported(tmp_path: Path) -> None
     for field in ("load_full_state", "load_parameters"):
         done = run(*RUN, "run.name=second", f"checkpoint.{field}=outputs/first", cwd=tmp_path)
         assert done.returncode == 2
-        reason = "cannot be read: the list of arrays in params is missing or damaged"
-        assert f"checkpoint.{field}={newest}: {reason}" in done.stderr
+        assert f"checkpoint.{field}={newest}: is damaged: " in done.stderr and "bytes instead of" in done.stderr
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
     run_ok(*RUN, "train.steps=4", "run.name=first", cwd=tmp_path)
-    done = run(*RUN, "train.steps=4", "run.name=first", "model.mlp_dim=96", cwd=tmp_path)
+    changed = [*RUN, "train.steps=4", "run.name=first", "model.mlp_dim=96"]
+    done = run(*changed, cwd=tmp_path)
+    assert done.returncode == 2 and "model.mlp_dim=96: was 64 in the last session of this run" in done.stderr
+    done = run(*changed, "run.accept_changed_config=[model.mlp_dim]", cwd=tmp_path)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert (
