@@ -81,12 +81,12 @@ def _kill(processes: list[BaseProcess]) -> None:
 
 
 def ignore_run_signals() -> None:
-    """Ignore SIGINT, SIGTERM and SIGUSR1 in a worker process.
+    """Ignore SIGINT, SIGTERM, SIGUSR1 and SIGHUP in a worker process.
 
     A terminal or a cluster signals every process of a run; the run then saves a checkpoint, for which it still needs
     its workers.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

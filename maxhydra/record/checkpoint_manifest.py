@@ -20,7 +20,7 @@ from maxhydra.record.formats import migrate_format, stamp
 MANIFEST = "manifest.json"
 # 1: no manifest. 2: manifest with format, files and digest.
 CHECKPOINT_FORMAT = 2
-# Orbax's file about a step, which repeats the format: it tells a lost manifest from a checkpoint that never had one.
+# Orbax's file about a step, which repeats the format: it distinguishes a lost manifest from one that never existed.
 STEP_METADATA = "_CHECKPOINT_METADATA"
 _THREADS = min(8, os.cpu_count() or 1)
 

@@ -190,7 +190,7 @@ class _Worker:
 def _serve(pipe: Connection, terms: dict[str, Term]) -> None:
     """Main of a reward process: load the terms, report success or a failed term, then score until the pipe closes."""
     # A terminal or a cluster signals every process of a run; the run still needs its rewards to save its final state.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     score_fns = []
