@@ -19,7 +19,8 @@ from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.tasks.tokenize import TokenizeTask
 from maxhydra.data.shard_index import ShardIndex, open_index
 from maxhydra.data.shards import COUNTERS_PER_SHARD, ShardResult, Shards
-from maxhydra.data.workers import WorkerDied, Workers, spawn_context
+from maxhydra.data.workers import WorkerDied, Workers
+from maxhydra.record.processes import spawn_context
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = KEEPS_RUN = False
