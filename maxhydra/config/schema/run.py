@@ -148,6 +148,9 @@ class Train(Schema):
     spike: Spike = section(Spike)
     on_nonfinite: Nonfinite = Nonfinite.stop
     """A NaN or Inf in the loss or the gradients: stop the run, or skip the update. The update is never applied."""
+    allow_no_learning: bool = False
+    """Whether a run may finish that has learned nothing, because all updates (or all but the first) were skipped, all
+    GRPO groups had equal rewards, or the loss never changed. false: its status is failed, with the reason."""
     progress: Progress = Progress.auto
     """bar, lines or none; auto shows a bar on a terminal and lines otherwise."""
     sample: Sample = section(Sample)
