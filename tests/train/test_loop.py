@@ -229,6 +229,9 @@ def test_the_first_logged_step_without_effect_is_named() -> None:
     monitor.observe(5, {**effective, "skipped": 3})
     assert monitor.verdict() is None
 
+    monitor.observe(6, {**effective, "skipped": 3, "groups/informative": 0.0})
+    assert "no group of 6 batches had different rewards" in (monitor.verdict() or "")
+
     resumed = LearningMonitor(step=3, past_losses=[0.0] * 3)
     resumed.observe(4, {**masked_out, "skipped": 4})
     assert "none of the 4 updates" in (resumed.verdict() or "")
