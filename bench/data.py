@@ -24,9 +24,9 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from maxhydra.config.schema.data import Data, Packing, PackingMethod
-from maxhydra.config.schema.tokenizer import Tokenizer as TokenizerConfig
+from maxhydra.config.schema.data import Tokenizer as TokenizerConfig
 from maxhydra.data import BatchSpec, RowSpec, host_loader, train_loader
-from maxhydra.data.array_codec import encode_arrays
+from maxhydra.data.formats.payload import encode_arrays
 from maxhydra.data.packing import plan_rows
 from maxhydra.data.pipeline import Pipeline
 from maxhydra.data.rows import Document, pack_rows

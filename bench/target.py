@@ -5,7 +5,7 @@ import sys
 
 from maxhydra import runtime
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.tasks.bench import BenchTask
+from maxhydra.config.schema.tasks.analysis import BenchTask
 from maxhydra.measure.record import BenchTarget, with_synthetic_data
 
 

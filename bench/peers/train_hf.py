@@ -19,7 +19,7 @@ from llama_hf import random_llama
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.model import flops_per_token
-from maxhydra.runtime.hardware_options import hardware_options, matches_device
+from maxhydra.runtime.detect import hardware_options, matches_device
 
 WARM_UP = 3
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from maxhydra.kernels.fused_linear.epilogue import Epilogue
-from maxhydra.kernels.int8_to_float import FMA_FLOAT32, convert_int8
+from maxhydra.kernels.ptx import FMA_FLOAT32, convert_int8
 from maxhydra.kernels.tiles import power_of_two_divisor
 
 # Number of outputs from which programs of one warp are enough, number up to which multiprocessors are idle, and number

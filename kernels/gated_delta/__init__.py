@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from maxhydra.kernels.dispatch import CallSpec, Capability, Operation, UnsupportedError, either
-from maxhydra.kernels.gated_delta import chunked, pallas_tpu, reference, triton
+from maxhydra.kernels.gated_delta import chunked, pallas_tpu, spec, triton
 from maxhydra.kernels.gated_delta.spec import Inputs, masked
 from maxhydra.kernels.placement import Placement
 
@@ -71,7 +71,7 @@ class Backend(Capability[Call]):
 
 # Fastest first. A single token is one step of the recurrence, for which the reference is optimal.
 BACKENDS: dict[str, Backend] = {
-    "reference": Backend(run=reference.gated_delta, fastest_to=1),
+    "reference": Backend(run=spec.gated_delta, fastest_to=1),
     "pallas_tpu": Backend(run=pallas_tpu.gated_delta, platforms=("tpu",), by_device=True),
     "triton": Backend(
         run=triton.gated_delta,

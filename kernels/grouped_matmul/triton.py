@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.grouped_matmul.tiles import edges, spans, tile_position, tile_table
-from maxhydra.kernels.grouped_matmul.vjp import grouped_matmul_vjp
+from maxhydra.kernels.grouped_matmul.tiles import edges, grouped_matmul_vjp, spans, tile_position, tile_table
 from maxhydra.kernels.tiles import Sizes, candidates, override_sizes
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.int8_to_float import AS_BFLOAT16, AS_FLOAT32, convert_int8
+from maxhydra.kernels.ptx import AS_BFLOAT16, AS_FLOAT32, convert_int8
 from maxhydra.kernels.tiles import power_of_two_divisor
 
 # Number of rows up to which reading the weights takes longer than the arithmetic.

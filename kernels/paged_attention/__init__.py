@@ -15,7 +15,7 @@ import jax
 
 from maxhydra.kernels.attention.spec import Request
 from maxhydra.kernels.dispatch import CallSpec, Capability, Operation
-from maxhydra.kernels.paged_attention import pallas_tpu, prefill_write, triton
+from maxhydra.kernels.paged_attention import pages, pallas_tpu, triton
 from maxhydra.kernels.paged_attention.pages import Pages
 from maxhydra.kernels.placement import Placement
 
@@ -74,7 +74,7 @@ BACKENDS: dict[str, Backend] = {
         powers_of_two=True,
         page_multiple=1,
         max_elements=2**31 - 1,
-        prefill_write=prefill_write.write_prompts,
+        prefill_write=pages.write_prompts,
     ),
     "pallas_tpu": Backend(
         run=pallas_tpu.attention,

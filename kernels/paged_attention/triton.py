@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from maxhydra.kernels.attention.spec import Request
-from maxhydra.kernels.l2_prefetch import THREADS_PER_WARP, L2Prefetch
 from maxhydra.kernels.paged_attention.pages import Pages
+from maxhydra.kernels.ptx import THREADS_PER_WARP, L2Prefetch
 
 # The tensor cores need at least this many rows, which are queries or tokens.
 LEAST_ROWS = 16

@@ -9,12 +9,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config.schema.tasks.dpo import WITHOUT_REFERENCE, DpoTask, PreferenceLoss, Reference
+from maxhydra.config.schema.tasks.training import WITHOUT_REFERENCE, DpoTask, PreferenceLoss, Reference
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 from maxhydra.train import Scorer
-from maxhydra.train.logprobs import ScoredTokens
-from maxhydra.train.loss import Batch, LossFn, Sums, Tree, add_aux_losses
+from maxhydra.train.loss import Batch, LossFn, ScoredTokens, Sums, Tree, add_aux_losses
 
 # Upper bound of the mean token log-prob: at probability 1 the odds would be infinite.
 MAX_MEAN_LOGPROB = -1e-6

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from maxhydra.align.loss import ROLES
 from maxhydra.config import ConfigError, Problem
 from maxhydra.data import Batch, BatchSpec, Row, make_batch
-from maxhydra.model.params_hash import fingerprint
+from maxhydra.model.stored_params import fingerprint
 from maxhydra.record.atomic_io import replace_file, to_json
 from maxhydra.train.loss import Tree
 

@@ -17,12 +17,11 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from maxhydra.cli import flags, multirun
-from maxhydra.cli.help import commands, docstrings
+from maxhydra.cli.help import commands
 from maxhydra.cli.main import RunFailed
-from maxhydra.cli.runs import VERBS
+from maxhydra.cli.runs import verbs
 from maxhydra.config.compose.composer import Composed, Composer
-from maxhydra.config.compose.hydra_errors import problem_of
-from maxhydra.config.compose.hydra_loader import BASIC_LAUNCHER, Hydra
+from maxhydra.config.compose.hydra_loader import BASIC_LAUNCHER, Hydra, problem_of
 from maxhydra.config.compose.overrides import searchpath
 from maxhydra.config.errors import ConfigError, Problem
 
@@ -125,7 +124,7 @@ def _complete(app: Hydra, config_name: str, arguments: list[str]) -> int:
         line = os.environ.get("COMP_LINE", "")
         parts = line.split(" ")
         is_verb = parts[1:-1] == ["runs"]
-        names = docstrings(VERBS) if is_verb else commands() if len(parts) == 2 else {}
+        names = verbs() if is_verb else commands() if len(parts) == 2 else {}
         print("\n".join(name for name in names if name.startswith(parts[-1])))
         if is_verb:
             return 0  # a verb cannot be an override

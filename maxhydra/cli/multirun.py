@@ -9,14 +9,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from maxhydra.config.compose.composer import Composer, distinct, job_choices
-from maxhydra.config.compose.hydra_loader import BASIC_SWEEPER, Hydra
+from maxhydra.config.compose.hydra_loader import BASIC_SWEEPER, Hydra, job_folder
 from maxhydra.config.compose.overrides import expand, parse
-from maxhydra.config.compose.resolvers import job_folder
 from maxhydra.config.compose.validate import instantiate
 from maxhydra.config.errors import ConfigError, quoted
+from maxhydra.launch.base import LauncherSettings
 from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import launcher_settings
-from maxhydra.launch.settings import LauncherSettings
 from maxhydra.sweep.plan import Settings, SweepPlan, write_plan
 
 # Overrides that are set anew for every job, and so are not part of the plan.

@@ -39,12 +39,13 @@ def modules(package: str) -> list[str]:
 
 @cache
 def task_schemas() -> dict[str, type[Task]]:
-    """Return the schema class of every task that has additional fields."""
+    """Return the schema class of every task that has additional fields: TeacherLogitsTask is that of teacher_logits."""
     schemas: dict[str, type[Task]] = {}
     for name in modules("maxhydra.config.schema.tasks"):
         module = importlib.import_module(f"maxhydra.config.schema.tasks.{name}")
-        classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Task)]
-        (schemas[name],) = (cls for cls in classes if cls.__module__ == module.__name__)
+        for cls in vars(module).values():
+            if isinstance(cls, type) and issubclass(cls, Task) and cls is not Task:
+                schemas[re.sub(r"(?<!^)([A-Z])", r"_\1", cls.__name__.removesuffix("Task")).lower()] = cls
     return schemas
 
 

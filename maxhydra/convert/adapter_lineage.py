@@ -9,7 +9,7 @@ import yaml
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.migrations import migrate_config
-from maxhydra.config.schema.adapter import Adapter, AdapterKind
+from maxhydra.config.schema.quantization import Adapter, AdapterKind
 from maxhydra.modelfiles import locate
 
 

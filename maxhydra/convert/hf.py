@@ -1,16 +1,91 @@
-"""Read a Hugging Face folder: config.json and safetensors, in one file or in shards with an index."""
+"""Read a Hugging Face folder: config.json and safetensors, in one file or in shards with an index.
+
+FP8 and MXFP4 tensors are dequantized. MXFP4 (Open Compute Project, 2023): `x_blocks` [..., O, I / 32, 16] bytes with
+two values each, the lower nibble first, and `x_scales` [..., O, I / 32] power-of-two exponents; x is [..., I, O], as in
+gpt-oss. FP8 (DeepSeek-V3, 2024): `x` [O, I], and `x_scale_inv` with one factor per tile.
+"""
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.convert.dequantize import FLOAT8, dequantized_view, read_float8
 from maxhydra.convert.hf_config import CONFIG, build_model, find_table, read_settings, to_model_values
-from maxhydra.convert.name_table import UnsupportedError
+from maxhydra.convert.name_table import Settings, UnsupportedError
 from maxhydra.convert.source import Source
+
+Shapes = Mapping[str, tuple[int, ...]]
+Read = Callable[[str], np.ndarray]
+BLOCKS, SCALES, TILE_SCALES = "_blocks", "_scales", "_scale_inv"
+# Values of the sixteen E2M1 codes: sign, two exponent bits, one mantissa bit.
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+EXPONENT_BIAS = 127
+# Name of the FP8 dtype in safetensors.
+FLOAT8 = "F8_E4M3"
+# Tile shape if quantization_config does not set weight_block_size.
+TILE = (128, 128)
+METHODS = (None, "fp8", "mxfp4")
+
+
+def dequantized_view(settings: Settings, shapes: Shapes, read: Read) -> tuple[Shapes, Read]:
+    """Present quantized tensors as float tensors: their names and shapes, and a reader that dequantizes.
+
+    Raises UnsupportedError for other quantization methods.
+    """
+    quantization = settings.get("quantization_config") or {}
+    if (method := quantization.get("quant_method")) not in METHODS:
+        supported = ", ".join(name for name in METHODS if name)
+        raise UnsupportedError(f"unsupported quantization_config.quant_method={method} (supported: {supported})")
+    tile = tuple(quantization.get("weight_block_size") or TILE)
+    float_shapes: dict[str, tuple[int, ...]] = {}
+    readers: dict[str, Read] = {}
+    for name, shape in shapes.items():
+        base = name.removesuffix(BLOCKS)
+        if base != name and base + SCALES in shapes:
+            *leading, outputs, groups, half = shape
+            float_shapes[base] = (*leading, 2 * half * groups, outputs)
+            readers[base] = lambda name: _dequantize_mxfp4(read(name + BLOCKS), read(name + SCALES))
+        elif name + TILE_SCALES in shapes:
+            float_shapes[name] = shape
+            readers[name] = lambda name: _dequantize_tiles(read(name), read(name + TILE_SCALES), tile)
+        elif not _is_scale(name, shapes):
+            float_shapes[name], readers[name] = shape, read
+    return float_shapes, lambda name: readers[name](name)
+
+
+def read_float8(file: Path, name: str) -> np.ndarray:
+    """Read an FP8 tensor, which safetensors' NumPy interface does not support."""
+    with file.open("rb") as opened:
+        header_size = int.from_bytes(opened.read(8), "little")
+        entry = json.loads(opened.read(header_size))[name]
+        start, end = entry["data_offsets"]
+        opened.seek(8 + header_size + start)
+        return np.frombuffer(opened.read(end - start), ml_dtypes.float8_e4m3fn).reshape(entry["shape"])
+
+
+def _is_scale(name: str, shapes: Shapes) -> bool:
+    """True for the scales of a quantized tensor."""
+    return (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in shapes) or (
+        name.endswith(TILE_SCALES) and name.removesuffix(TILE_SCALES) in shapes
+    )
+
+
+def _dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    values = np.stack([E2M1_VALUES[blocks & 0x0F], E2M1_VALUES[blocks >> 4]], axis=-1)
+    values = values.reshape(*scales.shape, -1)
+    scaled = np.ldexp(values, scales.astype(np.int32)[..., None] - EXPONENT_BIAS)
+    return scaled.reshape(*scales.shape[:-1], -1).swapaxes(-1, -2)
+
+
+def _dequantize_tiles(weight: np.ndarray, scales: np.ndarray, tile: tuple[int, ...]) -> np.ndarray:
+    rows, columns = weight.shape
+    factors = np.repeat(np.repeat(scales.astype(np.float32), tile[0], axis=0), tile[1], axis=1)
+    return weight.astype(np.float32) * factors[:rows, :columns]
+
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

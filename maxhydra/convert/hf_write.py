@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.convert.arrays import Arrays
 from maxhydra.convert.compatibility import is_same
 from maxhydra.convert.hf import INDEX, SINGLE
 from maxhydra.convert.hf_config import build_model
 from maxhydra.convert.name_table import Table, all_tables
 from maxhydra.convert.param_map import ParamMapping, TensorIndex, map_params, unmapped_params
+from maxhydra.convert.streaming import Arrays
 from maxhydra.model import ModelDef
 
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}

@@ -22,9 +22,9 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.compose.validate import section_from
 from maxhydra.config.migrations import migrate_config
 from maxhydra.config.schema.quantization import Quantization
-from maxhydra.convert.arrays import Arrays
+from maxhydra.convert.streaming import Arrays
 from maxhydra.model import ModelDef, store_weight_slice
-from maxhydra.model.renamed_params import current_path, rename_keys, restore_keys, stored_names
+from maxhydra.model.stored_params import current_path, rename_keys, restore_keys, stored_names
 
 Tree = Any
 PARAMS = "params"

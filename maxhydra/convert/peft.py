@@ -12,11 +12,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.adapter import Adapter, AdapterKind
+from maxhydra.config.schema.quantization import Adapter, AdapterKind
 from maxhydra.convert.name_table import Table
 from maxhydra.convert.param_map import Keys, ParamMapping, map_params
 from maxhydra.model import ModelDef
-from maxhydra.model.param_partition import ADAPTER
+from maxhydra.model.lora import ADAPTER
 
 Tree = Any
 # PEFT's prefix of the wrapped model's tensor names.

@@ -1,8 +1,7 @@
 """Input pipeline: sources yield records or rows, record types tokenize, packing fills rows, a loader makes batches."""
 
 from maxhydra.data.batch import Assemble, Batch, BatchSpec, local_rows, make_batch
-from maxhydra.data.evaluation import eval_batches, held_out
-from maxhydra.data.loader import Loader, host_loader, open_loader, train_loader
+from maxhydra.data.loader import Loader, eval_batches, held_out, host_loader, open_loader, train_loader
 from maxhydra.data.rows import Row, RowSpec
 from maxhydra.data.tokenizers import Tokenizer, load_tokenizer
 

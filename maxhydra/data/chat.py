@@ -33,8 +33,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from maxhydra.config import ConfigError, Problem
 from maxhydra.data.record_types import Rejected
 from maxhydra.data.rows import Document
-from maxhydra.data.special_tokens import special_token_pattern
-from maxhydra.data.tokenizers import Tokenizer
+from maxhydra.data.tokenizers import Tokenizer, special_token_pattern
 
 Message = Mapping[str, Any]
 

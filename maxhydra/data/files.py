@@ -10,7 +10,7 @@ from typing import NoReturn
 import fsspec
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.paths import ACCEPTED, is_remote, matches, nearby_files, parts
+from maxhydra.config.values import ACCEPTED, is_remote, matches, nearby_files, parts
 
 log = logging.getLogger("maxhydra")
 

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.corpus import READY_ROWS, ROLES, Corpus
-from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.data import READY_ROWS, ROLES, Corpus, Data
 from maxhydra.data.pipeline import TRAIN, Pipeline
 from maxhydra.data.record_types import Rejected, column_of, text_of
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row, RowSpec
-from maxhydra.data.special_tokens import blocks
+from maxhydra.data.tokenizers import blocks
 
 # Sources that read plain text files, and the number of characters per text that is taken from one.
 FILES = ("demo", "text")

@@ -12,7 +12,9 @@ The layers of the input pipeline, from the bottom up:
 """
 
 import dataclasses
+import importlib
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any, Protocol
 
 from maxhydra.config import ConfigError, Problem
@@ -72,3 +74,18 @@ class RecordStream(Protocol):
     def location(self, number: int) -> str:
         """Name of the stream and number of a record (its cursor's), for error messages."""
         ...
+
+
+def need(package: str, setting: str, *, extra: str = "data") -> ModuleType:
+    """Import an optional package, or raise an error that says how to install it.
+
+    `setting` is the `key=value` that requires it, `extra` the extra of maxhydra that installs it.
+    """
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package.split(".")[0]:
+            raise
+        path, value = setting.split("=")
+        reason = f"needs the package {package.split('.')[0]}, which is not installed"
+        raise ConfigError(Problem(path, reason, value=value, hint=f"pip install 'maxhydra[{extra}]'")) from None

@@ -18,12 +18,11 @@ import numpy as np
 from maxhydra.config.schema.decode import CacheDtype
 from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.data import Tokenizer
-from maxhydra.decode.buckets import Buckets, StepShape, sampling_features
 from maxhydra.decode.request import Handle, Request, RequestRejectedError, TokenLogprob
 from maxhydra.decode.sampler import MAX_LOGPROBS, SampledTokens
 from maxhydra.decode.scheduler import Scheduler
 from maxhydra.decode.sequence import Sequence, find_problem
-from maxhydra.decode.step_inputs import decode_inputs, prefill_inputs
+from maxhydra.decode.step_inputs import Buckets, StepShape, decode_inputs, prefill_inputs, sampling_features
 from maxhydra.decode.steps import CompiledSteps, MultiStepKey
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.layers import PagedCacheSpec

@@ -12,14 +12,14 @@ from omegaconf import OmegaConf
 
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.migrations import original_names
-from maxhydra.config.schema.tasks.decode import DecodeTask
+from maxhydra.config.schema.tasks.inference import DecodeTask
 from maxhydra.convert.orbax_io import checkpoint_steps
-from maxhydra.decode.checkpoint_check import model_values
-from maxhydra.decode.client import PromptClient
 from maxhydra.decode.offline_files import REJECTED, OutputFile, Record, fingerprint, read_records
+from maxhydra.decode.open import model_values
 from maxhydra.decode.progress import Progress, open_progress
 from maxhydra.decode.prompts import PromptError
 from maxhydra.decode.request import Completion, Delta, Handle, RequestRejectedError, TokenLogprob
+from maxhydra.decode.sampling_params import PromptClient
 
 # Submitted sequences per batch slot of the engine, so that it never waits for this thread.
 QUEUE_FACTOR = 2

@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.decode.buckets import StepShape
 from maxhydra.decode.compile_cache import CompileCache, Program
 from maxhydra.decode.sampler import SampledTokens, SamplingArrays, SamplingFeatures, greedy_tokens, sample
-from maxhydra.decode.step_inputs import HEAD, StepInputs, advance, num_columns
+from maxhydra.decode.step_inputs import HEAD, StepInputs, StepShape, advance, num_columns
 from maxhydra.decode.weight_layout import WeightLayout
 from maxhydra.layers import Context, PagedCacheSpec, PageTable
 from maxhydra.sharding import Sharder

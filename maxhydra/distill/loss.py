@@ -1,24 +1,72 @@
 """The distillation loss of a batch: divergence from the teacher, cross-entropy with the data, and feature distances.
 
 An online teacher's weights are the entry `TEACHER` of the weights that the loss reads; an offline teacher's top-k
-logits are columns of the batch (`teacher_ids`, `teacher_logits`).
+logits are columns of the batch (`teacher_ids`, `teacher_logits`). So are the scheduled values of alpha, beta and
+temperature.
 
 p is the teacher's token distribution, q the student's, both softmax(logits / T).
 """
 
 import dataclasses
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config.schema.tasks.distill import DistillTask, Divergence, FeatureLoss, Features
+from maxhydra.config.schema.tasks.training import Course, DistillTask, Divergence, FeatureLoss, Features
+from maxhydra.data import BatchSpec
 from maxhydra.distill.teacher import OnlineTeacher
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
-from maxhydra.train import map_sequence_chunks
-from maxhydra.train.logprobs import target_logprobs
-from maxhydra.train.loss import Batch, LossFn, Sums, Tree, add_aux_losses
+from maxhydra.train import LoaderBatches, TrainState, map_sequence_chunks
+from maxhydra.train.loss import Batch, LossFn, Sums, Tree, add_aux_losses, target_logprobs
+from maxhydra.train.step import sequences_in
+
+
+def values_at(task: DistillTask, step: jax.Array, steps: int) -> dict[str, jax.Array]:
+    """Alpha, temperature and (if used) beta at a step of a run of `steps` steps."""
+    progress = jnp.clip(step / max(steps - 1, 1), 0, 1)
+    if task.course is Course.cosine:
+        progress = (1 - jnp.cos(jnp.pi * progress)) / 2
+    schedules = {
+        "alpha": (task.alpha, task.alpha_end),
+        "beta": (task.beta, task.beta_end),
+        "temperature": (task.temperature, task.temperature_end),
+    }
+    return {
+        name: start + progress * ((start if end is None else end) - start)
+        for name, (start, end) in schedules.items()
+        if start is not None
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledBatches(LoaderBatches):
+    """Loader batches with a column [B] for each scheduled value, computed on the device from the state's step."""
+
+    task: DistillTask
+    spec: BatchSpec
+    steps: int
+
+    def peek(self) -> Mapping[str, Any]:
+        batch = super().peek()
+        return {**batch, **self._columns(jnp.zeros((), jnp.int32), sequences_in(batch))}
+
+    def take(self, state: TrainState) -> Batch:
+        batch = super().take(state)
+        return {**batch, **self._columns(state.step, sequences_in(batch))}
+
+    @cached_property
+    def _columns(self) -> Any:
+        def columns(step: jax.Array, rows: int) -> Batch:
+            values = values_at(self.task, step, self.steps)
+            return {name: jnp.full(rows, value, jnp.float32) for name, value in values.items()}
+
+        return jax.jit(columns, static_argnums=1, out_shardings=self.spec.sharding_of(1))
+
 
 TEACHER = "teacher"
 

@@ -1,24 +1,33 @@
-"""The online teacher: its model, weights and sharding."""
+"""The teacher: its model, weights and sharding, its top-k logits, and students initialized with its layers."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from maxhydra import model
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.schema.mesh import Mesh as MeshConfig
+from maxhydra.config.schema.data import Packing
+from maxhydra.config.schema.hardware import Mesh as MeshConfig
 from maxhydra.config.schema.model import Model
-from maxhydra.config.schema.tasks.distill import Teacher
+from maxhydra.config.schema.tasks.training import Teacher
 from maxhydra.config.serialize import from_yaml
 from maxhydra.convert.adapter_lineage import run_folder
 from maxhydra.convert.load import load_weights
+from maxhydra.data import BatchSpec, make_batch
+from maxhydra.data.packing import plan_rows
+from maxhydra.data.rows import Document, pack_rows
+from maxhydra.data.tokenizers import smallest_id_dtype
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder, remeshed
+from maxhydra.train import map_sequence_chunks
 from maxhydra.train.loss import Batch, Tree
 
 
@@ -92,3 +101,144 @@ def _model_of(path: Path) -> Model:
     assert isinstance(content, DictConfig)
     content.pop("data", None)
     return from_yaml(OmegaConf.to_yaml(content), str(path)).model
+
+
+# The subtrees of the weights that hold layers; the others are embedding, final norm and head.
+LAYER_GROUPS = ("prefix", "pattern", "remainder")
+
+
+def init_from_teacher(
+    student: ModelDef, teacher: ModelDef, weights: Tree, layers: Sequence[int], *, sharder: Sharder
+) -> Tree:
+    """Student weights: layer i is the teacher's layers[i]; embedding, final norm and head are the teacher's."""
+    build = _make_builder(student, teacher, layers)
+    _require_same_shapes(student.shapes, jax.eval_shape(build, teacher.shapes))
+    return jax.jit(build, out_shardings=sharder.tree(student.axes))(weights)
+
+
+def check_layers(path: str, layers: Sequence[int], model: ModelDef, *, of: str) -> None:
+    """Raise a ConfigError if the model does not have one of the layers."""
+    last = model.config.num_layers - 1
+    if any(layer > last for layer in layers):
+        reason = f"names a layer that the {of} does not have"
+        raise ConfigError(Problem(path, reason, value=layers, accepted=f"0 to {last}"))
+
+
+def _make_builder(student: ModelDef, teacher: ModelDef, layers: Sequence[int]) -> Callable[[Tree], Tree]:
+    config = student.config
+    if len(layers) != config.num_layers:
+        reason = f"names {len(layers)} layers, but the student has model.num_layers={config.num_layers}"
+        raise ConfigError(Problem("task.init_layers", reason, value=layers))
+    check_layers("task.init_layers", layers, teacher, of="teacher")
+    dtype = jnp.dtype(config.dtypes.weights.value)
+
+    def build(weights: Tree) -> Tree:
+        student_layers = [_layer(teacher, weights, layer) for layer in layers]
+        prefix, period, repeated = _layout(student)
+        stacks = [student_layers[prefix + index : prefix + repeated : period] for index in range(period)]
+        groups = {
+            "prefix": student_layers[:prefix],
+            "pattern": [jax.tree.map(lambda *leaves: jnp.stack(leaves), *stack) for stack in stacks],
+            "remainder": student_layers[prefix + repeated :],
+        }
+        others = {name: tree for name, tree in weights.items() if name not in LAYER_GROUPS}
+        numbered = {group: {str(i): tree for i, tree in enumerate(trees)} for group, trees in groups.items() if trees}
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), {**others, **numbered})
+
+    return build
+
+
+def _layer(model: ModelDef, weights: Tree, layer: int) -> Tree:
+    """The weights of one layer."""
+    prefix, period, repeated = _layout(model)
+    if layer < prefix:
+        return weights["prefix"][str(layer)]
+    if layer - prefix >= repeated:
+        return weights["remainder"][str(layer - prefix - repeated)]
+    repetition, index = divmod(layer - prefix, period)
+    return jax.tree.map(lambda leaf: leaf[repetition], weights["pattern"][str(index)])
+
+
+def _layout(model: ModelDef) -> tuple[int, int, int]:
+    """Number of layers in the prefix, in one period of the pattern, and in all its repetitions."""
+    prefix, remainder = len(model.config.prefix), len(model.shapes.get("remainder", {}))
+    return prefix, len(model.shapes.get("pattern", {})), model.config.num_layers - prefix - remainder
+
+
+def _require_same_shapes(expected: Tree, given: Tree) -> None:
+    """Reject a teacher whose arrays have other names or shapes, naming the first difference."""
+    student_shapes, teacher_shapes = (
+        {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in leaves}
+        for leaves in map(jax.tree_util.tree_leaves_with_path, (expected, given))
+    )
+    for name in sorted({*student_shapes, *teacher_shapes}):
+        student, teacher = student_shapes.get(name, "missing"), teacher_shapes.get(name, "missing")
+        if student != teacher:
+            difference = f"{name} is {teacher} in the teacher and {student} in the student"
+            reason = f"needs a teacher that differs from the student only in its number of layers: {difference}"
+            raise ConfigError(Problem("task.init_layers", reason))
+
+
+@dataclasses.dataclass(frozen=True)
+class TopLogits:
+    """Adds the k most likely next tokens to documents, which are packed into rows as in training."""
+
+    model: ModelDef
+    weights: Tree
+    sharder: Sharder
+    spec: BatchSpec
+    packing: Packing
+    k: int
+    chunk: int
+
+    def __call__(self, documents: list[Document]) -> list[Document]:
+        """The documents in order, split if longer than a row, with columns `teacher_ids` and `teacher_logits`.
+
+        `teacher_logits` are log-probabilities, which differ from the logits by a constant.
+        """
+        documents = [document for document in documents if document.num_targets]
+        lengths = np.array([document.num_targets for document in documents], np.int64)
+        pieces = plan_rows(lengths, self.spec.rows.seq_len, self.packing)
+        rows = pack_rows(documents, pieces, self.spec.rows.seq_len, with_segments=True)
+        outputs = [self._run([rows[index] for index in part]) for part in _chunks(len(rows), self.spec.batch)]
+        if not outputs:
+            return []
+        ids, logits = (np.concatenate(arrays) for arrays in zip(*outputs, strict=True))
+        enriched = []
+        for piece in np.lexsort((pieces.start, pieces.document)):
+            document, start, count = documents[pieces.document[piece]], pieces.start[piece], pieces.count[piece]
+            positions = pieces.row[piece], slice(pieces.offset[piece], pieces.offset[piece] + count)
+            tokens = slice(start, start + count + 1)
+            weights = None if document.weights is None else document.weights[tokens]
+            columns = {"teacher_ids": ids[positions], "teacher_logits": logits[positions]}
+            enriched.append(Document(document.tokens[tokens], weights, columns))
+        return enriched
+
+    def _run(self, rows: list[dict[str, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+        padding = self.spec.batch - len(rows)
+        empty = {name: np.zeros_like(column) for name, column in rows[0].items()}
+        ids, logits = self._top_k(self.weights, make_batch([*rows, *[empty] * padding], self.spec, self.spec.batch))
+        id_dtype = smallest_id_dtype(self.model.config.vocab_size)
+        return np.asarray(ids)[: len(rows)].astype(id_dtype), np.asarray(logits)[: len(rows)].astype(np.float16)
+
+    @cached_property
+    def _top_k(self) -> Any:
+        """Jitted (weights, batch) -> ids and log-probabilities, [B, S, k], replicated."""
+        model, sharder = self.model, self.sharder
+
+        def top_k(weights: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
+            context = Context.of_batch(batch, sharder, None)
+            hidden, _ = model.hidden(weights, batch["tokens"], context)
+
+            def top_k_of(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+                logits = model.logits(weights, hidden, sharder).astype(jnp.float32)
+                values, ids = jax.lax.top_k(jax.nn.log_softmax(logits), self.k)
+                return ids, values
+
+            return map_sequence_chunks(top_k_of, hidden, chunk=self.chunk)
+
+        return jax.jit(top_k, out_shardings=sharder.sharding((None, None, None)))
+
+
+def _chunks(count: int, size: int) -> list[range]:
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]

@@ -16,11 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from maxhydra.launch.base import CLAIM, CONSOLE, Job, SweepContext, Trial, read_claim
-from maxhydra.launch.settings import LauncherSettings
+from maxhydra.launch.base import CLAIM, CONSOLE, Job, LauncherSettings, SweepContext, Trial, read_claim
 from maxhydra.record import RunDirectory
-from maxhydra.record.atomic_io import replace_file
-from maxhydra.record.liveness import is_alive, process_start
+from maxhydra.record.atomic_io import is_alive, process_start, replace_file
 
 # Keys of the claim that identify the process.
 CLAIMED = ("host", "pid", "pid_started")

@@ -6,10 +6,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.launch.base import JobBackend, SweepContext
+from maxhydra.launch.base import JobBackend, LauncherSettings, SweepContext
 from maxhydra.launch.gke import GkeJobs, GkeSettings
 from maxhydra.launch.local import LocalJobs, LocalSettings
-from maxhydra.launch.settings import LauncherSettings
 from maxhydra.launch.slurm import SlurmJobs, SlurmSettings
 
 LAUNCHERS: dict[str, tuple[type[LauncherSettings], Callable[[Any, SweepContext], JobBackend]]] = {
@@ -17,8 +16,8 @@ LAUNCHERS: dict[str, tuple[type[LauncherSettings], Callable[[Any, SweepContext],
     "slurm": (SlurmSettings, SlurmJobs),
     "gke": (GkeSettings, GkeJobs),
 }
-# Package of the Hydra plugins: hydra.launcher._target_ is <PLUGIN_PACKAGE>.<kind>.<class>.
-PLUGIN_PACKAGE = "hydra_plugins.maxhydra_launcher"
+# Module of the Hydra plugins: hydra.launcher._target_ is <PLUGINS>.<Kind>Launcher.
+PLUGINS = "hydra_plugins.maxhydra_launcher"
 
 
 def make_backend(launcher: LauncherSettings, sweep: SweepContext) -> JobBackend:
@@ -36,7 +35,7 @@ def launcher_from_json(stored: Mapping[str, Any]) -> LauncherSettings:
 
 def is_maxhydra_launcher(node: DictConfig) -> bool:
     """True if hydra.launcher is one of the launchers in `LAUNCHERS`."""
-    return str(node._target_).startswith(f"{PLUGIN_PACKAGE}.")
+    return str(node._target_).startswith(f"{PLUGINS}.")
 
 
 def launcher_settings(node: DictConfig) -> LauncherSettings:
@@ -45,7 +44,7 @@ def launcher_settings(node: DictConfig) -> LauncherSettings:
         return LocalSettings()
     options = OmegaConf.to_container(node, resolve=True)
     assert isinstance(options, dict)
-    kind = options.pop("_target_").removeprefix(f"{PLUGIN_PACKAGE}.").partition(".")[0]
+    kind = options.pop("_target_").removeprefix(f"{PLUGINS}.").removesuffix("Launcher").lower()
     return launcher_from_json({"kind": kind, **{str(name): value for name, value in options.items()}})
 
 

@@ -2,7 +2,7 @@
 
 from maxhydra.layers.attention import Attention, AttentionSpec
 from maxhydra.layers.context import Context
-from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
+from maxhydra.layers.embedding import Embedding, Head, PerLayerEmbedding, PerLayerInput, PerLayerSpec, VocabularySpec
 from maxhydra.layers.experts import ExpertLinear
 from maxhydra.layers.gated_delta import DeltaSpec
 from maxhydra.layers.interfaces import (
@@ -18,12 +18,10 @@ from maxhydra.layers.kv_cache import Cache, CacheSpec, DenseCacheSpec, PagedCach
 from maxhydra.layers.linear import Linear, LoraSpec, MatmulSpec, dropout
 from maxhydra.layers.mla import Mla, MlaSpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
-from maxhydra.layers.moe import Moe, MoeSpec
+from maxhydra.layers.moe import Moe, MoeSpec, ParallelMoe, ParallelMoeSpec
 from maxhydra.layers.norm import LayerNorm, Norm, NormSpec, RMSNorm, norm_with_residual
-from maxhydra.layers.parallel_moe import ParallelMoe, ParallelMoeSpec
 from maxhydra.layers.params import Dtypes, ParamBuilder
-from maxhydra.layers.per_layer_embedding import PerLayerEmbedding, PerLayerInput, PerLayerSpec
-from maxhydra.layers.quant.rules import QuantRule, resolve_rules
+from maxhydra.layers.quant.training import QuantRule, resolve_rules
 
 __all__ = [
     "Attention",

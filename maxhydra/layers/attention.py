@@ -18,9 +18,8 @@ from maxhydra.kernels.attention import Request, attention
 from maxhydra.kernels.matmul import Layout
 from maxhydra.kernels.paged_attention import Pages, find_backend, paged_attention, write_prompts
 from maxhydra.kernels.qkv_rope import qkv_rope
-from maxhydra.layers.context import Context
+from maxhydra.layers.context import Context, KernelChoice, kernel_errors_as_config_errors
 from maxhydra.layers.interfaces import MixerOutput, visible_in_chunk, visible_keys
-from maxhydra.layers.kernel_options import KernelChoice, kernel_errors_as_config_errors
 from maxhydra.layers.kv_cache import Cache, CacheSpec, KeysValues, NoCache
 from maxhydra.layers.linear import Linear, are_bare, fused_matmul, project_together
 from maxhydra.layers.norm import Norm, NormSpec, PlainNorm

@@ -1,14 +1,21 @@
-"""What a forward pass passes along with the activations: positions, cache, sharding, randomness."""
+"""What a forward pass passes along with the activations: positions, cache, sharding, randomness.
+
+Also the kernel choices of the config: a requested backend that does not support the call is a config error.
+"""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from maxhydra.config import ConfigError, Problem
+from maxhydra.kernels.dispatch import UnsupportedError
 from maxhydra.kernels.placement import Placement
+from maxhydra.kernels.tiles import Sizes
 from maxhydra.layers.kv_cache import PageTable
 from maxhydra.sharding import Sharder
 
@@ -113,3 +120,21 @@ class Context:
     def key(self, index: jax.Array | int) -> jax.Array | None:
         """The dropout key folded with an index; None without dropout."""
         return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, index)
+
+
+class KernelChoice(NamedTuple):
+    """Backend and tile sizes of one operation; the fields are named like the arguments of its function."""
+
+    backend: str
+    sizes: Sizes
+    """Tile sizes of the backend's kernel."""
+
+
+@contextmanager
+def kernel_errors_as_config_errors() -> Iterator[None]:
+    """Raise UnsupportedError of kernels as ConfigError for the key of model.kernels that chose the backend."""
+    try:
+        yield
+    except UnsupportedError as error:
+        key, accepted = f"model.kernels.{error.operation}", ", ".join(("auto", *error.supported))
+        raise ConfigError(Problem(key, "; ".join(error.reasons), value=error.backend, accepted=accepted)) from None

@@ -24,13 +24,12 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.grouped_matmul import grouped_matmul
 from maxhydra.kernels.placement import Placement
-from maxhydra.layers.context import Context
-from maxhydra.layers.kernel_options import KernelChoice, kernel_errors_as_config_errors
+from maxhydra.layers.context import Context, KernelChoice, kernel_errors_as_config_errors
 from maxhydra.layers.mlp import gated
 from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
 from maxhydra.layers.quant.int4 import Int4
 from maxhydra.layers.quant.int8 import Int8
-from maxhydra.layers.quant.qat import is_qat, rounding, straight_through
+from maxhydra.layers.quant.training import is_qat, rounding, straight_through
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.gated_delta import gated_delta
-from maxhydra.layers.context import Context
+from maxhydra.layers.context import Context, kernel_errors_as_config_errors
 from maxhydra.layers.interfaces import MixerOutput
-from maxhydra.layers.kernel_options import kernel_errors_as_config_errors
 from maxhydra.layers.kv_cache import Cache, CacheSpec, StateSpec
 from maxhydra.layers.norm import RMSNorm
 from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale

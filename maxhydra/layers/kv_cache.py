@@ -2,8 +2,7 @@
 
 A cache is any pytree of arrays with the methods of `Cache`, stacked over the layers of one pattern position. The mixer
 creates it (`empty_cache`), reads its own layer as `ctx.cache` and returns the updated layer. The decoder only passes it
-on, and the engine only allocates, shards and donates it, so a latent, recurrent or ring cache is a new class here and
-no change there.
+on, and the engine only allocates, shards and donates it, so a new kind of cache is a class here and no change there.
 
 L layers, B rows of a batch, T tokens of a row, S slots, P pages, W pages of a row, Z tokens of a page, K key and value
 heads, H head size.
@@ -151,11 +150,8 @@ class DenseCache:
 
     def with_layer(self, view: "DenseLayer") -> "DenseCache":
         put = partial(jax.lax.dynamic_update_index_in_dim, index=view.layer, axis=0)
-        return DenseCache(
-            put(self.key_LBSKH, view.key_BSKH),
-            put(self.value_LBSKH, view.value_BSKH),
-            put(self.length_LB, view.length_B),
-        )
+        key, value = put(self.key_LBSKH, view.key_BSKH), put(self.value_LBSKH, view.value_BSKH)
+        return DenseCache(key, value, put(self.length_LB, view.length_B))
 
     def axes(self) -> "DenseCache":
         token_axes: Any = ("layers", "act_batch", None, _heads_axis(self.key_LBSKH.shape[3]), None)
@@ -182,10 +178,11 @@ class DenseLayer:
         Positions beyond the last slot are dropped: the caller sizes the cache for the longest sequence.
         """
         slots_BT = jnp.where(positions_BT < 0, self.key_BSKH.shape[1], positions_BT)
+        write = jax.vmap(lambda buffer_SKH, slots_T, new_TKH: buffer_SKH.at[slots_T].set(new_TKH, mode="drop"))
         return dataclasses.replace(
             self,
-            key_BSKH=_write(self.key_BSKH, slots_BT, key_BTKH),
-            value_BSKH=_write(self.value_BSKH, slots_BT, value_BTKH),
+            key_BSKH=write(self.key_BSKH, slots_BT, key_BTKH),
+            value_BSKH=write(self.value_BSKH, slots_BT, value_BTKH),
             length_B=jnp.maximum(self.length_B, jnp.max(positions_BT, axis=1) + 1),
         )
 
@@ -369,8 +366,7 @@ class StateLayer:
         return {name: array.at[index].get(mode="clip") for name, array in self.cache.arrays.items()}
 
     def write(self, arrays: Mapping[str, jax.Array], rows: PageTable | None) -> "StateLayer":
-        index = self._index(rows)
-        old = self.cache.arrays
+        index, old = self._index(rows), self.cache.arrays
         new = {name: old[name].at[index].set(arrays[name].astype(old[name].dtype), mode="drop") for name in old}
         return StateLayer(StateCache(new, self.cache.names), self.layer)
 
@@ -402,8 +398,3 @@ def _quantize(x: jax.Array, storage: np.dtype) -> tuple[jax.Array, jax.Array | N
 
 def _set(scales: jax.Array | None, index: tuple[Any, ...], new: jax.Array | None) -> jax.Array | None:
     return None if scales is None else scales.at[index].set(new, mode="drop", unique_indices=True)
-
-
-@jax.vmap
-def _write(buffer_SKH: jax.Array, slots_T: jax.Array, new_TKH: jax.Array) -> jax.Array:
-    return buffer_SKH.at[slots_T].set(new_TKH, mode="drop")

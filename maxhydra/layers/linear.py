@@ -14,28 +14,30 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxhydra.config.regex import matches
-from maxhydra.config.schema import adapter as config
+from maxhydra.config.schema import quantization as config
 from maxhydra.config.schema.quantization import TRAINING_KINDS, QuantizationKind
+from maxhydra.config.values import matches_any
 from maxhydra.kernels.fp8_matmul import fp8_matmul, fp8_matmul_delayed
 from maxhydra.kernels.int8_matmul import int8_matmul
 from maxhydra.kernels.int8_weight_matmul import int8_weight_matmul
 from maxhydra.kernels.matmul import Layout, project
 from maxhydra.layers.context import Context
-from maxhydra.layers.quant.amax_history import AmaxHistory, merge_histories
 from maxhydra.layers.quant.int4 import Int4, Int4Parts
 from maxhydra.layers.quant.int8 import Int8, concatenate_int8, quantized
 from maxhydra.layers.quant.nf4 import Nf4, Nf4Parts
-from maxhydra.layers.quant.qat import (
+from maxhydra.layers.quant.training import (
+    AmaxHistory,
     Matmul,
     QatMatmul,
+    QuantRule,
+    format_of,
     is_qat,
+    merge_histories,
     round_inputs,
     rounding,
     straight_through,
     straight_through_matmul,
 )
-from maxhydra.layers.quant.rules import QuantRule, format_of
 
 # Letters for the input and output dimensions of a matmul; more than any weight has.
 INPUTS, OUTPUTS = "abcd", "wxyz"
@@ -69,7 +71,7 @@ class LoraSpec:
 
     def adds_to(self, name: str) -> bool:
         """Whether the projection of this name gets a LoRA update."""
-        return matches(self.targets, name)
+        return matches_any(self.targets, name)
 
 
 @dataclasses.dataclass(frozen=True)

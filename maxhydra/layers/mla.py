@@ -21,10 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.attention.spec import Request, TokenInfo, visible
 from maxhydra.layers.attention import attend, cached_positions, write_cache
-from maxhydra.layers.context import Context
+from maxhydra.layers.context import Context, KernelChoice
 from maxhydra.layers.indexer import Indexer, IndexerSpec
 from maxhydra.layers.interfaces import AuxOutputs, MixerOutput, visible_keys
-from maxhydra.layers.kernel_options import KernelChoice
 from maxhydra.layers.kv_cache import Cache, CacheSpec, KeysValues
 from maxhydra.layers.linear import Linear
 from maxhydra.layers.norm import RMSNorm

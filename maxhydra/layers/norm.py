@@ -11,7 +11,7 @@ from maxhydra.kernels.fused_linear import NormParams as NormParams
 from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.rms_norm import rms_norm
 from maxhydra.kernels.rms_norm.reference import unit_rms
-from maxhydra.layers.kernel_options import KernelChoice, kernel_errors_as_config_errors
+from maxhydra.layers.context import KernelChoice, kernel_errors_as_config_errors
 from maxhydra.layers.params import Dtypes, ParamBuilder
 
 

@@ -14,11 +14,10 @@ from flax import nnx
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.quantization import QuantizationKind
 from maxhydra.layers.linear import Linear, Lora, LoraSpec, MatmulSpec
-from maxhydra.layers.quant.amax_history import ARRAYS, AmaxHistory
 from maxhydra.layers.quant.int4 import Int4, Shape
 from maxhydra.layers.quant.int8 import Int8
 from maxhydra.layers.quant.nf4 import Nf4
-from maxhydra.layers.quant.rules import QuantRule
+from maxhydra.layers.quant.training import ARRAYS, AmaxHistory, QuantRule
 from maxhydra.sharding import LogicalAxes
 
 # Dropout keys of a layer that its two residual branches use.

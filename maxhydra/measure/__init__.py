@@ -1,6 +1,5 @@
 """Benchmarks of a config on this machine: speed and memory of training, decoding and kernels, as JSON records."""
 
-from maxhydra.measure.memory import OutOfMemoryError
-from maxhydra.measure.record import BenchRecord, BenchTarget
+from maxhydra.measure.record import BenchRecord, BenchTarget, OutOfMemoryError
 
 __all__ = ["BenchRecord", "BenchTarget", "OutOfMemoryError"]

@@ -15,13 +15,12 @@ import numpy as np
 from maxhydra import model
 from maxhydra.config import Config
 from maxhydra.config.schema.decode import Engine as EngineConfig
-from maxhydra.config.schema.tasks.bench import Load
+from maxhydra.config.schema.tasks.analysis import Load
 from maxhydra.data import load_tokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.open import build_model, load_params
 from maxhydra.decode.request import Delta, Request
-from maxhydra.measure.memory import explain_out_of_memory, peak_gib
-from maxhydra.measure.record import BenchRecord, BenchTarget
+from maxhydra.measure.record import BenchRecord, BenchTarget, explain_out_of_memory, peak_gib
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 

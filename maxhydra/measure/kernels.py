@@ -18,10 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.config import Config
-from maxhydra.kernels.call_recorder import RecordedCall, recording
-from maxhydra.kernels.dispatch import UnsupportedError
-from maxhydra.measure.memory import OutOfMemoryError, explain_out_of_memory, suggest_less_memory
-from maxhydra.measure.record import BenchRecord, BenchTarget
+from maxhydra.kernels.dispatch import RecordedCall, UnsupportedError, recording
+from maxhydra.measure.record import (
+    BenchRecord,
+    BenchTarget,
+    OutOfMemoryError,
+    explain_out_of_memory,
+    suggest_less_memory,
+)
 from maxhydra.measure.training import plan
 
 log = logging.getLogger("maxhydra")

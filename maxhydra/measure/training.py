@@ -10,14 +10,15 @@ import jax
 
 from maxhydra import data, model
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.measure.memory import (
+from maxhydra.measure.record import (
+    BenchRecord,
+    BenchTarget,
     OutOfMemoryError,
     explain_out_of_memory,
     needed_gib,
     peak_gib,
     suggest_less_memory,
 )
-from maxhydra.measure.record import BenchRecord, BenchTarget
 from maxhydra.runtime import Machine
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import LoaderBatches, TrainingSetup, next_token_loss, plan_batches, plan_states

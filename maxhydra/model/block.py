@@ -1,12 +1,20 @@
-"""One transformer layer. B batch, T tokens, D residual stream."""
+"""One transformer layer, its rematerialization, and multi-token prediction. B batch, T tokens, D residual stream.
+
+Rematerialization (Chen et al., 2016) decides which activations of a layer are saved for the backward pass, and where.
+In multi-token prediction (DeepSeek-V3, 2024) the k-th extra layer predicts the token k after the next; its inputs are
+the hidden states of the layer before it and the embedding of the token k positions later.
+"""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config.schema import model as config
+from maxhydra.kernels.attention.spec import CHECKPOINT_NAME
 from maxhydra.layers import (
     AttentionSpec,
     AuxOutputs,
@@ -197,3 +205,72 @@ def add_residual(x_BTD: jax.Array, branch_BTD: jax.Array, ctx: Context) -> jax.A
 def drop_empty(aux: dict[str, AuxOutputs]) -> dict[str, AuxOutputs]:
     """Only the sub-layers that have aux outputs."""
     return {name: outputs for name, outputs in aux.items() if outputs}
+
+
+class Mtp(Block):
+    """norm(block(join([norm(embedding of the later token), norm(hidden)]))); a block with four extra weights."""
+
+    def __init__(self, spec: BlockSpec, make: ParamBuilder, *, scale: float):
+        super().__init__(spec, make)
+        D = spec.emb_dim
+        self.embedding_norm = spec.norm.build(D, make)
+        self.hidden_norm = spec.norm.build(D, make)
+        self.join = make.projection("join", (2 * D,), (D,), ("embed", None), scale=scale)
+        self.norm = spec.norm.build(D, make)
+
+    def predict(self, hidden_BTD: jax.Array, later_BTD: jax.Array, ctx: Context) -> BlockOutput:
+        """Hidden states for the head, which then predicts one token further than the layer before."""
+        inputs = [self.embedding_norm(later_BTD), self.hidden_norm(hidden_BTD)]
+        out = self(self.join(jnp.concatenate(inputs, axis=-1), ctx), ctx)
+        return out._replace(x_BTD=ctx.constrain(self.norm(out.x_BTD), "act_batch", "act_length", "act_embed"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """The remat policy of a config, applied to the function of a layer."""
+
+    policy: config.RematPolicy
+    save: tuple[str, ...]
+    offload: tuple[str, ...]
+
+    @classmethod
+    def of(cls, remat: config.Remat) -> "Remat":
+        return cls(remat.policy, tuple(remat.save), tuple(remat.offload))
+
+    def wrap(self, function: Callable[..., Any], *, in_loop: bool) -> Callable[..., Any]:
+        """Wrap a function in jax.checkpoint with this policy.
+
+        Outside a loop XLA must be kept from merging the recomputation with the original by CSE, which would save
+        everything after all. In a scan the two are in different bodies, and the barrier would only cost time.
+        """
+        if self.policy is config.RematPolicy.none:
+            return function
+        return jax.checkpoint(function, policy=self._saveable(), prevent_cse=not in_loop)
+
+    def _saveable(self) -> Callable[..., Any]:
+        policies = jax.checkpoint_policies
+        if self.policy is config.RematPolicy.full:
+            return policies.nothing_saveable
+        if self.policy is config.RematPolicy.minimal:
+            # The projections; matmuls with a batch dimension are attention's, which grow with the square of the length.
+            return _with_fused_attention(policies.dots_with_no_batch_dims_saveable)
+        named = policies.save_only_these_names(*self.save)
+        if self.offload:
+            named = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=list(self.save),
+                names_which_can_be_offloaded=list(self.offload),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        # Saving the kernel's output alone is not enough: its backward pass also reads the softmax normalizer.
+        return _with_fused_attention(named) if "context" in self.save else named
+
+
+def _with_fused_attention(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """The policy, also saving outputs of attention kernels: as small as their inputs, expensive to recompute."""
+
+    def is_saveable(primitive: Any, *args: Any, **params: Any) -> Any:
+        is_attention = primitive.name.startswith("dot_product_attention_fwd") or params.get("name") == CHECKPOINT_NAME
+        return is_attention or policy(primitive, *args, **params)
+
+    return is_saveable

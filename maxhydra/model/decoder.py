@@ -34,10 +34,8 @@ from maxhydra.layers import (
     QuantRule,
     VocabularySpec,
 )
-from maxhydra.model.block import Block, BlockSpec
+from maxhydra.model.block import Block, BlockSpec, Mtp, Remat
 from maxhydra.model.fused_block import NormHandoff, block_class, embed_with_norm
-from maxhydra.model.mtp import Mtp
-from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder
 
 # Attributes of the decoder that hold its blocks.
@@ -117,7 +115,7 @@ class ModelOutput(NamedTuple):
     kept: list[jax.Array]
     """The residual stream after every layer, if requested."""
     aux: dict[str, Any]
-    """Aux outputs (layers/interfaces.py) at the path of the sub-layer in the parameter tree; those of the pattern are
+    """Aux outputs (layers/context.py) at the path of the sub-layer in the parameter tree; those of the pattern are
     stacked over its repetitions."""
     mtp_hidden: list[jax.Array]
     """Hidden states of the multi-token prediction layers (mtp.py), if requested."""

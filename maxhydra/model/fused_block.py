@@ -43,7 +43,7 @@ from maxhydra.layers.fused_decode import (
 )
 from maxhydra.layers.mlp import ACTIVATIONS
 from maxhydra.layers.quant.int8 import Int8
-from maxhydra.layers.quant.qat import is_qat
+from maxhydra.layers.quant.training import is_qat
 from maxhydra.model.block import Block, BlockOutput, BlockSpec, add_residual, drop_empty
 
 

@@ -1,6 +1,10 @@
-"""A model as pure functions over a nested dict of weights: the only interface to NNX for the rest of the code."""
+"""A model as pure functions over a nested dict of weights: the only interface to NNX for the rest of the code.
+
+Parameter counts and FLOPs are computed from the config without allocating weights.
+"""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -9,10 +13,9 @@ import jax
 from flax import nnx
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.regex import matches
 from maxhydra.config.schema import model as config
-from maxhydra.config.schema.adapter import Adapter
-from maxhydra.config.schema.quantization import STORED_KINDS, Quantization, QuantizationKind, QuantizationRule
+from maxhydra.config.schema.quantization import STORED_KINDS, Adapter, Quantization, QuantizationKind, QuantizationRule
+from maxhydra.config.values import matches_any
 from maxhydra.layers import CacheSpec, Context, LoraSpec, resolve_rules
 from maxhydra.model.decoder import BLOCKS, Decoder, DecoderSpec, ModelOutput
 from maxhydra.sharding import Sharder
@@ -178,6 +181,34 @@ def _unmatched(key: str, section: Adapter | QuantizationRule | None, names: list
     """Problems for targets that match no projection: a typo would silently quantize or train less than intended."""
     targets = (section.targets if section else None) or []
     for target in targets:
-        if not any(matches([target], name) for name in names):
+        if not any(matches_any([target], name) for name in names):
             accepted = f"regular expressions on {', '.join(dict.fromkeys(names))}"
             yield Problem(key, f"no projection's name matches {target!r}", value=targets, accepted=accepted)
+
+
+def parameter_count(shapes: Any) -> int:
+    """Number of weights in a tree of arrays or shapes."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+def active_parameters(model: config.Model) -> int:
+    """Number of weights used per token, including embedding and head: all but the experts it is not routed to."""
+    spec = DecoderSpec.of(model)
+    idle = sum(layer.idle_parameters() for layer in spec.layers)
+    if model.mtp.depth:
+        idle += model.mtp.depth * spec.layers[-1].idle_parameters()
+    return parameter_count(build(model).shapes) - idle
+
+
+def flops_per_token(model: config.Model, seq_len: int) -> float:
+    """Model FLOPs per token of one training step, forward and backward.
+
+    A matmul costs a token 2 FLOPs per weight, and the backward pass twice as many again. Rematerialization, masked
+    logits, norms and activations are not counted, so an MFU based on this number is comparable between implementations.
+    """
+    spec = DecoderSpec.of(model)
+    head = model.emb_dim * model.vocab_size
+    forward = 2 * head + sum(layer.forward_flops(seq_len) for layer in spec.layers)
+    if model.mtp.depth:
+        forward += model.mtp.depth * (spec.layers[-1].forward_flops(seq_len) + 2 * head + 4 * model.emb_dim**2)
+    return 3.0 * forward

@@ -1,7 +1,6 @@
 """Optimizers: an optax transformation, its learning-rate schedule, and the sharding of its state."""
 
-from maxhydra.optim.build import Optimizer, OptimizerState, build
-from maxhydra.optim.layout import state_axes
+from maxhydra.optim.build import Optimizer, OptimizerState, build, state_axes
 from maxhydra.optim.schedule import Schedule, schedule
 
 __all__ = ["Optimizer", "OptimizerState", "Schedule", "build", "schedule", "state_axes"]

@@ -2,6 +2,8 @@
 
 All arithmetic is float32 whatever the dtype of the weights; the state keeps its own dtypes. The learning rate depends
 on the number of applied updates in the state, so a step whose new state is discarded does not advance the schedule.
+
+`state_axes` gives the state the logical axes of its parameters, so that it is sharded like them.
 """
 
 import dataclasses
@@ -15,10 +17,10 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from maxhydra.config.regex import matches
 from maxhydra.config.schema.optimizer import Optimizer as OptimizerConfig
 from maxhydra.config.schema.optimizer import OptimizerKind
-from maxhydra.optim.adafactor import scale_by_adafactor
+from maxhydra.config.values import matches_any
+from maxhydra.optim.adafactor import Factored, scale_by_adafactor
 from maxhydra.optim.parameters import (
     MatrixDims,
     axes_by_path,
@@ -30,7 +32,7 @@ from maxhydra.optim.parameters import (
     paths,
 )
 from maxhydra.optim.schedule import Schedule, schedule
-from maxhydra.sharding import LogicalAxes
+from maxhydra.sharding import LogicalAxes, is_axes
 
 Tree = Any
 
@@ -113,9 +115,9 @@ def build(config: OptimizerConfig, *, steps: int, shapes: Tree, axes: Tree, is_u
     axes_of = axes_by_path(axes)
     transforms = [("scale", _SCALINGS[config.kind](config, axes_of))]
     if config.weight_decay > 0:
-        decayed = jax.tree.map(lambda path: not matches(config.no_decay, path), names)
+        decayed = jax.tree.map(lambda path: not matches_any(config.no_decay, path), names)
         transforms.append(("decay", optax.add_decayed_weights(config.weight_decay, mask=decayed)))
-    labels = jax.tree.map(lambda path: "trained" if matches(config.trainable, path) else "frozen", names)
+    labels = jax.tree.map(lambda path: "trained" if matches_any(config.trainable, path) else "frozen", names)
     inner = optax.partition({"trained": optax.named_chain(*transforms), "frozen": optax.set_to_zero()}, labels)
     learning_rate = schedule(config.schedule, peak=config.learning_rate, steps=steps)
     is_per_layer = jax.tree.map(
@@ -218,3 +220,40 @@ _SCALINGS: dict[OptimizerKind, Callable[[OptimizerConfig, Axes], optax.GradientT
     OptimizerKind.muon: _muon,
     OptimizerKind.lion: _lion,
 }
+
+
+def state_axes(optimizer: Optimizer, shapes: Tree, axes: Tree) -> Tree:
+    """A tree with the structure of `transform.init`'s result and the logical axes of each leaf.
+
+    Every tree of moments has the keys of the parameters, so the end of a leaf's path names its parameter. A moment has
+    its parameter's axes; a factored one the axes of its remaining dimensions; counts and constants are replicated.
+    """
+    state = jax.eval_shape(optimizer.transform.init, shapes)
+    by_keys = {
+        keys: (path_of(keys), names) for keys, names in jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)
+    }
+    shape_of = {path_of(keys): leaf.shape for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
+
+    def axes_of_leaf(keys: jax.tree_util.KeyPath, leaf: Any) -> LogicalAxes | Factored:
+        parameter = next((by_keys[keys[i:]] for i in range(len(keys)) if keys[i:] in by_keys), None)
+        if parameter is None:
+            return (None,) * len(leaf.shape)
+        path, names = parameter
+        if isinstance(leaf, Factored):
+            return _factored_axes(names)
+        if leaf.shape != shape_of[path]:
+            raise ValueError(f"{path_of(keys)} has shape {leaf.shape}, its parameter {path} has {shape_of[path]}")
+        return names
+
+    return jax.tree_util.tree_map_with_path(axes_of_leaf, state, is_leaf=lambda node: isinstance(node, Factored))
+
+
+def _factored_axes(names: LogicalAxes) -> Factored:
+    """Row means have all dimensions except the columns', column means all except the rows'."""
+    matrix = matrix_dims(names)
+    assert matrix is not None
+    rows, columns = (
+        tuple(name for dimension, name in enumerate(names) if dimension not in dropped)
+        for dropped in (matrix.columns, matrix.rows)
+    )
+    return Factored(rows=rows, columns=columns)  # type: ignore[arg-type]

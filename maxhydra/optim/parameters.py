@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.regex import matches, regex_problems
+from maxhydra.config.values import matches_any, regex_problems
 from maxhydra.sharding import LogicalAxes, is_axes
 
 Tree = Any
@@ -87,7 +87,7 @@ def _unmatched(patterns: list[str], known: list[str]) -> Iterator[Problem]:
     if not patterns:
         yield Problem("optimizer.trainable", "is empty, so nothing would be trained", value=[], accepted=accepted)
     for pattern in patterns:
-        if not any(matches([pattern], path) for path in known):
+        if not any(matches_any([pattern], path) for path in known):
             near = difflib.get_close_matches(pattern, known, n=5, cutoff=0.0)
             reason = f"no parameter's path matches {pattern!r}"
             hint = f"nearest paths: {', '.join(near)}"

@@ -1,8 +1,13 @@
-"""The run folder outputs/<run>/, and run.json, which records the status and provenance of the run."""
+"""The run folder outputs/<run>/, and run.json, which records the status and provenance of the run.
+
+Tags and a note that are added to a run after it started are in labels.json, a separate file, because a running process
+rewrites run.json from memory and would undo the changes.
+"""
 
 import contextlib
 import copy
 import datetime
+import fcntl
 import json
 import logging
 import os
@@ -12,11 +17,55 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from maxhydra.record.atomic_io import acquire_lock, replace_file, to_json, to_plain
-from maxhydra.record.labels import LABELS, apply_labels, change_labels, read_labels
-from maxhydra.record.liveness import is_lost, process_start
+from maxhydra.record.atomic_io import acquire_lock, is_lost, process_start, replace_file, to_json, to_plain
 from maxhydra.record.provenance import environment
 from maxhydra.record.redact import redact_text
+
+LABELS, FACTS = "labels.json", "run.json"
+
+
+def change_labels(folder: Path, *, add: Iterable[str], remove: Iterable[str], note: str | None) -> None:
+    """Add and remove tags (also those set by the config), and replace the note unless it is None."""
+    with _label_lock(folder):
+        labels = read_labels(folder)
+        tags = {**labels.get("tags", {}), **dict.fromkeys(add, True), **dict.fromkeys(remove, False)}
+        new_note = labels.get("note") if note is None else note
+        replace_file(folder / LABELS, to_json({"tags": tags, "note": new_note}, indent=2) + "\n")
+        # Update the mtime of run.json, so that watchers of run.json notice the change.
+        os.utime(folder / FACTS)
+
+
+def read_labels(folder: Path) -> dict[str, Any]:
+    """Contents of labels.json; empty if it does not exist."""
+    try:
+        labels = json.loads((folder / LABELS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    if not isinstance(labels, dict) or not isinstance(labels.get("tags"), dict):
+        raise ValueError(f"{LABELS} is not a mapping with tags")
+    return labels
+
+
+def apply_labels(facts: dict[str, Any], labels: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of run.json with tags and note replaced by the labels."""
+    changes: dict[str, bool] = labels.get("tags", {})
+    original = [tag for tag in facts.get("tags") or [] if changes.get(tag, True)]
+    added = [tag for tag, is_on in changes.items() if is_on and tag not in original]
+    note = labels.get("note")
+    return {**facts, "tags": [*original, *added], "notes": facts.get("notes") if note is None else note}
+
+
+@contextlib.contextmanager
+def _label_lock(folder: Path) -> Iterator[None]:
+    """Serialize concurrent label changes by locking the folder. Ignored on file systems without locks."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
 
 log = logging.getLogger("maxhydra")
 

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.config.schema.tasks.grpo import GrpoTask
+from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.data import BatchSpec, Loader, Row
 from maxhydra.rl.loss import OLD_LOGPROBS, REFERENCE_LOGPROBS
 from maxhydra.rl.rollout import Rollout, RolloutWorker
 from maxhydra.rl.setup import REFERENCE, policy_weights
 from maxhydra.train import Scorer
+from maxhydra.train.evaluate import map_microbatches
 from maxhydra.train.loss import Batch, Tree
-from maxhydra.train.microbatch import map_microbatches
 from maxhydra.train.state import TrainState
 
 COLUMNS = {"tokens": np.int32, "targets": np.int32, "positions": np.int32, "weights": np.float32}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config.schema.tasks.grpo import Clip, GrpoTask, KlEstimator, PolicyLoss
+from maxhydra.config.schema.tasks.training import Clip, GrpoTask, KlEstimator, PolicyLoss
 from maxhydra.rl.setup import policy_weights
 from maxhydra.train import Scorer
 from maxhydra.train.loss import Batch, LossFn, Sums, Tree, add_aux_losses

@@ -133,7 +133,7 @@ class _Worker:
             term = self._reward.terms[reply.term]
             field = "function" if term.function is not None else "kind"
             hint = "check that its folder is on PYTHONPATH" if term.function else "pip install 'maxhydra[rl]'"
-            value = term.function or term.kind
+            value = term.function or term.kind.value
             raise ConfigError(Problem(f"reward.terms.{reply.term}.{field}", reply.reason, value=value, hint=hint))
         return reply
 

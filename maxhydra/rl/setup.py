@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.schema.adapter import AdapterKind
-from maxhydra.config.schema.tasks.grpo import GrpoTask
+from maxhydra.config.schema.quantization import AdapterKind
+from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.data import BatchSpec
 from maxhydra.sharding import Sharder, remeshed
 from maxhydra.train import StateFactory, starting_weights

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxhydra.runs.config_sections import Cell
 from maxhydra.runs.registry import Registry, Run
+from maxhydra.runs.settings import Cell
 from maxhydra.runs.summary import Facts
 
 # Settings that differ between any two runs and do not explain a different result.

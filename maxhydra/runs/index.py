@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from maxhydra.runs import config_sections
+from maxhydra.runs import settings as run_settings
 from maxhydra.runs.scan import (
     INCOMPLETE_LINE,
     METRICS,
@@ -72,7 +72,7 @@ class Index:
     def __init__(self, root: Path):
         self.root = root
         self._file = root / FILE
-        self._settings: dict[tuple[str, config_sections.Cell], int] = {}
+        self._settings: dict[tuple[str, run_settings.Cell], int] = {}
         self._connection = self._open()
 
     def refresh(self) -> None:
@@ -180,7 +180,7 @@ class Index:
             (json.dumps(errors), entry, pack(self._setting_id(setting) for setting in settings), id),
         )
 
-    def _setting_id(self, setting: tuple[str, config_sections.Cell]) -> int:
+    def _setting_id(self, setting: tuple[str, run_settings.Cell]) -> int:
         """Id of a (key, value) pair, inserted into the table when first seen."""
         setting_id = self._settings.get(setting)
         if setting_id is None:

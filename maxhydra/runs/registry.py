@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
 from maxhydra.record import RunDirectory
-from maxhydra.record.atomic_io import from_number
-from maxhydra.record.liveness import is_lost
+from maxhydra.record.atomic_io import from_number, is_lost
 from maxhydra.record.run_dir import LOST_REASON
-from maxhydra.runs.config_sections import Cell
 from maxhydra.runs.index import Index, unpack
 from maxhydra.runs.scan import INCOMPLETE_LINE
+from maxhydra.runs.settings import Cell
 
 STATUSES = ("running", "finished", "failed", "preempted", "lost")
 # Suffixes of a metric's name and their index columns; the default is the last value.

@@ -13,10 +13,10 @@ import yaml
 
 from maxhydra.config.migrations import migrate_config
 from maxhydra.record import scan_metrics
-from maxhydra.record.labels import LABELS, apply_labels, read_labels
-from maxhydra.record.liveness import is_lost
+from maxhydra.record.atomic_io import is_lost
 from maxhydra.record.metrics import Row
-from maxhydra.runs import config_sections
+from maxhydra.record.run_dir import LABELS, apply_labels, read_labels
+from maxhydra.runs import settings as run_settings
 from maxhydra.runs.summary import Facts, wall_seconds
 
 RUN, METRICS, CONFIG = "run.json", "metrics.jsonl", "config.yaml"
@@ -126,16 +126,16 @@ def read_facts(folder: Path, errors: list[str]) -> Facts | None:
         return apply_labels(facts, {})
 
 
-def read_settings(folder: Path, facts: Facts, errors: list[str]) -> list[tuple[str, config_sections.Cell]]:
+def read_settings(folder: Path, facts: Facts, errors: list[str]) -> list[tuple[str, run_settings.Cell]]:
     """All keys of config.yaml with their values, and all config groups with the chosen options."""
     choices = facts.get("choices")
     groups = (
-        [(group, config_sections.cell(option)) for group, option in migrate_config(choices).items()]
+        [(group, run_settings.cell(option)) for group, option in migrate_config(choices).items()]
         if isinstance(choices, dict)
         else []
     )
     try:
-        return [*config_sections.read((folder / CONFIG).read_text(encoding="utf-8")), *groups]
+        return [*run_settings.read((folder / CONFIG).read_text(encoding="utf-8")), *groups]
     except FileNotFoundError:
         return groups
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -1,8 +1,11 @@
-"""sweep.html: a self-contained report of many runs, and which of their settings made the difference."""
+"""sweep.html: a self-contained report of many runs, and which of their settings made the difference.
+
+The importance of a setting is the share of the result's variance that it explains on its own.
+"""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,7 @@ from maxhydra import __version__
 from maxhydra.record import scan_metrics
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.runs.compare import differing_keys
-from maxhydra.runs.config_sections import Cell
 from maxhydra.runs.curves import compare_charts, encode
-from maxhydra.runs.importance import MIN_RUNS, importance
 from maxhydra.runs.page import (
     Html,
     concat,
@@ -29,7 +30,53 @@ from maxhydra.runs.query import rank_runs
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.report import figure
 from maxhydra.runs.rerun import rerun_command
+from maxhydra.runs.settings import Cell
 from maxhydra.runs.summary import KeyNumber, format_cell, format_duration, format_number, format_time
+
+# Minimum number of runs for a meaningful estimate.
+MIN_RUNS = 4
+
+
+def importance(settings: Mapping[str, Sequence[Cell | None]], results: Sequence[float]) -> dict[str, float]:
+    """Share of the variance of the results that each setting explains, largest first.
+
+    One-way analysis of variance with Kelley's epsilon squared, (SS_between - (k - 1) MS_within) / SS_total: unlike the
+    plain ratio, it is near 0 for a setting unrelated to the result, however many values it takes. A setting with many
+    values is binned into groups of equal size first. Interactions between settings are not detected.
+    """
+    if len(results) < MIN_RUNS:
+        return {}
+    shares = {name: _share(_groups(values), results) for name, values in settings.items()}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def _groups(values: Sequence[Cell | None]) -> list[int]:
+    """Group index of each value: one group per recurring value, or about sqrt(n) groups of equal size."""
+    distinct = sorted(set(values), key=_rank)
+    if len(distinct) <= max(2, len(values) // 2):
+        return [distinct.index(value) for value in values]
+    count = max(2, math.isqrt(len(values)))
+    ranking = sorted(range(len(values)), key=lambda index: _rank(values[index]))
+    group = {index: rank * count // len(values) for rank, index in enumerate(ranking)}
+    return [group[index] for index in range(len(values))]
+
+
+def _rank(value: Cell | None) -> tuple[int, float, str]:
+    return (0, float(value), "") if isinstance(value, (int, float)) else (1, 0.0, str(value))
+
+
+def _share(groups: Sequence[int], results: Sequence[float]) -> float:
+    members: dict[int, list[float]] = {}
+    for group, result in zip(groups, results, strict=True):
+        members.setdefault(group, []).append(result)
+    mean = math.fsum(results) / len(results)
+    total = math.fsum((result - mean) ** 2 for result in results)
+    within = math.fsum((x - math.fsum(group) / len(group)) ** 2 for group in members.values() for x in group)
+    freedom = len(results) - len(members)
+    if total == 0 or freedom <= 0:
+        return 0.0
+    return max(0.0, (total - within - (len(members) - 1) * within / freedom) / total)
+
 
 # Number of best runs with curves, in the table, and in the comparison of configs.
 MAX_CURVES, MAX_RANKED, MAX_COMPARED = 60, 20, 5

@@ -11,10 +11,17 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.hardware import Hardware, Platform, Precision
-from maxhydra.runtime.detect import JAX_NAMES, DetectedDevices, cpu_rejects_cache, detect
+from maxhydra.runtime.detect import (
+    JAX_NAMES,
+    DetectedDevices,
+    cpu_rejects_cache,
+    detect,
+    hardware_from,
+    matches_device,
+    resolve,
+)
 from maxhydra.runtime.distributed import detect_cluster, initialize_distributed
 from maxhydra.runtime.flags import backend_environment, flags_in_effect
-from maxhydra.runtime.hardware_options import hardware_from, matches_device, resolve
 
 INSTALL = {Platform.gpu: "pip install 'maxhydra[gpu]'", Platform.tpu: "pip install 'maxhydra[tpu]'"}
 

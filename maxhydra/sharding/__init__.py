@@ -1,7 +1,6 @@
 """Mesh axes to a device mesh, and logical axis names to shardings over it."""
 
-from maxhydra.sharding.axes import AxisSizes, axis_sizes
-from maxhydra.sharding.mesh import abstract_mesh, build_mesh, remeshed
+from maxhydra.sharding.mesh import AxisSizes, abstract_mesh, axis_sizes, build_mesh, remeshed
 from maxhydra.sharding.sharder import LogicalAxes, Sharder, bytes_per_device, is_axes
 
 __all__ = [

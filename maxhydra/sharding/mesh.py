@@ -1,5 +1,10 @@
-"""Device meshes: devices with fast links along the last axes, slices along the first."""
+"""Device meshes: sizes of the axes, devices with fast links along the last axes, slices along the first.
 
+A size of -1 is filled in; sizes whose product is not the number of devices are rejected.
+"""
+
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,8 +13,105 @@ import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType
 
-from maxhydra.config.schema.mesh import AXES, Mesh
-from maxhydra.sharding.axes import axis_sizes
+from maxhydra.config import ConfigError, Problem
+from maxhydra.config.schema.hardware import AXES, Axes, Mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisSizes:
+    """Devices along each axis of AXES, within a slice and across slices."""
+
+    within: tuple[int, ...]
+    across: tuple[int, ...]
+
+    @property
+    def total(self) -> tuple[int, ...]:
+        """Size of each mesh axis, which spans both networks."""
+        return tuple(inner * outer for inner, outer in zip(self.within, self.across, strict=True))
+
+
+def axis_sizes(mesh: Mesh, *, devices: int, slices: int) -> AxisSizes:
+    """Fill in the -1 of each network; ConfigError if the sizes do not multiply to the number of devices."""
+    if devices % slices:
+        fits = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
+        reason = f"{devices} devices do not form {slices} equal slices"
+        raise ConfigError(Problem("mesh.slices", reason, value=slices, accepted=fits))
+    per_slice = devices // slices
+    have = f"{per_slice} device{'s' * (per_slice > 1)}{' in a slice' * (slices > 1)}"
+    problems: list[Problem] = []
+    within = _fill(mesh, _Network("mesh", per_slice, have, "mesh.fsdp=-1"), problems)
+    remedy = "mesh.dcn.data=-1, or mesh.slices=1 to treat them as one"
+    across = _fill(mesh.dcn, _Network("mesh.dcn", slices, f"{slices} slice{'s' * (slices > 1)}", remedy), problems)
+    if problems:
+        raise ConfigError(problems)
+    return AxisSizes(within=within, across=across)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Network:
+    """The device count that the sizes of one set of axes must multiply to, and texts for messages about it."""
+
+    prefix: str
+    count: int
+    have: str
+    remedy: str
+
+
+def _fill(axes: Axes, network: _Network, problems: list[Problem]) -> tuple[int, ...]:
+    """Sizes of one network with the -1 filled in; a mismatch with the device count is added to `problems`."""
+    sizes = {axis: getattr(axes, axis) for axis in AXES}
+    automatic = next((axis for axis, size in sizes.items() if size == -1), None)
+    explicit = {axis: size for axis, size in sizes.items() if size != -1}
+    total = math.prod(explicit.values())
+    if automatic is None and total != network.count:
+        problems.append(_size_mismatch(explicit, network))
+    if automatic is not None and network.count % total:
+        problems.append(_not_divisible(explicit, automatic, network))
+    filled = {automatic: network.count // total} if automatic is not None else {}
+    return tuple({**sizes, **filled}.values())
+
+
+def _size_mismatch(sizes: dict[str, int], network: _Network) -> Problem:
+    """The problem that no axis is -1 and the sizes do not multiply to the device count."""
+    prefix, count = network.prefix, network.count
+    if math.prod(sizes.values()) == 1:
+        path = network.remedy.partition("=")[0]
+        reason = f"every axis of {prefix} is 1, but there are {network.have}"
+        return Problem(path, reason, value=1, accepted=f"{count}, or -1", hint=f"set {network.remedy}")
+    axis, size = _axis_to_change(sizes, count)
+    accepted = f"{size}, or -1 for the remaining devices" if size else f"sizes with product {count}, or one of them -1"
+    reason = f"{_shown(sizes, prefix)}, but there {'is' if count == 1 else 'are'} {network.have}"
+    return Problem(f"{prefix}.{axis}", reason, value=sizes[axis], accepted=accepted)
+
+
+def _not_divisible(sizes: dict[str, int], automatic: str, network: _Network) -> Problem:
+    """The problem that the explicit sizes do not divide the device count, so the -1 axis has no size."""
+    prefix, count = network.prefix, network.count
+    axis, size = _axis_to_change(sizes, count)
+    fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+    reason = f"{_shown(sizes, prefix)} does not divide {network.have}, which {prefix}.{automatic}=-1 requires"
+    return Problem(
+        f"{prefix}.{axis}", reason, value=sizes[axis], accepted=fits or f"sizes whose product divides {count}"
+    )
+
+
+def _axis_to_change(sizes: dict[str, int], count: int) -> tuple[str, int]:
+    """The axis whose change alone fixes the mismatch, and its right size; 0 if no single axis does."""
+    total = math.prod(sizes.values())
+    large = [axis for axis, size in reversed(sizes.items()) if size > 1]
+    for axis in large:
+        size, rest = divmod(count, total // sizes[axis])
+        if rest == 0:
+            return axis, size
+    return large[0], 0
+
+
+def _shown(sizes: dict[str, int], prefix: str) -> str:
+    """`mesh.fsdp x mesh.tensor = 4 x 3 = 12`."""
+    large = {f"{prefix}.{axis}": size for axis, size in sizes.items() if size > 1}
+    factors = f" = {' x '.join(map(str, large.values()))}" if len(large) > 1 else ""
+    return f"{' x '.join(large)}{factors} = {math.prod(large.values())}"
+
 
 # The compiler propagates shardings from parameters and constraints to everything else.
 AXIS_TYPES = (AxisType.Auto,) * len(AXES)

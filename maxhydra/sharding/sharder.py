@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.mesh import AXES, RULES
+from maxhydra.config.schema.hardware import AXES, RULES
 from maxhydra.sharding.mesh import AXIS_TYPES
 
 # One logical axis name per dimension of an array, or None for a dimension that is never sharded.

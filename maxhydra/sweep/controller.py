@@ -1,13 +1,85 @@
-"""The control loop of a sweep: keep workers busy, read metrics, prune bad trials, record results."""
+"""The control loop of a sweep: keep workers busy, read metrics, prune bad trials, record results.
+
+A source of trials proposes the next job, and records the results of jobs that ended.
+"""
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Protocol
 
 from maxhydra.config.errors import ConfigError
 from maxhydra.launch.base import Job, JobBackend, Trial
 from maxhydra.sweep.plan import SweepPlan
-from maxhydra.sweep.trials import TrialSource, TrialStatus
+
+
+class TrialStatus(Enum):
+    """How a trial ended."""
+
+    finished = "finished"
+    failed = "failed"
+    pruned = "pruned"
+
+
+class TrialSource(Protocol):
+    """Proposes trials and records their results. All of its state survives the process."""
+
+    def unfinished(self) -> list[Trial]:
+        """Trials that were proposed before and have no recorded result."""
+        ...
+
+    def next_trial(self) -> Trial | None:
+        """Propose a new trial; None after the last one."""
+        ...
+
+    def report(self, trial: Trial, step: int, value: float) -> bool:
+        """Report the objective at a step; returns True if the trial should be pruned."""
+        ...
+
+    def record_result(self, trial: Trial, status: TrialStatus, values: Sequence[float]) -> None:
+        """Record how a trial ended, with its objective values."""
+        ...
+
+    def counts(self) -> Mapping[TrialStatus, int]:
+        """Number of ended trials by status."""
+        ...
+
+    def summary(self) -> str:
+        """Human-readable summary of all results."""
+        ...
+
+
+class ListedTrials:
+    """The fixed list of jobs of a grid sweep. Their results are stored in their run folders."""
+
+    def __init__(self, trials: Sequence[Trial], done: Mapping[int, TrialStatus]):
+        """`done` maps the numbers of ended trials to their status."""
+        self._unfinished = [trial for trial in trials if trial.number not in done]
+        self._statuses = dict(done)
+
+    def unfinished(self) -> list[Trial]:
+        return self._unfinished
+
+    def next_trial(self) -> Trial | None:
+        return None
+
+    def report(self, trial: Trial, step: int, value: float) -> bool:
+        return False
+
+    def record_result(self, trial: Trial, status: TrialStatus, values: Sequence[float]) -> None:
+        self._statuses[trial.number] = status
+
+    def counts(self) -> Mapping[TrialStatus, int]:
+        return {status: list(self._statuses.values()).count(status) for status in TrialStatus}
+
+    def summary(self) -> str:
+        return format_counts(self.counts())
+
+
+def format_counts(counts: Mapping[TrialStatus, int]) -> str:
+    return ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
+
 
 # Seconds between polls of the jobs, which bounds the idle time of a free worker.
 POLL_SECONDS = 0.2

@@ -8,10 +8,9 @@ from typing import Any
 
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
 from maxhydra.config.migrations import migrate_overrides
-from maxhydra.launch.base import SweepContext, Trial
+from maxhydra.launch.base import LauncherSettings, SweepContext, Trial
 from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import launcher_from_json, lists_to_tuples
-from maxhydra.launch.settings import LauncherSettings
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import replace_file
 

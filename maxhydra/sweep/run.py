@@ -11,10 +11,9 @@ from maxhydra.launch.base import JobBackend
 from maxhydra.launch.registry import make_backend
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import acquire_lock, from_number, replace_file
-from maxhydra.sweep.controller import Controller
+from maxhydra.sweep.controller import Controller, ListedTrials, TrialSource, TrialStatus
 from maxhydra.sweep.plan import CANCELLED, FILE, SweepPlan, read_plan, write_plan
 from maxhydra.sweep.search import SearchTrials
-from maxhydra.sweep.trials import ListedTrials, TrialSource, TrialStatus
 
 LOCK = ".sweep.lock"
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.tasks.bench import BenchTask, Measured
+from maxhydra.config.schema.tasks.analysis import BenchTask, Measured
 from maxhydra.measure import BenchRecord, BenchTarget, OutOfMemoryError
 from maxhydra.measure.decoding import measure_decoding
 from maxhydra.measure.kernels import measure_kernels

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from maxhydra import data, model
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.quantization import STORED_KINDS
-from maxhydra.config.schema.tasks.convert import ConvertFormat, ConvertTask
+from maxhydra.config.schema.tasks.inference import ConvertFormat, ConvertTask
 from maxhydra.convert.adapter_lineage import find_adapter_lineage
 from maxhydra.convert.hf_config import is_hf_folder
 from maxhydra.convert.hf_write import find_family, write_hf
@@ -20,7 +20,7 @@ from maxhydra.convert.orbax_io import write_checkpoint
 from maxhydra.convert.peft import write_peft
 from maxhydra.data.tokenizers import check_vocabulary
 from maxhydra.data.tokenizers.hf import HuggingFaceTokenizer
-from maxhydra.decode.checkpoint_check import check_same_model
+from maxhydra.decode.open import check_same_model
 from maxhydra.modelfiles import locate
 from maxhydra.tasks import Job, Outcome, atomic_output_dir
 

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.schema.tasks.decode import DecodeTask
+from maxhydra.config.schema.tasks.inference import DecodeTask
 from maxhydra.decode.chat_cli import GenerationFailedError, chat, complete, line_reader, write_and_flush
-from maxhydra.decode.client import PromptClient, is_chat
 from maxhydra.decode.offline import BatchFailedError, OfflineBatch, check_distinct_files, settings_fingerprint
 from maxhydra.decode.offline_files import OutputFile, check_records, read_records
 from maxhydra.decode.open import open_engine, open_prompts
 from maxhydra.decode.prompts import PromptEncoder
+from maxhydra.decode.sampling_params import PromptClient, is_chat
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = True

@@ -5,12 +5,10 @@ from functools import partial
 
 from maxhydra import data
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.schema.adapter import AdapterKind
-from maxhydra.config.schema.tasks.distill import DistillTask
-from maxhydra.distill.init_from_teacher import check_layers, init_from_teacher
-from maxhydra.distill.loss import TEACHER, StudentTeacher, distillation_loss, held_out_divergence
-from maxhydra.distill.schedules import ScheduledBatches
-from maxhydra.distill.teacher import OnlineTeacher, plan_teacher
+from maxhydra.config.schema.quantization import AdapterKind
+from maxhydra.config.schema.tasks.training import DistillTask
+from maxhydra.distill.loss import TEACHER, ScheduledBatches, StudentTeacher, distillation_loss, held_out_divergence
+from maxhydra.distill.teacher import OnlineTeacher, check_layers, init_from_teacher, plan_teacher
 from maxhydra.model import ModelDef, flops_per_token
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome

@@ -10,8 +10,8 @@ from maxhydra import data
 from maxhydra.align.loss import PairScorer, passes, preference_loss
 from maxhydra.align.reference import ReferenceCache, fill_reference_cache
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.schema.adapter import AdapterKind
-from maxhydra.config.schema.tasks.dpo import DpoTask, Reference
+from maxhydra.config.schema.quantization import AdapterKind
+from maxhydra.config.schema.tasks.training import DpoTask, Reference
 from maxhydra.data import BatchSpec, Row
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
@@ -26,7 +26,7 @@ from maxhydra.train import (
     starting_weights,
     train,
 )
-from maxhydra.train.microbatch import map_microbatches
+from maxhydra.train.evaluate import map_microbatches
 
 NEEDS_DEVICES = KEEPS_RUN = True
 

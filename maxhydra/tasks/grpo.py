@@ -3,14 +3,13 @@
 from contextlib import closing
 
 from maxhydra import data
-from maxhydra.config.schema.tasks.grpo import GrpoTask
+from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.rl.batches import RolloutBatches, make_logprob_fn
 from maxhydra.rl.evaluate import held_out_pass_rate
 from maxhydra.rl.loss import group_loss
-from maxhydra.rl.policy_engine import PolicyEngine
 from maxhydra.rl.reward_pool import RewardPool
-from maxhydra.rl.rollout import RolloutWorker
+from maxhydra.rl.rollout import PolicyEngine, RolloutWorker
 from maxhydra.rl.setup import check, plan_prompts, rollout_sharder, with_reference
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome

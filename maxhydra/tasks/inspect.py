@@ -15,8 +15,8 @@ import numpy as np
 from maxhydra import model, optim
 from maxhydra.config import Config
 from maxhydra.config.schema.hardware import Hardware
-from maxhydra.config.schema.tasks.inspect import Format, InspectTask
-from maxhydra.runtime.topology import slice_devices
+from maxhydra.config.schema.tasks.analysis import Format, InspectTask
+from maxhydra.runtime.flags import slice_devices
 from maxhydra.sharding import Sharder, abstract_mesh, build_mesh, bytes_per_device, is_axes
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import plan_states

@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from maxhydra.config import Config
-from maxhydra.config.schema.tasks.inspect import Format
-from maxhydra.config.schema.tasks.inspect_data import InspectDataTask
+from maxhydra.config.schema.tasks.analysis import Format, InspectDataTask
 from maxhydra.data import BatchSpec, Row, RowSpec, Tokenizer, host_loader, load_tokenizer
 from maxhydra.tasks import Job, Outcome
 

@@ -6,14 +6,21 @@ from pathlib import Path
 
 import numpy as np
 
-from maxhydra.config.schema.tasks.score import ScoreTask
+from maxhydra.config.schema.tasks.inference import ScoreTask
 from maxhydra.convert.load import load_weights
 from maxhydra.decode.open import check_weights_source, weight_quantization
 from maxhydra.decode.progress import open_progress
 from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.model import build
-from maxhydra.score.files import SequenceScore, check_writable, perplexity, read_sequences, write_results
-from maxhydra.score.scorer import SequenceScorer, without_capacity_limit
+from maxhydra.score.scorer import (
+    SequenceScore,
+    SequenceScorer,
+    check_writable,
+    perplexity,
+    read_sequences,
+    without_capacity_limit,
+    write_results,
+)
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
 

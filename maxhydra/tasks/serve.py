@@ -8,7 +8,7 @@ import signal
 import socket
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.tasks.serve import ServeTask
+from maxhydra.config.schema.tasks.inference import ServeTask
 from maxhydra.decode.open import open_engine, open_prompts
 from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, listen, serve
 from maxhydra.tasks import Job, Outcome

@@ -6,15 +6,14 @@ Read the result with data=grain data.path=FOLDER data.record_type=teacher.
 from pathlib import Path
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.tasks.teacher_logits import TeacherLogitsTask
+from maxhydra.config.schema.tasks.preparation import TeacherLogitsTask
 from maxhydra.convert.load import load_weights
 from maxhydra.data.rows import Document
-from maxhydra.data.shard_index import open_index
-from maxhydra.data.shards import COUNTERS_PER_SHARD, Shards
-from maxhydra.decode.checkpoint_check import check_same_model
-from maxhydra.distill.top_logits import TopLogits
+from maxhydra.data.shards import COUNTERS_PER_SHARD, Shards, open_index
+from maxhydra.decode.open import check_same_model
+from maxhydra.distill.teacher import TopLogits
 from maxhydra.model import build
-from maxhydra.model.params_hash import fingerprint
+from maxhydra.model.stored_params import fingerprint
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
 from maxhydra.tasks.tokenize import Display

@@ -16,9 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.data import Data
-from maxhydra.config.schema.tasks.tokenize import TokenizeTask
-from maxhydra.data.shard_index import ShardIndex, open_index
-from maxhydra.data.shards import COUNTERS_PER_SHARD, ShardResult, Shards
+from maxhydra.config.schema.tasks.preparation import TokenizeTask
+from maxhydra.data.shards import COUNTERS_PER_SHARD, ShardIndex, ShardResult, Shards, open_index
 from maxhydra.data.workers import WorkerDied, Workers
 from maxhydra.record.processes import spawn_context
 from maxhydra.tasks import Job, Outcome

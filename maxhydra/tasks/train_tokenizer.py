@@ -15,10 +15,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from maxhydra import data
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.tasks.train_tokenizer import TokenizerModel, TrainTokenizerTask
-from maxhydra.config.schema.tokenizer import Tokenizer as TokenizerConfig
-from maxhydra.data.optional_packages import need
+from maxhydra.config.schema.data import Tokenizer as TokenizerConfig
+from maxhydra.config.schema.tasks.preparation import TokenizerModel, TrainTokenizerTask
 from maxhydra.data.raw_texts import texts
+from maxhydra.data.records import need
 from maxhydra.tasks import Job, Outcome, atomic_output_dir
 
 NEEDS_DEVICES, KEEPS_RUN = False, True

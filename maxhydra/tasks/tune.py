@@ -7,7 +7,7 @@ from pathlib import Path
 from maxhydra import runtime
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.compose.provenance import display_path
-from maxhydra.config.schema.tasks.tune import TuneTask
+from maxhydra.config.schema.tasks.analysis import TuneTask
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train.progress import open_progress

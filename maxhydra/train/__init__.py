@@ -7,9 +7,8 @@ Reading order: `trainer.train` sets up a session and calls `loop.fit`, which cal
 from maxhydra.train.batches import BatchSource, LoaderBatches, plan_batches
 from maxhydra.train.evaluate import held_out_loss
 from maxhydra.train.generate import final_sample, write_sample
-from maxhydra.train.logprobs import Scorer, map_sequence_chunks, token_logprobs
 from maxhydra.train.loop import TrainResult
-from maxhydra.train.loss import next_token_loss
+from maxhydra.train.loss import Scorer, map_sequence_chunks, next_token_loss, token_logprobs
 from maxhydra.train.restore import starting_weights
 from maxhydra.train.state import StateFactory, TrainState, plan_states
 from maxhydra.train.trainer import TrainingSetup, train

@@ -28,7 +28,7 @@ from maxhydra.convert.orbax_io import (
     read_errors_as_config_errors,
     require_same_shapes,
 )
-from maxhydra.model.renamed_params import rename_keys, restore_keys
+from maxhydra.model.stored_params import rename_keys, restore_keys
 from maxhydra.train.loss import Tree
 from maxhydra.train.state import TrainState
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from maxhydra import model, optim
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.schema.adapter import AdapterKind
-from maxhydra.config.schema.quantization import QAT, STORED_KINDS, TRAINING_KINDS
+from maxhydra.config.schema.quantization import QAT, STORED_KINDS, TRAINING_KINDS, AdapterKind
 from maxhydra.model import ModelDef, amax_histories, merge_trees, split_trainable
 from maxhydra.optim import Optimizer, state_axes
 from maxhydra.sharding import Sharder
@@ -61,7 +60,7 @@ class TrainState:
     key: jax.Array
     guard: Guard
     history: Tree = dataclasses.field(default_factory=dict)
-    """Amax history of the quantized layers over the last steps (layers/quant/amax_history.py)."""
+    """Amax history of the quantized layers over the last steps (layers/quant/training.py)."""
 
     @property
     def weights(self) -> Tree:

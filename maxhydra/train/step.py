@@ -10,8 +10,8 @@ import optax
 from maxhydra.config.schema.run import Nonfinite, Spike, Train
 from maxhydra.model import merge_trees
 from maxhydra.optim import Optimizer
+from maxhydra.train.evaluate import split_microbatches
 from maxhydra.train.loss import AUX, Batch, LossFn, Sums, Tree, load_metrics
-from maxhydra.train.microbatch import split_microbatches
 from maxhydra.train.state import Guard, TrainState
 
 Metrics = dict[str, jax.Array]
@@ -51,7 +51,7 @@ def make_step(
             params, history = trainable
             return loss_fn(merge_trees(merge_trees(params, state.frozen), history), batch, key)
 
-        # The "gradient" with respect to the amax history is the amaxes of this step (layers/quant/amax_history.py).
+        # The "gradient" with respect to the amax history is the amaxes of this step (layers/quant/training.py).
         trainable = (cast(state.params), state.history)
         (grads, amaxes), sums = _gradients(
             loss_of, trainable, batch, key, train.grad_accum, accum_dtype_of=state.params

@@ -18,7 +18,7 @@ from typing import Any
 
 from maxhydra.config import Config
 from maxhydra.config.schema.run import Run
-from maxhydra.config.schema.tasks.bench import BenchTask
+from maxhydra.config.schema.tasks.analysis import BenchTask
 from maxhydra.config.serialize import to_yaml
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import replace_file, to_json

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from maxhydra.align.loss import Completions, Pairs, losses, rewards
-from maxhydra.config.schema.tasks.dpo import DpoTask, PreferenceLoss
+from maxhydra.config.schema.tasks.training import DpoTask, PreferenceLoss
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from maxhydra.record.liveness import process_start
+from maxhydra.record.atomic_io import process_start
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.server import Server
 from maxhydra.runs.sweep import write_sweep_report

@@ -11,11 +11,11 @@ from omegaconf import OmegaConf
 import maxhydra.convert  # noqa: F401  registers model=from_hf
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import CONFIG_NAME, MODULE, Composer, compose, register
-from maxhydra.config.compose.resolvers import LONGEST, job_folder
+from maxhydra.config.compose.hydra_loader import LONGEST, job_folder
 from maxhydra.config.fields import walk
 from maxhydra.config.options import model_option, model_options
 from maxhydra.config.registry import CONF, description, groups, is_overlay
-from maxhydra.config.schema.tasks.inspect import Format, InspectTask
+from maxhydra.config.schema.tasks.analysis import Format, InspectTask
 from maxhydra.config.serialize import from_yaml, to_yaml
 from tests.support.sampled_cases import sample_cases
 

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config.schema import mesh as mesh_config
+from maxhydra.config.schema import hardware as mesh_config
 from maxhydra.config.schema import model as config
 from maxhydra.convert.load import load_weights
 from maxhydra.layers import Context

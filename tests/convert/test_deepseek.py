@@ -12,11 +12,11 @@ from safetensors.numpy import load_file, save_file
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema import model as config
-from maxhydra.convert.arrays import InMemoryArrays
 from maxhydra.convert.compatibility import is_same
 from maxhydra.convert.hf_config import build_model, find_table
 from maxhydra.convert.hf_write import find_family, write_hf
 from maxhydra.convert.load import load_weights
+from maxhydra.convert.streaming import InMemoryArrays
 from maxhydra.model import build
 from tests.support.golden_models import Golden
 

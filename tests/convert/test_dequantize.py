@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.convert.dequantize import dequantized_view, read_float8
+from maxhydra.convert.hf import dequantized_view, read_float8
 from tests.support.skips import import_optional
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxhydra.convert.hf import hf_source
-from maxhydra.convert.stream_in import single_device_shardings, stream_weights
+from maxhydra.convert.streaming import single_device_shardings, stream_weights
 from maxhydra.model import build
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"

@@ -11,10 +11,10 @@ import pytest
 
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.mesh import Mesh
-from maxhydra.convert.arrays import InMemoryArrays
+from maxhydra.config.schema.hardware import Mesh
 from maxhydra.convert.load import load_weights
 from maxhydra.convert.orbax_io import write_checkpoint
+from maxhydra.convert.streaming import InMemoryArrays
 from maxhydra.decode.open import weight_quantization
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh

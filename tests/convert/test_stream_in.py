@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxhydra.convert.arrays import FileArrays
 from maxhydra.convert.hf import hf_source
 from maxhydra.convert.hf_config import build_model
 from maxhydra.convert.hf_write import write_hf, write_safetensors
 from maxhydra.convert.orbax_io import write_checkpoint
 from maxhydra.convert.param_map import map_params
+from maxhydra.convert.streaming import FileArrays
 from maxhydra.convert.tables.llama import TABLE
 from maxhydra.model import build, parameter_count
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxhydra.config.schema.data import Data
-from maxhydra.config.schema.tokenizer import Tokenizer as Config
+from maxhydra.config.schema.data import Tokenizer as Config
 from maxhydra.data import RowSpec, load_tokenizer
 from maxhydra.data.chat import compile_chat_template
 from maxhydra.data.sources import RecordSource, open_source

@@ -15,7 +15,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data, OnError, Packing, PackingMethod
 from maxhydra.data import BatchSpec, Loader, Row, RowSpec, host_loader, load_tokenizer
-from maxhydra.data.array_codec import encode_arrays
+from maxhydra.data.formats.payload import encode_arrays
 from tests.support.skips import import_optional
 
 pa = import_optional("pyarrow", extra="data")

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import processors
 
 from maxhydra.config import ConfigError
-from maxhydra.config.schema.tokenizer import Tokenizer as Config
+from maxhydra.config.schema.data import Tokenizer as Config
 from maxhydra.data.chat import ChatTemplate, ChatTemplateError, compile_chat_template, render_prompt
 from maxhydra.data.record_types import Rejected
 from maxhydra.data.rows import Document

@@ -18,10 +18,10 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data
-from maxhydra.config.schema.mesh import RULES, Mesh
+from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.data import Batch, BatchSpec, Loader, RowSpec, eval_batches, load_tokenizer, train_loader
+from maxhydra.data.loader import StreamSet
 from maxhydra.data.rows import ContiguousRows, Row
-from maxhydra.data.sharded_streams import StreamSet
 from maxhydra.data.shuffle import ShuffleOrder
 from maxhydra.data.sources import RowSource, open_source
 from maxhydra.data.sources.demo import TEXT
@@ -369,7 +369,7 @@ PROGRAM = """
 import json, sys
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.hardware import Hardware, Platform
-from maxhydra.config.schema.mesh import Mesh, RULES
+from maxhydra.config.schema.hardware import Mesh, RULES
 from maxhydra.runtime import start
 start(Hardware(platform=Platform.cpu, simulated_devices=2, compilation_cache=None))
 from maxhydra.data import BatchSpec, RowSpec, train_loader

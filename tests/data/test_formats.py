@@ -14,12 +14,11 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from maxhydra.config import ConfigError
-from maxhydra.config.schema.corpus import FileFormat
-from maxhydra.data.array_codec import encode_arrays
+from maxhydra.config.schema.data import FileFormat
 from maxhydra.data.formats import ConcatRecords, open_files
-from maxhydra.data.formats.crc32c import crc32c
 from maxhydra.data.formats.file_cache import GROUPS, FileCache, LruCache
-from maxhydra.data.formats.tf_example import parse_example
+from maxhydra.data.formats.payload import encode_arrays, parse_example
+from maxhydra.data.formats.tfrecord import crc32c
 from maxhydra.data.records import BadRecord, Records
 from maxhydra.data.shuffle import ShuffleOrder
 from tests.support.skips import import_optional

@@ -18,8 +18,7 @@ BATCH = 8
 def read_batches(overrides: list[str], state: dict[str, Any] | None, batches: int) -> None:
     """Program of each process: its rows of some batches, and the state of all streams afterwards."""
     from maxhydra.config.compose.composer import compose
-    from maxhydra.config.schema.hardware import Hardware, Platform
-    from maxhydra.config.schema.mesh import RULES, Mesh
+    from maxhydra.config.schema.hardware import RULES, Hardware, Mesh, Platform
     from maxhydra.runtime import start
 
     start(Hardware(platform=Platform.cpu, compilation_cache=None))

@@ -10,8 +10,8 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data, OnError, Overlong, Packing
-from maxhydra.config.schema.mesh import RULES, Mesh
-from maxhydra.config.schema.tokenizer import Tokenizer as Config
+from maxhydra.config.schema.data import Tokenizer as Config
+from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.data import BatchSpec, RowSpec, host_loader, load_tokenizer, train_loader
 from maxhydra.data.record_types import RecordType, Rejected, build_record_type
 from maxhydra.data.records import Record

@@ -14,9 +14,8 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.corpus import NAMED
-from maxhydra.config.schema.data import Data
-from maxhydra.config.schema.mesh import RULES, Mesh
+from maxhydra.config.schema.data import NAMED, Data
+from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.data import BatchSpec, RowSpec, eval_batches
 from maxhydra.data.files import find_files
 from maxhydra.data.pipeline import Pipeline

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config.schema.corpus import Corpus
-from maxhydra.config.schema.data import Data, OnError, Packing, PackingMethod
+from maxhydra.config.schema.data import Corpus, Data, OnError, Packing, PackingMethod
 from maxhydra.data import pipeline as pipelines
 from maxhydra.data import shuffle as shuffle
+from maxhydra.data.loader import StreamSet
 from maxhydra.data.pipeline import Pipeline
 from maxhydra.data.records import BadRecord, Cursor, Record
 from maxhydra.data.rows import Row, RowSpec
-from maxhydra.data.sharded_streams import StreamSet
 from maxhydra.data.shuffle import IN_MEMORY, ShuffleOrder, share_of
 from maxhydra.data.sources import RecordSource, Source, StreamSource
 from maxhydra.data.stream import State, Stream, mixture_shares

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Library
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data
-from maxhydra.config.schema.tokenizer import Tokenizer as Config
-from maxhydra.data import load_tokenizer, special_tokens
+from maxhydra.config.schema.data import Tokenizer as Config
+from maxhydra.data import load_tokenizer, tokenizers
 from maxhydra.data.tokenizers import Tokenizer
 from maxhydra.data.tokenizers.tiktoken import PATTERN
 from tests.support.skips import import_optional
@@ -133,7 +133,7 @@ class TestEveryKind:
         ids = tokenizer.encode_bytes(file)
         assert ids.dtype == np.uint16
         assert ids.tolist() == tokenizer.encode(file.decode())
-        monkeypatch.setattr(special_tokens, "BLOCK", 20)
+        monkeypatch.setattr(tokenizers, "BLOCK", 20)
         assert tokenizer.decode(tokenizer.encode_bytes(file).tolist()).replace(" ", "") == tokenizer.decode(
             ids.tolist()
         ).replace(" ", "")

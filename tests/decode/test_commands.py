@@ -15,8 +15,8 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.decode.checkpoint_check import check_same_model
 from maxhydra.decode.offline import settings_fingerprint
+from maxhydra.decode.open import check_same_model
 from tests.support.cli import SMALL, command, environment, run_ok, start_silent
 from tests.support.skips import import_optional
 

@@ -14,7 +14,7 @@ import pytest
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.decode import CacheDtype
 from maxhydra.config.schema.decode import Engine as Config
-from maxhydra.config.schema.mesh import RULES, Mesh
+from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.page_pool import PagePool

@@ -10,13 +10,11 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema import model as config
-from maxhydra.config.schema.mesh import RULES, Mesh
+from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.config.schema.run import Train
-from maxhydra.config.schema.tasks.distill import Course, DistillTask, Divergence, FeatureLoss, Features, Teacher
-from maxhydra.distill.init_from_teacher import init_from_teacher
-from maxhydra.distill.loss import TEACHER, StudentTeacher, distillation_loss, held_out_divergence
-from maxhydra.distill.schedules import values_at
-from maxhydra.distill.teacher import OnlineTeacher
+from maxhydra.config.schema.tasks.training import Course, DistillTask, Divergence, FeatureLoss, Features, Teacher
+from maxhydra.distill.loss import TEACHER, StudentTeacher, distillation_loss, held_out_divergence, values_at
+from maxhydra.distill.teacher import OnlineTeacher, init_from_teacher
 from maxhydra.model import build
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import next_token_loss

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.config.schema.tasks.distill import Divergence, FeatureLoss
+from maxhydra.config.schema.tasks.training import Divergence, FeatureLoss
 from maxhydra.distill.loss import divergence, feature_distance, gather_top_k, log_probs
 from tests.support.skips import import_optional
 

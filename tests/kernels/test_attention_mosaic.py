@@ -17,8 +17,7 @@ from maxhydra.kernels.attention import reference, triton
 from maxhydra.kernels.attention.blocks import Inputs
 from maxhydra.kernels.attention.mosaic import TILES, KernelParams, Tile, attention
 from maxhydra.kernels.attention.mosaic.backward import attend
-from maxhydra.kernels.attention.mosaic.common import shared_segment_ranges
-from maxhydra.kernels.attention.mosaic.tile_schedule import TilePlan
+from maxhydra.kernels.attention.mosaic.common import TilePlan, shared_segment_ranges
 from maxhydra.kernels.attention.spec import CHECKPOINT_NAME, Request, TokenInfo
 from tests.support.hopper import run
 

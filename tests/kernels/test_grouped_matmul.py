@@ -10,8 +10,7 @@ import pytest
 
 from maxhydra.kernels.grouped_matmul import OPERATION, Call, UnsupportedError, megablox, mosaic, triton
 from maxhydra.kernels.grouped_matmul.mosaic import KernelParams
-from maxhydra.kernels.grouped_matmul.tiles import schedule
-from maxhydra.kernels.grouped_matmul.vjp import grouped_matmul_vjp
+from maxhydra.kernels.grouped_matmul.tiles import grouped_matmul_vjp, schedule
 from tests.support.hopper import run
 
 TILE = triton.Tile(rows=16, columns=16, summed=16, warps=4, stages=1, band=3)

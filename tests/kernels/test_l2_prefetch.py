@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxhydra.kernels import l2_prefetch
+from maxhydra.kernels import ptx
 from maxhydra.kernels.attention.spec import Request
 from maxhydra.kernels.paged_attention import Pages, triton
 
@@ -13,7 +13,7 @@ BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(l2_prefetch, "capability", lambda: "9.0")
+    monkeypatch.setattr(ptx, "capability", lambda: "9.0")
 
 
 def lowered(rows: int, tokens: int) -> str:
@@ -35,9 +35,9 @@ def lowered(rows: int, tokens: int) -> str:
 def test_programs_prefetch_a_weight_in_equal_slices() -> None:
     """Slices have the granularity of the instruction; a weight larger than the cache is not prefetched."""
     small, large = (jax.ShapeDtypeStruct((size, 2048), BFLOAT16) for size in (2048, 16384))
-    assert l2_prefetch.L2Prefetch.of(small, programs=512, warps=1) == (16384, 32)  # type: ignore[arg-type]
-    assert l2_prefetch.L2Prefetch.of(small, programs=500, warps=2) == (16768, 64)  # type: ignore[arg-type]
-    assert l2_prefetch.L2Prefetch.of(large, programs=512, warps=1) is None  # type: ignore[arg-type]
+    assert ptx.L2Prefetch.of(small, programs=512, warps=1) == (16384, 32)  # type: ignore[arg-type]
+    assert ptx.L2Prefetch.of(small, programs=500, warps=2) == (16768, 64)  # type: ignore[arg-type]
+    assert ptx.L2Prefetch.of(large, programs=512, warps=1) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("hopper")

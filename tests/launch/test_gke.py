@@ -13,10 +13,11 @@ from maxhydra.cli import main
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.schema.hardware import Hardware
 from maxhydra.launch.gke import GkeSettings
-from maxhydra.launch.gke.api_errors import api_error
-from maxhydra.launch.gke.cluster import Cluster
+from maxhydra.launch.gke.cluster import Cluster, api_error
+from maxhydra.launch.gke.jobs import describe_progress, leader_pod, run_result
 from maxhydra.launch.gke.manifests import (
     JobDescription,
+    choose_placement,
     config_map_manifest,
     job_name,
     job_set_manifest,
@@ -24,10 +25,7 @@ from maxhydra.launch.gke.manifests import (
     sweep_id,
     to_yaml,
 )
-from maxhydra.launch.gke.placement import choose_placement
-from maxhydra.launch.gke.pods import describe_progress, leader_pod, run_result
-from maxhydra.launch.registry import launcher_from_json
-from maxhydra.launch.termination import (
+from maxhydra.launch.job_spec import (
     LIMIT,
     decode_message,
     encode_message,
@@ -35,11 +33,12 @@ from maxhydra.launch.termination import (
     write_relayed_run,
     write_termination_message,
 )
+from maxhydra.launch.registry import launcher_from_json
 from maxhydra.record import RunDirectory, read_metrics
 from maxhydra.runs import write_report
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.rerun import rerun_arguments, rerun_command
-from maxhydra.runtime.hardware_options import hardware_options
+from maxhydra.runtime.detect import hardware_options
 from tests.support import cli
 from tests.support.skips import import_optional
 

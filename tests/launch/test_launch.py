@@ -14,8 +14,7 @@ from maxhydra.launch.base import SweepContext, Trial
 from maxhydra.launch.compose import compose_job
 from maxhydra.launch.job_spec import JobSpec, read_job_spec
 from maxhydra.launch.registry import launcher_from_json
-from maxhydra.launch.slurm.script import render
-from maxhydra.launch.slurm.settings import SlurmSettings
+from maxhydra.launch.slurm.settings import SlurmSettings, render
 from tests.support.cli import SMALL, environment, facts
 
 

@@ -12,8 +12,8 @@ import optax
 import pytest
 
 from maxhydra.config.schema import model as config
-from maxhydra.config.schema.adapter import Adapter, AdapterKind
-from maxhydra.config.schema.mesh import Mesh
+from maxhydra.config.schema.hardware import Mesh
+from maxhydra.config.schema.quantization import Adapter, AdapterKind
 from maxhydra.config.schema.run import Train
 from maxhydra.decode.weight_layout import choose_weight_layout, unstacked
 from maxhydra.layers import Context, PagedCacheSpec, PageTable

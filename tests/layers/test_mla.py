@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema import model as config
-from maxhydra.config.schema.mesh import RULES, Mesh
+from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.config.schema.quantization import QuantizationKind
 from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import (

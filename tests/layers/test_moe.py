@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxhydra.config.schema import model as config
-from maxhydra.config.schema.mesh import Mesh
+from maxhydra.config.schema.hardware import Mesh
 from maxhydra.kernels.grouped_matmul import BACKENDS, UnsupportedError, grouped_matmul
 from maxhydra.sharding import Sharder, build_mesh
 from tests.support.mixtures import Mixture, expert, softmax_top_k

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxhydra.config.schema import model as config
-from maxhydra.config.schema.mesh import RULES, Mesh
+from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.layers import Context, DenseCacheSpec, PagedCacheSpec, PageTable
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh

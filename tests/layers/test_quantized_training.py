@@ -24,8 +24,7 @@ from maxhydra.kernels.int8_matmul import int8_matmul
 from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import Context
 from maxhydra.layers.linear import Linear, MatmulSpec
-from maxhydra.layers.quant.qat import rounding, straight_through
-from maxhydra.layers.quant.rules import QuantRule
+from maxhydra.layers.quant.training import QuantRule, rounding, straight_through
 from maxhydra.model import build, map_leaves, store_weight
 from maxhydra.optim import Optimizer
 from maxhydra.sharding import Sharder, build_mesh

@@ -7,7 +7,7 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.mesh import RULES, Mesh
+from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.layers import Context, PagedCacheSpec, PageTable
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh

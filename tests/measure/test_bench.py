@@ -15,11 +15,10 @@ import pytest
 from maxhydra import tasks
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import Composer, compose
-from maxhydra.config.schema.tasks.tune import TuneTask
+from maxhydra.config.schema.tasks.analysis import TuneTask
 from maxhydra.measure.kernels import relative_error
-from maxhydra.measure.memory import OutOfMemoryError, explain_out_of_memory
-from maxhydra.measure.record import BenchTarget
-from maxhydra.runtime.hardware_options import hardware_options
+from maxhydra.measure.record import BenchTarget, OutOfMemoryError, explain_out_of_memory
+from maxhydra.runtime.detect import hardware_options
 from maxhydra.tune.space import axes
 from tests.support.cli import ROOT, bench_script
 

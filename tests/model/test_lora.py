@@ -9,7 +9,7 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema import model as config
-from maxhydra.config.schema.adapter import Adapter, AdapterKind
+from maxhydra.config.schema.quantization import Adapter, AdapterKind
 from maxhydra.layers import Context
 from maxhydra.model import build, merge_trees, split_trainable
 from maxhydra.sharding import Sharder

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from maxhydra.config.schema import model as config
-from maxhydra.config.schema.mesh import RULES, Mesh
+from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.layers import Context, DenseCacheSpec
 from maxhydra.model import ModelDef, build, parameter_count
-from maxhydra.model.remat import Remat
+from maxhydra.model.block import Remat
 from maxhydra.sharding import Sharder, build_mesh, is_axes
 
 VOCAB, BATCH, LENGTH = 48, 2, 12

@@ -10,9 +10,9 @@ import pytest
 from scipy.stats import norm
 
 from maxhydra.config import ConfigError
-from maxhydra.config.schema.adapter import AdapterKind
 from maxhydra.config.schema.decode import Engine as EngineConfig
-from maxhydra.config.schema.mesh import RULES, Mesh
+from maxhydra.config.schema.hardware import RULES, Mesh
+from maxhydra.config.schema.quantization import AdapterKind
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.request import Request

@@ -9,8 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from maxhydra.convert.orbax_io import read_parameters
-from maxhydra.model.params_hash import fingerprint
-from maxhydra.model.renamed_params import rename_keys, restore_keys, stored_names
+from maxhydra.model.stored_params import fingerprint, rename_keys, restore_keys, stored_names
 
 
 class Moments(NamedTuple):

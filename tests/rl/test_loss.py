@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.config.schema.tasks.grpo import Clip, GrpoTask, Kl, KlEstimator, PolicyLoss, Scale
+from maxhydra.config.schema.tasks.training import Clip, GrpoTask, Kl, KlEstimator, PolicyLoss, Scale
 from maxhydra.rl.loss import Logprobs, kl_estimate, policy_loss
 from maxhydra.rl.rollout import advantages, is_degenerate, scale_of
 from tests.support.skips import import_optional

@@ -4,7 +4,7 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.reward import Term
+from maxhydra.config.schema.reward import RewardKind, Term
 from maxhydra.data import RowSpec
 from maxhydra.data.sources import RecordSource, open_source
 from maxhydra.rl.rewards import Sample, build_score
@@ -32,7 +32,7 @@ def test_problems_are_reproducible_and_some_are_held_out() -> None:
 
 
 def test_the_tasks_verifier_scores() -> None:
-    score = build_score(Term(kind="reasoning_gym"))
+    score = build_score(Term(kind=RewardKind.reasoning_gym))
     (record,) = source().train.read([0])
 
     def score_of(text: str | None) -> float:

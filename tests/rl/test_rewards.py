@@ -16,7 +16,7 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.reward import OnFault, Reward, Term
+from maxhydra.config.schema.reward import OnFault, Reward, RewardKind, Term
 from maxhydra.rl.reward_pool import RewardError, RewardPool, RewardResult
 from maxhydra.rl.rewards import Sample, build_score, extract_answer
 from tests.support.cli import ROOT, environment
@@ -42,7 +42,7 @@ def score_texts(reward: Reward, *texts: str) -> list[RewardResult]:
 
 
 def function_reward(name: str, **changes: Any) -> Reward:
-    return Reward(terms={"own": Term(kind="function", function=f"reward_functions:{name}")}, **changes)
+    return Reward(terms={"own": Term(kind=RewardKind.function, function=f"reward_functions:{name}")}, **changes)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_exact_ignores_case_and_whitespace() -> None:
         make_sample("711", "71"),
         make_sample("x", "x", answer=None),
     ]
-    assert score(Term(kind="exact"), *samples) == [1, 1, 0, 0]
+    assert score(Term(kind=RewardKind.exact), *samples) == [1, 1, 0, 0]
 
 
 def test_math_accepts_equal_expressions() -> None:
@@ -70,17 +70,17 @@ def test_math_accepts_equal_expressions() -> None:
         ("72", "71"),
         ("", "1"),
     ]
-    assert score(Term(kind="math"), *(make_sample(given, known) for given, known in pairs)) == [1, 1, 1, 0, 0]
+    assert score(Term(kind=RewardKind.math), *(make_sample(given, known) for given, known in pairs)) == [1, 1, 1, 0, 0]
 
 
 def test_format_and_length() -> None:
-    tagged = Term(kind="format", pattern=r"<think>.*</think>\d+")
+    tagged = Term(kind=RewardKind.format, pattern=r"<think>.*</think>\d+")
     assert score(tagged, make_sample("<think>a\nb</think>7"), make_sample("7"), make_sample("<think></think>7!")) == [
         1,
         0,
         0,
     ]
-    assert score(Term(kind="length", target=4), *map(make_sample, ["", "ab", "abcd", "abcdef", "a" * 9])) == [
+    assert score(Term(kind=RewardKind.length, target=4), *map(make_sample, ["", "ab", "abcd", "abcdef", "a" * 9])) == [
         0,
         0.5,
         1,
@@ -98,8 +98,8 @@ def test_the_answer_is_extracted_from_the_last_match() -> None:
 
 def test_the_reward_is_the_weighted_sum_and_one_term_decides_correctness() -> None:
     terms = {
-        "vowels": Term(kind="function", function="reward_functions:vowels", weight=0.5),
-        "form": Term(kind="format", pattern="[a-z]+", weight=-2),
+        "vowels": Term(kind=RewardKind.function, function="reward_functions:vowels", weight=0.5),
+        "form": Term(kind=RewardKind.format, pattern="[a-z]+", weight=-2),
     }
     results = score_texts(Reward(terms=terms, passes="form", workers=2), "aeb", "A1", "xyz")
     assert [result.reward for result in results] == [1 - 2, 0, -2]
@@ -251,7 +251,7 @@ def test_on_error_raise_ends_the_run() -> None:
 @pytest.mark.parametrize("path", ["reward_functions:nothing", "no_such_module:f"])
 def test_a_missing_function_is_rejected_at_the_start(path: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        RewardPool(Reward(terms={"mine": Term(kind="function", function=path)}))
+        RewardPool(Reward(terms={"mine": Term(kind=RewardKind.function, function=path)}))
     (problem,) = caught.value.problems
     assert problem.path == "reward.terms.mine.function" and problem.value == path
 

@@ -20,11 +20,11 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.config.errors import ConfigError
 from maxhydra.config.serialize import to_yaml
 from maxhydra.record import MetricsWriter, RunDirectory
-from maxhydra.runs import Registry, config_sections, frame
+from maxhydra.runs import Registry, frame, settings
 from maxhydra.runs.compare import compare
-from maxhydra.runs.importance import importance
 from maxhydra.runs.index import FILE
 from maxhydra.runs.query import rank_runs, select_runs, sort_runs
+from maxhydra.runs.sweep import importance
 from tests.support.run_folders import change_facts, metrics_lines, write_run
 from tests.support.skips import import_optional
 
@@ -66,8 +66,8 @@ def test_config_parsed_in_sections_equals_the_whole_yaml(notes):
     content = yaml.safe_load(full_config())
     content["run"]["notes"], content["run"]["tags"] = notes, [notes, "b"]
     text = yaml.safe_dump(content, sort_keys=False)
-    parsed = dict(config_sections.read(text))
-    expected = {path: config_sections.cell(value) for path, value in flatten(content) if value != {} or "." in path}
+    parsed = dict(settings.read(text))
+    expected = {path: settings.cell(value) for path, value in flatten(content) if value != {} or "." in path}
     assert parsed == expected and parsed["run.notes"] == notes
 
 

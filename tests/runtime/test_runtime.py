@@ -11,10 +11,16 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.hardware import Cluster, Distributed, Hardware, Platform, Precision
-from maxhydra.runtime.detect import DetectedDevices, cpu_rejects_cache, detect
+from maxhydra.runtime.detect import (
+    DetectedDevices,
+    cpu_rejects_cache,
+    detect,
+    hardware_options,
+    matches_device,
+    resolve,
+)
 from maxhydra.runtime.distributed import ClusterInfo, detect_cluster
 from maxhydra.runtime.flags import backend_environment, merge_flags
-from maxhydra.runtime.hardware_options import hardware_options, matches_device, resolve
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = sorted(path.stem for path in (ROOT / "conf/hardware").glob("*.yaml"))

@@ -13,7 +13,7 @@ from jax.experimental.mesh_utils import create_hybrid_device_mesh
 from jax.sharding import PartitionSpec as P
 
 from maxhydra.config import ConfigError
-from maxhydra.config.schema.mesh import AXES, RULES, Axes, Mesh
+from maxhydra.config.schema.hardware import AXES, RULES, Axes, Mesh
 from maxhydra.sharding import Sharder, abstract_mesh, axis_sizes, build_mesh, bytes_per_device
 from maxhydra.sharding.mesh import device_grid
 

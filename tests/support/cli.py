@@ -19,7 +19,7 @@ from typing import IO
 import numpy as np
 import orbax.checkpoint as ocp
 
-from maxhydra.config.schema.metrics import LOGGED
+from maxhydra.config.schema.run import LOGGED
 from tests.support import compile_cache, fork_server
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +135,7 @@ def losses(folder: Path) -> dict[int, float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     task = facts(folder)["task"]
     unknown = {name for row in rows for name in row if not any(fnmatch(name, known) for known in LOGGED[task])}
-    assert unknown <= {"step"}, f"not in maxhydra.config.schema.metrics: {unknown}"
+    assert unknown <= {"step"}, f"not in maxhydra.config.schema.run: {unknown}"
     train = [row for row in rows if "loss" in row]
     by_step = {row["step"]: row["loss"] for row in train}
     assert len(by_step) == len(train), "a step was logged twice"

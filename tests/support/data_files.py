@@ -41,7 +41,7 @@ def write_arrayrecord(folder: Path) -> list[str]:
 def write_tokens(folder: Path) -> list[str]:
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    from maxhydra.data.array_codec import encode_arrays
+    from maxhydra.data.formats.payload import encode_arrays
 
     writer = ArrayRecordWriter(str(folder / "tokens.array_record"), "group_size:1")
     for text in documents():
@@ -59,7 +59,7 @@ def write_parquet(folder: Path) -> list[str]:
 def write_tfrecord(folder: Path) -> list[str]:
     import struct
 
-    from maxhydra.data.formats.crc32c import masked_crc32c
+    from maxhydra.data.formats.tfrecord import masked_crc32c
 
     def length_prefixed(tag: int, body: bytes) -> bytes:
         size, out = len(body), bytearray([tag])

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from maxhydra.config import Config
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.tasks.decode import DecodeTask
-from maxhydra.decode.client import PromptClient
+from maxhydra.config.schema.tasks.inference import DecodeTask
 from maxhydra.decode.offline import BatchStats, OfflineBatch
 from maxhydra.decode.offline_files import OutputFile, check_records
 from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.decode.request import Delta, Handle, Request, RequestRejectedError, TokenLogprob
+from maxhydra.decode.sampling_params import PromptClient
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
 

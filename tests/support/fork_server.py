@@ -155,7 +155,7 @@ def _prepare() -> None:
     from maxhydra import tasks
     from maxhydra.config.compose.composer import compose
     from maxhydra.record import environment
-    from maxhydra.runtime.hardware_options import hardware_options
+    from maxhydra.runtime.detect import hardware_options
     from tests.support import compile_cache
 
     task_modules = [f"tasks.{module.name}" for module in pkgutil.iter_modules(tasks.__path__)]

@@ -13,12 +13,11 @@ import numpy as np
 from safetensors import safe_open
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert.arrays import InMemoryArrays
 from maxhydra.convert.hf import hf_source
 from maxhydra.convert.hf_write import find_family, write_hf
 from maxhydra.convert.name_table import Table
 from maxhydra.convert.source import Source
-from maxhydra.convert.stream_in import single_device_shardings, stream_weights
+from maxhydra.convert.streaming import InMemoryArrays, single_device_shardings, stream_weights
 from maxhydra.layers import Context, DenseCacheSpec
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder

@@ -13,12 +13,12 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from maxhydra.config.compose.composer import compose
-from maxhydra.decode.buckets import StepShape
+from maxhydra.decode.step_inputs import StepShape
 from maxhydra.decode.steps import CompiledSteps
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.layers import PagedCacheSpec
 from maxhydra.model import build
-from maxhydra.runtime.topology import slice_devices
+from maxhydra.runtime.flags import slice_devices
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train.compile import compile_report
 from tests.support.tpu_programs import PROGRAMS, Program

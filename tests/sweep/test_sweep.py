@@ -18,12 +18,10 @@ from maxhydra.config.errors import ConfigError
 from maxhydra.launch.base import Trial
 from maxhydra.launch.local import LocalJobs, LocalSettings
 from maxhydra.record import RunDirectory
-from maxhydra.sweep.controller import Controller
+from maxhydra.sweep.controller import Controller, TrialStatus
 from maxhydra.sweep.plan import Settings, SweepPlan, read_plan, write_plan
 from maxhydra.sweep.run import _listed_trials, cancel, resume_sweep, start_sweep, status
-from maxhydra.sweep.search import SearchTrials
-from maxhydra.sweep.space import distributions, grid_values
-from maxhydra.sweep.trials import TrialStatus
+from maxhydra.sweep.search import SearchTrials, distributions, grid_values
 from tests.support.skips import import_optional
 
 optuna = import_optional("optuna", extra="sweep")

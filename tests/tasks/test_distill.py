@@ -13,7 +13,7 @@ from array_record.python.array_record_module import ArrayRecordReader
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.config import Config
-from maxhydra.data.array_codec import decode_arrays
+from maxhydra.data.formats.payload import decode_arrays
 from maxhydra.distill.teacher import plan_teacher
 from maxhydra.layers import Context
 from maxhydra.model import build

@@ -14,7 +14,7 @@ import pytest
 from maxhydra.align.loss import PairScorer, preference_loss
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.tasks.dpo import DpoTask, PreferenceLoss, Reference
+from maxhydra.config.schema.tasks.training import DpoTask, PreferenceLoss, Reference
 from maxhydra.model import build, merge_trees, split_trainable
 from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, dpo

@@ -11,7 +11,7 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.tasks.grpo import GrpoTask
+from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.decode.request import Completion, TokenLogprob
 from maxhydra.rl.evaluate import majority, pass_at
 from maxhydra.rl.reward_pool import RewardResult

@@ -9,7 +9,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxhydra import runtime
 from maxhydra.config.compose.composer import compose
-from maxhydra.data.array_codec import encode_arrays
+from maxhydra.data.formats.payload import encode_arrays
 from maxhydra.record import RunDirectory
 from maxhydra.tasks import Job, inspect_data
 from tests.support.cli import run_ok

@@ -9,7 +9,7 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.score.files import perplexity
+from maxhydra.score.scorer import perplexity
 from maxhydra.tasks import Job, score
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "mistral"

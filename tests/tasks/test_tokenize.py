@@ -15,14 +15,12 @@ from array_record.python.array_record_module import ArrayRecordReader
 from maxhydra import runtime
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.corpus import Corpus
-from maxhydra.config.schema.data import Data, OnError
-from maxhydra.config.schema.tokenizer import Tokenizer as Config
+from maxhydra.config.schema.data import Corpus, Data, OnError
+from maxhydra.config.schema.data import Tokenizer as Config
 from maxhydra.data import BatchSpec, RowSpec, train_loader
-from maxhydra.data.array_codec import decode_arrays
+from maxhydra.data.formats.payload import decode_arrays
 from maxhydra.data.records import Record
-from maxhydra.data.shard_index import open_index
-from maxhydra.data.shards import Shards
+from maxhydra.data.shards import Shards, open_index
 from maxhydra.data.sources.grain import open_records
 from maxhydra.record import RunDirectory
 from maxhydra.tasks import Job, tokenize

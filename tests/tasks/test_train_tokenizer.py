@@ -11,10 +11,9 @@ import pytest
 from maxhydra import runtime
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.corpus import Corpus
-from maxhydra.config.schema.data import Data, OnError
-from maxhydra.config.schema.tasks.train_tokenizer import TrainTokenizerTask
-from maxhydra.config.schema.tokenizer import Tokenizer as Config
+from maxhydra.config.schema.data import Corpus, Data, OnError
+from maxhydra.config.schema.data import Tokenizer as Config
+from maxhydra.config.schema.tasks.preparation import TrainTokenizerTask
 from maxhydra.data import RowSpec, load_tokenizer
 from maxhydra.data.raw_texts import texts
 from maxhydra.data.sources import RowSource, open_source

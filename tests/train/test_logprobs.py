@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.train.logprobs import token_logprobs
+from maxhydra.train.loss import token_logprobs
 
 B, S, D, V = 3, 12, 8, 17
 RNG = np.random.default_rng(0)

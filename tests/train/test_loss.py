@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxhydra.kernels.matmul import widening_einsum
-from maxhydra.layers.kernel_options import KernelChoice
+from maxhydra.layers.context import KernelChoice
 from maxhydra.train.loss import cross_entropy
 
 B, S, D, V = 3, 12, 8, 17

@@ -14,12 +14,12 @@ from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.compose.overrides import parse
 from maxhydra.config.compose.validate import section_from
-from maxhydra.config.schema.tasks.tune import TuneTask
-from maxhydra.config.schema.tiles import MosaicTiles, Tiles, TritonTiles
+from maxhydra.config.schema.kernels import MosaicTiles, Tiles, TritonTiles
+from maxhydra.config.schema.tasks.analysis import TuneTask
 from maxhydra.kernels import attention, grouped_matmul, linear_cross_entropy, qkv_rope, rms_norm
 from maxhydra.kernels.dispatch import UnsupportedError
 from maxhydra.kernels.tiles import override_sizes
-from maxhydra.runtime.hardware_options import hardware_options
+from maxhydra.runtime.detect import hardware_options
 from maxhydra.sharding import Sharder, abstract_mesh
 from maxhydra.train.compile import trace_pretraining_step
 from maxhydra.tune.space import Axis, axes

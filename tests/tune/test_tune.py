@@ -11,13 +11,12 @@ import pytest
 from maxhydra import tasks
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.tasks.tune import Batch, TuneTask
+from maxhydra.config.schema.tasks.analysis import Batch, TuneTask
 from maxhydra.config.serialize import to_yaml
-from maxhydra.runtime.hardware_options import hardware_options
+from maxhydra.runtime.detect import hardware_options
 from maxhydra.tune.experiment import experiment
-from maxhydra.tune.search import OutOfTime, eliminate, grid, one_by_one
 from maxhydra.tune.space import Axis, Candidate, apply_candidate, axes
-from maxhydra.tune.tuner import needs_less
+from maxhydra.tune.tuner import OutOfTime, eliminate, grid, needs_less, one_by_one
 from tests.support.cli import facts, kill_when, run_ok
 
 SPACE = [Axis("a", ("a=0", "a=1", "a=2")), Axis("b", ("b=0", "b=1")), Axis("c", ("c=0", "c=1", "c=2"))]

@@ -21,10 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.attention.blocks import Inputs, Ranges, Rows
 from maxhydra.kernels.attention.mosaic import KernelParams
-from maxhydra.kernels.attention.mosaic.backward_program import Program, Worker
-from maxhydra.kernels.attention.mosaic.backward_shared import KeyWorker, ValueWorker
-from maxhydra.kernels.attention.mosaic.backward_smem import Barriers, Memory, Sizes
-from maxhydra.kernels.attention.mosaic.backward_split import SplitWorker
+from maxhydra.kernels.attention.mosaic.backward_program import Barriers, Memory, Program, Sizes, Worker
+from maxhydra.kernels.attention.mosaic.backward_shared import KeyWorker, SplitWorker, ValueWorker
 from maxhydra.kernels.attention.mosaic.common import COMPILER_PARAMS, shared_segment_ranges
 from maxhydra.kernels.attention.mosaic.forward import forward
 from maxhydra.kernels.attention.spec import CHECKPOINT_NAME

@@ -23,6 +23,8 @@ from maxhydra.kernels.attention.mosaic.common import (
     COMPILER_PARAMS,
     MATRIX,
     ROW,
+    TILE,
+    TilePlan,
     clip_ranges,
     down,
     fold_blocks,
@@ -31,7 +33,6 @@ from maxhydra.kernels.attention.mosaic.common import (
     shared_segment_ranges,
     zeros,
 )
-from maxhydra.kernels.attention.mosaic.tile_schedule import TILE, TilePlan
 from maxhydra.kernels.mosaic import ROWS, WORKERS, shared_memory, slot_of
 
 

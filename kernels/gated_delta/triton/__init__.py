@@ -20,8 +20,7 @@ from jax.lax import DotAlgorithmPreset as Algorithm
 from maxhydra.kernels.gated_delta.chunked import CHUNK
 from maxhydra.kernels.gated_delta.spec import Inputs
 from maxhydra.kernels.gated_delta.triton import backward, inter_chunk
-from maxhydra.kernels.gated_delta.triton.common import KernelParams, Tile, Tiles
-from maxhydra.kernels.gated_delta.triton.intra_chunk import Tokens, systems
+from maxhydra.kernels.gated_delta.triton.common import KernelParams, Tile, Tiles, Tokens, systems
 
 Pair = tuple[jax.Array, jax.Array]
 

@@ -18,9 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from maxhydra.kernels.gated_delta.chunked import CHUNK
-from maxhydra.kernels.gated_delta.triton.common import KernelParams, decays, square_indices
+from maxhydra.kernels.gated_delta.triton.common import KernelParams, Systems, Tokens, decays, square_indices
 from maxhydra.kernels.gated_delta.triton.inter_chunk import BackwardStates, ForwardStates
-from maxhydra.kernels.gated_delta.triton.intra_chunk import Systems, Tokens
 
 
 class Refs(NamedTuple):

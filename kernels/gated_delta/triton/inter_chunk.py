@@ -12,8 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from maxhydra.kernels.gated_delta.chunked import CHUNK
-from maxhydra.kernels.gated_delta.triton.common import KernelParams, Tile
-from maxhydra.kernels.gated_delta.triton.intra_chunk import Systems, Tokens
+from maxhydra.kernels.gated_delta.triton.common import KernelParams, Systems, Tile, Tokens
 
 
 class ForwardStates(NamedTuple):

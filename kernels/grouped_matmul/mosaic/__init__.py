@@ -10,7 +10,7 @@ import math
 
 import jax
 
-from maxhydra.kernels.grouped_matmul.vjp import grouped_matmul_vjp
+from maxhydra.kernels.grouped_matmul.tiles import grouped_matmul_vjp
 from maxhydra.kernels.placement import num_multiprocessors
 
 # Rows, inputs and outputs must be multiples of this.

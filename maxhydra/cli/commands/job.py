@@ -20,8 +20,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("--run-dir", type=Path)
     args = parser.parse_args(arguments)
-    from maxhydra.launch.job_spec import read_job_spec  # noqa: PLC0415
-    from maxhydra.launch.termination import write_termination_message  # noqa: PLC0415
+    from maxhydra.launch.job_spec import read_job_spec, write_termination_message  # noqa: PLC0415
 
     run_dir = None if args.run_dir is None else args.run_dir.absolute()
     with write_termination_message(run_dir):

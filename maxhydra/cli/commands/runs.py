@@ -13,29 +13,28 @@ import argparse
 import importlib
 
 from maxhydra.cli.flags import Parser
-from maxhydra.cli.help import docstrings
-from maxhydra.cli.runs import VERBS
+from maxhydra.cli.runs import verbs
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
 
 
 def main(arguments: list[str]) -> int:
-    """Run the verb's module, the only one that is imported."""
-    verbs = docstrings(VERBS)
+    """Run the verb; only its module is imported."""
+    known = verbs()
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         print(__doc__ + "\nVerbs (details: maxhydra runs VERB --help):")
-        print("\n".join(f"  {verb:<8} {summary}" for verb, summary in verbs.items()))
+        print("\n".join(f"  {verb:<8} {entry.summary}" for verb, entry in known.items()))
         return 0
-    if name not in verbs:
+    if name not in known:
         raise ConfigError(
-            Problem(f"runs {name}", "no such verb", accepted=", ".join(verbs), hint=did_you_mean(name, verbs))
+            Problem(f"runs {name}", "no such verb", accepted=", ".join(known), hint=did_you_mean(name, known))
         )
-    module = importlib.import_module(f"maxhydra.cli.runs.{name}")
+    module = importlib.import_module(f"maxhydra.cli.runs.{known[name].module}")
     formatter = argparse.RawDescriptionHelpFormatter
     parser = Parser(
-        prog=f"maxhydra runs {name}", description=module.__doc__, allow_abbrev=False, formatter_class=formatter
+        prog=f"maxhydra runs {name}", description=known[name].help, allow_abbrev=False, formatter_class=formatter
     )
     parser.add_argument("-o", "--outputs", default="outputs", metavar="FOLDER", help="folder that contains the runs")
-    module.declare(parser)
-    exit_code: int = module.run(parser.parse_intermixed_args(arguments[1:]))
+    getattr(module, f"declare_{name}")(parser)
+    exit_code: int = getattr(module, f"run_{name}")(parser.parse_intermixed_args(arguments[1:]))
     return exit_code

@@ -14,7 +14,7 @@ import maxhydra
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import to_json
-from maxhydra.record.labels import LABELS
+from maxhydra.record.run_dir import LABELS
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.summary import format_cell, format_duration
 

@@ -18,13 +18,14 @@ from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from maxhydra.config.compose import resolvers
-from maxhydra.config.compose.hydra_errors import COMPOSE_ERRORS, problem_of
+from maxhydra.config.compose import hydra_loader
 from maxhydra.config.compose.hydra_loader import (
+    COMPOSE_ERRORS,
     DefaultsList,
     Groups,
     Loader,
     create_config_search_path,
+    problem_of,
     reads_folder,
     source_values,
     unused_folder,
@@ -280,7 +281,7 @@ def register() -> None:
         warnings.simplefilter("ignore")
         hydra.version.setbase("1.3")
         setup_globals()
-        resolvers.register()
+        hydra_loader.register()
     for name, cls in SCHEMAS.items():
         group, _, option = name.rpartition("/")
         ConfigStore.instance().store(group=group, name=option, node=cls, provider="maxhydra")

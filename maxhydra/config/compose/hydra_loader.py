@@ -1,16 +1,23 @@
 """Hydra's config loader with cached option files and with options whose values come from outside conf/.
 
-Every import of `hydra._internal` is in this module, so that a new Hydra version is adapted to in one place.
+Every import of `hydra._internal` is in this module, so that a new Hydra version is adapted to in one place. Errors of
+Hydra, OmegaConf and YAML become config problems here, and the resolvers of YAML values, such as
+`${min:20,${train.steps}}`, are registered.
 
 `model=from_hf` is an option with a source: its values are read from the Hugging Face folder in `model.path`. They are
 merged right after the option's own file, so later option files and the command line override them.
 """
 
 import copy
+import hashlib
+import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
+import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
@@ -22,15 +29,105 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.default_element import ResultDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from maxhydra.config.compose.overrides import parse
-from maxhydra.config.compose.provenance import COMMAND_LINE
+from maxhydra.config.compose.provenance import COMMAND_LINE, display_path
 from maxhydra.config.errors import Problem, did_you_mean, options_shown
 from maxhydra.config.migrations import renamed_option
-from maxhydra.config.registry import OPTION_SOURCES
+from maxhydra.config.registry import OPTION_SOURCES, groups
+
+# Raised while composing. Hydra raises ValueError if the value of a group is not a name.
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
+
+
+def problem_of(error: Exception) -> Problem:
+    """Return the problem behind an error, with the key or the file and line if the error has them."""
+    if isinstance(error, MissingConfigException):
+        return _missing_option(error)
+    if isinstance(error, yaml.MarkedYAMLError):
+        return _malformed_yaml(error)
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, OmegaConfBaseException):
+        path = cause.full_key or _path(str(error))
+        if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and isinstance(cause.parent_node, DictConfig):
+            known = [str(name) for name in cause.parent_node if name != "_target_"]
+            return Problem(path, "no such key", accepted=", ".join(known), hint=did_you_mean(str(cause.key), known))
+        return Problem(path or "the config", str(cause.msg or cause).splitlines()[0])
+    return _composition(str(error))
+
+
+def _missing_option(error: MissingConfigException) -> Problem:
+    """Return the problem of an option in a defaults list: `In 'experiment/x': Could not find 'model/y'`."""
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    options = [name for name in error.options or [] if isinstance(name, str)]
+    if not group:
+        return Problem(option, "no such config file", hint=f"the config folders have no {option}.yaml")
+    accepted = options_shown(group, options, near=option)
+    hint = renamed_option(group, option) or did_you_mean(option, options)
+    return Problem(group, "no such option", option, accepted, hint)
+
+
+def _malformed_yaml(error: yaml.MarkedYAMLError) -> Problem:
+    mark = error.problem_mark or error.context_mark
+    where = f"{display_path(Path(mark.name))}:{mark.line + 1}" if mark is not None else "a YAML file"
+    return Problem(where, f"is not YAML: {error.problem or error.context}")
+
+
+def _composition(text: str) -> Problem:
+    if match := re.search(r"Could not override '([^']+)'", text):
+        key = match[1]
+        advice = re.search(r"use (\+\S+)", text)
+        hint = f"add it with {advice[1]}" if advice else did_you_mean(key, groups())
+        return Problem(key, "is not in the defaults list, so it cannot be overridden", hint=hint)
+    if match := re.search(r"Multiple values for ([\w/@.]+?)\. |([\w/@.]+) appears more than once", text):
+        key = match[1] or match[2]
+        hint = f"to replace a choice, write {key}=OPTION on the command line or `override /{key}: OPTION` in a file"
+        return Problem(key, "is chosen twice", hint=hint)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return Problem(_path(text) or "the config", lines[0] if lines else "cannot be composed")
+
+
+def _path(text: str) -> str:
+    match = re.search(r"override \+*([\w./@]+)", text)
+    return match[1] if match else ""
+
+
+LONGEST = 100
+
+
+def sweep_folder(outputs: str, name: str | None) -> str:
+    """Return the folder of a sweep's jobs, named after `run.name` or, without one, the current time."""
+    return f"{outputs}/{name or time.strftime('sweep-%Y%m%d-%H%M%S')}"
+
+
+def job_folder(number: int, overrides: ListConfig | list[str], constant: ListConfig | list[str]) -> str:
+    """Return a job's folder name, its number and swept values: `3_learning_rate=0.01,num_layers=2`.
+
+    Names over LONGEST characters are cut and end in a hash, because file systems limit the length of a name.
+    """
+    pairs = [line.lstrip("+").partition("=")[::2] for line in overrides]
+    swept = [(key, value) for key, value in pairs if key.partition("@")[0] not in constant]
+    short = [re.split(r"[./]", key)[-1] for key, _ in swept]
+    names = [name if short.count(name) == 1 else key for name, (key, _) in zip(short, swept, strict=True)]
+    label = ",".join(f"{name}={value}" for name, (_, value) in zip(names, swept, strict=True))
+    safe = re.sub(r"[^-\w.=,+]", "_", label)
+    folder = f"{number}_{safe}" if safe else str(number)
+    if len(folder) <= LONGEST:
+        return folder
+    return f"{folder[: LONGEST - 9]}_{hashlib.sha256(label.encode()).hexdigest()[:8]}"
+
+
+def register() -> None:
+    """Register the resolvers. The sweep folder is cached, so that all jobs of a sweep get the same time."""
+    OmegaConf.register_new_resolver("min", lambda *values: min(values), replace=True)
+    OmegaConf.register_new_resolver("sweep_folder", sweep_folder, replace=True, use_cache=True)
+    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
+
 
 __all__ = ["BASIC_LAUNCHER", "BASIC_SWEEPER", "DefaultsList", "Groups", "Hydra", "Loader", "create_config_search_path"]
 

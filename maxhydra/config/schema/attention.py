@@ -1,11 +1,84 @@
-"""Schema of grouped-query attention."""
+"""Schema of the mixers: rotary embeddings, grouped-query attention, latent attention (MLA) and Gated DeltaNet."""
 
+import dataclasses
 from collections.abc import Iterator
 from enum import Enum
 
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem
-from maxhydra.config.schema.rope import Rope
+
+
+class RopeKind(Enum):
+    none = "none"
+    default = "default"
+    proportional = "proportional"
+    linear = "linear"
+    llama3 = "llama3"
+    yarn = "yarn"
+
+
+class Pairs(Enum):
+    halves = "halves"
+    neighbours = "neighbours"
+
+
+@schema
+class Rope(Schema):
+    """Rotary position embedding (Su et al., 2021)."""
+
+    kind: RopeKind = RopeKind.default
+    """Frequencies: default; proportional (Gemma 4, 2026), over the whole head with frequency zero beyond share; linear,
+    llama3 (Llama 3.1) and yarn, which extend the context length; none for no position embedding."""
+    theta: float = option(10000.0, gt=0)
+    """Base of the geometric series of wavelengths."""
+    share: float = option(1.0, gt=0, le=1)
+    """Fraction of the head dimensions that is rotated, from the first on; the rest has no position information."""
+    pairs: Pairs = Pairs.halves
+    """Dimensions that are rotated together: i and i + dim/2 (halves), or 2i and 2i + 1 (neighbours)."""
+    factor: float | None = option(None, gt=0)
+    """linear, llama3, yarn: scaling factor of the longest wavelengths."""
+    low_freq_factor: float | None = option(None, gt=0)
+    """llama3: wavelengths above original_context / low_freq_factor are scaled by the full factor."""
+    high_freq_factor: float | None = option(None, gt=0)
+    """llama3: wavelengths below original_context / high_freq_factor are not scaled."""
+    original_context: int | None = option(None, ge=1)
+    """llama3, yarn: context length before extension."""
+    beta_fast: float = option(32.0, gt=0)
+    """yarn: pairs with more rotations than this over the original context are not scaled."""
+    beta_slow: float = option(1.0, gt=0)
+    """yarn: pairs with fewer rotations than this over the original context are scaled by the full factor."""
+    truncate: bool = True
+    """yarn: round the bounds of the interpolation range to whole pairs."""
+    attention_factor: float | None = option(None, gt=0)
+    """yarn: factor on rotated queries and keys. null: 0.1 * ln(factor) + 1."""
+
+    def check(self) -> Iterator[Problem]:
+        for field in dataclasses.fields(self):
+            kinds, value = _KINDS.get(field.name, ()), getattr(self, field.name)
+            if self.kind in kinds and field.name in _NEEDED and value is None:
+                reason = f"is needed by kind={self.kind.value}"
+                yield Problem(field.name, reason, value=None, accepted="a positive number")
+            if kinds and self.kind not in kinds and value != field.default:
+                hint = f"set kind={' or '.join(kind.value for kind in kinds)}, or leave this at its default"
+                yield Problem(field.name, f"is not used by kind={self.kind.value}", value=value, hint=hint)
+        if self.kind is RopeKind.yarn and self.beta_slow > self.beta_fast:
+            accepted = f"at most beta_fast={self.beta_fast}"
+            yield Problem("beta_slow", "is larger than beta_fast", value=self.beta_slow, accepted=accepted)
+
+
+# Kinds that use a field; fields not listed are used by all kinds.
+_LLAMA3, _YARN = (RopeKind.llama3,), (RopeKind.yarn,)
+_KINDS = {
+    "factor": (RopeKind.linear, RopeKind.llama3, RopeKind.yarn),
+    "low_freq_factor": _LLAMA3,
+    "high_freq_factor": _LLAMA3,
+    "original_context": (RopeKind.llama3, RopeKind.yarn),
+    "beta_fast": _YARN,
+    "beta_slow": _YARN,
+    "truncate": _YARN,
+    "attention_factor": _YARN,
+}
+_NEEDED = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
 
 
 class QkNorm(Enum):
@@ -91,4 +164,99 @@ class Attention(Schema):
                 f"cannot be combined with window={self.window}",
                 value=self.chunk,
                 accepted="only one of the two",
+            )
+
+
+@schema
+class Indexer(Schema):
+    """Sparse attention (DeepSeek-V3.2, 2025): indexer heads score earlier tokens, attention uses the top_k."""
+
+    top_k: int | None = option(None, ge=1)
+    """Tokens that a query attends to. null: no indexer, all earlier tokens. With train.seq_len or more, attention is
+    dense, which is used to warm up an indexer."""
+    num_heads: int = option(64, ge=1)
+    """Heads of the indexer."""
+    head_dim: int = option(128, ge=2)
+    """Head dimension of the indexer; RoPE is applied to its first qk_rope_head_dim dimensions."""
+    loss_weight: float = option(1.0, ge=0)
+    """Weight of the indexer loss, the mean over tokens of KL(attention summed over heads || softmax of the scores).
+    Only this loss trains the indexer, and it trains nothing else."""
+
+
+@schema
+class Mla(Schema):
+    """Multi-head latent attention (DeepSeek-V2, 2024), with model.num_heads heads for queries, keys and values."""
+
+    q_lora_rank: int | None = option(None, ge=1)
+    """Rank of the compressed queries. null: queries are projected directly from the residual stream."""
+    kv_lora_rank: int = option(512, ge=1)
+    """Dimension of the latent vector from which keys and values of all heads are projected."""
+    qk_nope_head_dim: int | None = option(None, ge=1)
+    """Dimensions of queries and keys without RoPE. null: model.head_dim."""
+    qk_rope_head_dim: int = option(64, ge=2)
+    """Dimensions of queries and keys with RoPE; this part of the key is shared by all heads."""
+    v_head_dim: int | None = option(None, ge=1)
+    """Dimension of values. null: model.head_dim."""
+    mscale: float | None = option(None, gt=0)
+    """rope.kind=yarn: multiply attention logits, in addition to 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), by
+    (0.1 * mscale * ln(rope.factor) + 1)^2. null: no extra factor."""
+    rope: Rope = section(Rope)
+    indexer: Indexer = section(Indexer)
+
+    def check(self) -> Iterator[Problem]:
+        if self.qk_rope_head_dim % 2:
+            yield Problem(
+                "qk_rope_head_dim",
+                "is odd, but RoPE rotates pairs",
+                value=self.qk_rope_head_dim,
+                accepted="an even number",
+            )
+        if self.mscale is not None and self.rope.kind is not RopeKind.yarn:
+            hint = "set rope.kind=yarn, or leave this null"
+            yield Problem("mscale", f"is not used by rope.kind={self.rope.kind.value}", value=self.mscale, hint=hint)
+        if self.indexer.top_k is None:
+            return
+        if self.q_lora_rank is None:
+            hint = "set it, or leave indexer.top_k null"
+            yield Problem(
+                "q_lora_rank", "is required by the indexer, whose queries are projected from it", value=None, hint=hint
+            )
+        if self.indexer.head_dim < self.qk_rope_head_dim:
+            yield Problem(
+                "indexer.head_dim",
+                f"is smaller than qk_rope_head_dim={self.qk_rope_head_dim}",
+                value=self.indexer.head_dim,
+                accepted=f"{self.qk_rope_head_dim} or more",
+            )
+
+
+class DeltaBackend(Enum):
+    auto = "auto"
+    chunked = "chunked"
+    pallas_tpu = "pallas_tpu"
+    triton = "triton"
+    reference = "reference"
+
+
+@schema
+class Delta(Schema):
+    """Gated DeltaNet (Yang et al., 2024): a decaying state per head, updated by the delta rule."""
+
+    num_key_heads: int | None = option(None, ge=1)
+    """Query and key heads; divides num_value_heads. null: model.num_kv_heads."""
+    num_value_heads: int | None = option(None, ge=1)
+    """Value heads, each with its own state. null: model.num_heads."""
+    key_dim: int | None = option(None, ge=1)
+    """Dimension of a query and key head. null: model.head_dim."""
+    value_dim: int | None = option(None, ge=1)
+    """Dimension of a value head. null: model.head_dim."""
+    taps: int = option(4, ge=1)
+    """Kernel size of the short causal convolution before the heads."""
+
+    def check(self) -> Iterator[Problem]:
+        keys, values = self.num_key_heads, self.num_value_heads
+        if keys is not None and values is not None and values % keys:
+            divisors = [str(n) for n in range(1, values + 1) if values % n == 0]
+            yield Problem(
+                "num_key_heads", f"does not divide num_value_heads={values}", value=keys, accepted=", ".join(divisors)
             )

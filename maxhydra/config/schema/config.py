@@ -5,13 +5,11 @@ from collections.abc import Iterator
 
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem
-from maxhydra.config.schema.adapter import Adapter, AdapterKind
 from maxhydra.config.schema.data import Data
-from maxhydra.config.schema.hardware import Hardware
-from maxhydra.config.schema.mesh import Mesh
+from maxhydra.config.schema.hardware import Hardware, Mesh
 from maxhydra.config.schema.model import Dtype, Model
 from maxhydra.config.schema.optimizer import Optimizer
-from maxhydra.config.schema.quantization import Quantization
+from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantization
 from maxhydra.config.schema.reward import Reward
 from maxhydra.config.schema.run import Checkpoint, Run, Task, Tracker, Train
 

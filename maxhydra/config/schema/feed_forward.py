@@ -1,8 +1,10 @@
-"""Schema of feed-forward layers."""
+"""Schema of feed-forward layers, mixtures of experts, embeddings and multi-token prediction."""
 
+from collections.abc import Iterator
 from enum import Enum
 
-from maxhydra.config.declare import Schema, option, schema
+from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.errors import Problem
 
 
 class Activation(Enum):
@@ -28,3 +30,160 @@ class Mlp(Schema):
     """Activation of the gate or, if plain, of the hidden layer; gelu is exact, gelu_tanh its approximation."""
     bias: bool = False
     """Add a bias to the projections."""
+
+
+class RouterScores(Enum):
+    softmax = "softmax"
+    softmax_of_chosen = "softmax_of_chosen"
+    sigmoid = "sigmoid"
+
+
+class GroupScore(Enum):
+    max = "max"
+    top2_sum = "top2_sum"
+
+
+class Scaled(Enum):
+    output = "output"
+    input = "input"
+
+
+class Gate(Enum):
+    none = "none"
+    sigmoid = "sigmoid"
+
+
+@schema
+class Router(Schema):
+    """Scores every expert for every token in float32; each token is routed to its top_k experts."""
+
+    scores: RouterScores = RouterScores.softmax
+    """softmax over all experts (Shazeer et al., 2017), softmax_of_chosen over the logits of the top_k experts only,
+    or an independent sigmoid per expert (DeepSeek-AI, 2024)."""
+    normalize: bool = True
+    """Divide the scores of the top_k experts by their sum; those of softmax_of_chosen sum to one already."""
+    scale: float = option(1.0, gt=0)
+    """Factor on the scores of the top_k experts."""
+    scaled: Scaled = Scaled.output
+    """Multiply the score with the expert's output, or with its input (Llama 4, 2025)."""
+    bias: bool = False
+    """Add a trained bias to the router logits."""
+    norm: bool = False
+    """Normalize the router's input by its root mean square, a learned scale and sqrt(emb_dim) (Gemma 4, 2026)."""
+    expert_scale: bool = False
+    """Multiply each expert's score by a learned factor, after normalization."""
+    groups: int = option(1, ge=1)
+    """Group-limited routing: number of groups of adjacent experts (DeepSeek-AI, 2024)."""
+    top_groups: int = option(1, ge=1)
+    """Number of groups from which a token's experts are chosen."""
+    group_score: GroupScore = GroupScore.max
+    """Score of a group: its best expert score (max), or the sum of its two best (top2_sum)."""
+    bias_rate: float | None = option(None, ge=0)
+    """Loss-free balancing (Wang et al., 2024): a bias that affects expert selection but not the scores. After
+    each step it rises by this much for experts below the mean load and falls for the others. null: no bias."""
+
+
+@schema
+class Shared(Schema):
+    """Shared expert that processes every token (DeepSeek-AI, 2024); several are one expert of their total size."""
+
+    dim: int | None = option(None, ge=1)
+    """Hidden size. null: no shared expert."""
+    gate: Gate = Gate.none
+    """Gate on its output: none, or the sigmoid of a projection of the token."""
+
+
+@schema
+class Moe(Schema):
+    """A mixture of experts (Shazeer et al., 2017): gated MLPs, of which each token uses the top_k."""
+
+    experts: int | None = option(None, ge=2)
+    """Number of experts per layer."""
+    top_k: int = option(2, ge=1)
+    """Number of experts per token."""
+    dim: int | None = option(None, ge=1)
+    """Hidden size of an expert. null: model.mlp_dim."""
+    activation: Activation = Activation.silu
+    """Activation of the gate in routed and shared experts."""
+    bias: bool = False
+    """Add a bias to the three projections of an expert."""
+    clamp: float | None = option(None, gt=0)
+    """Clamped SwiGLU (OpenAI, 2025): gate is clamped from above, up to [-clamp, clamp], and the result is
+    (up + 1) * gate * sigmoid(clamp_slope * gate). null: activation(gate) * up."""
+    clamp_slope: float = option(1.702, gt=0)
+    """Slope of the sigmoid if clamp is set."""
+    router: Router = section(Router)
+    shared: Shared = section(Shared)
+    capacity_factor: float | None = option(None, gt=0)
+    """Expert capacity as a multiple of an even share of a sequence's tokens; later tokens are dropped (Lepikhin et al.,
+    2021). No token is dropped if null, with a KV cache, or in task=score."""
+    balance_weight: float = option(0.0, ge=0)
+    """Weight of the auxiliary load balancing loss of each layer (Fedus et al., 2022): experts * sum(load fraction *
+    mean score), which is 1 for an even load."""
+
+    def check(self) -> Iterator[Problem]:
+        if self.experts is None:
+            return
+        router = self.router
+        if self.top_k > self.experts:
+            yield Problem("top_k", f"is more than experts={self.experts}", value=self.top_k)
+        if self.experts % router.groups:
+            divisors = ", ".join(str(n) for n in range(1, self.experts + 1) if self.experts % n == 0)
+            yield Problem(
+                "router.groups", f"does not divide experts={self.experts}", value=router.groups, accepted=divisors
+            )
+        elif router.top_groups > router.groups:
+            yield Problem("router.top_groups", f"is more than groups={router.groups}", value=router.top_groups)
+        elif self.top_k > router.top_groups * (self.experts // router.groups):
+            available = router.top_groups * (self.experts // router.groups)
+            yield Problem(
+                "top_k", f"is more than the {available} experts in router.top_groups groups", value=self.top_k
+            )
+        elif router.group_score is GroupScore.top2_sum and self.experts // router.groups < 2:
+            yield Problem("router.group_score", "needs groups of at least two experts", value="top2_sum")
+        if router.scaled is Scaled.input and (self.bias or router.scores is RouterScores.softmax_of_chosen):
+            yield Problem(
+                "router.scaled",
+                "input is only supported for experts without bias and not with softmax_of_chosen",
+                value="input",
+            )
+
+
+class EmbeddingScale(Enum):
+    one = "one"
+    root_dim = "root_dim"
+
+
+class Positions(Enum):
+    none = "none"
+    learned = "learned"
+
+
+@schema
+class Embedding(Schema):
+    """Token embedding."""
+
+    scale: EmbeddingScale = EmbeddingScale.one
+    """Factor on embeddings: one, or root_dim, sqrt(emb_dim) in the compute dtype (Vaswani et al., 2017)."""
+    positions: Positions = Positions.none
+    """learned: add a learned vector for each of context_length positions (Radford et al., 2018)."""
+
+
+@schema
+class PerLayer(Schema):
+    """Per-layer embeddings: an additional small embedding of each token for every layer (Gemma 3n, 2025)."""
+
+    dim: int | None = option(None, ge=1)
+    """Dimension. null: no per-layer embeddings."""
+    activation: Activation = Activation.gelu_tanh
+    """Activation of the gate through which a layer uses its embedding."""
+
+
+@schema
+class Mtp(Schema):
+    """Multi-token prediction (DeepSeek-V3, 2024): extra layers of the last kind predict later tokens."""
+
+    depth: int = option(0, ge=0)
+    """Number of extra tokens that are predicted, each by an additional layer that is used only in training. 0: none."""
+    loss_weight: float = option(0.3, ge=0)
+    """Weight of the mean cross-entropy of the extra predictions."""

@@ -1,12 +1,169 @@
-"""Schema of kernel backends: which implementation is used for each operation of a model."""
+"""Schema of kernels: the backend of each operation, and tile sizes that override the measured defaults."""
 
 from collections.abc import Iterator
 from enum import Enum
 
-from maxhydra.config.declare import Schema, schema, section
+from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem
-from maxhydra.config.schema.gated_delta import DeltaBackend
-from maxhydra.config.schema.tiles import Sizes, Tiles
+from maxhydra.config.schema.attention import DeltaBackend
+
+# Sizes by dotted name, such as forward.rows.
+Sizes = tuple[tuple[str, int], ...]
+# Counts, which need not be powers of two as Triton requires of block sizes.
+COUNTS = ("stages", "at_once", "band")
+
+
+class Tile(Schema):
+    """Tile sizes of one kernel, or sections of several kernels."""
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes that are set, by dotted name."""
+        found: list[tuple[str, int]] = []
+        for name, value in vars(self).items():
+            if isinstance(value, Tile):
+                found += [(f"{name}.{child}", size) for child, size in value.sizes]
+            elif value is not None:
+                found.append((name, value))
+        return tuple(found)
+
+    def check(self) -> Iterator[Problem]:
+        for name, size in vars(self).items():
+            if isinstance(size, int) and name not in COUNTS and size & (size - 1):
+                near = 1 << (size.bit_length() - 1)
+                yield Problem(name, "is not a power of two", value=size, accepted=f"such as {near} or {2 * near}")
+
+
+@schema
+class AttentionBlock(Tile):
+    """Block sizes of one attention kernel."""
+
+    queries: int | None = option(None, ge=16, le=512)
+    """Queries per block. null, here and below: the measured default, reduced until it divides the array."""
+    keys: int | None = option(None, ge=16, le=512)
+    """Keys per block."""
+    warps: int | None = option(None, ge=1, le=32)
+    """Warps per program."""
+    stages: int | None = option(None, ge=1, le=16)
+    """Pipeline stages (loads in flight)."""
+
+
+@schema
+class AttentionTile(Tile):
+    """Attention kernels: forward, and the backward kernels for queries and for keys and values."""
+
+    forward: AttentionBlock = section(AttentionBlock)
+    for_queries: AttentionBlock = section(AttentionBlock)
+    for_keys: AttentionBlock = section(AttentionBlock)
+
+
+@schema
+class StepTile(Tile):
+    """Pipeline step of the Hopper attention kernel."""
+
+    size: int | None = option(None, ge=64, le=128)
+    """Keys per step."""
+    stages: int | None = option(None, ge=1, le=16)
+    """Pipeline stages (steps whose loads are in flight)."""
+
+
+@schema
+class HopperAttentionTile(Tile):
+    """Forward Hopper attention; the backward kernel has fixed sizes, because registers allow no others."""
+
+    forward: StepTile = section(StepTile)
+
+
+@schema
+class ProductTile(Tile):
+    """Tile of a grouped matmul kernel."""
+
+    rows: int | None = option(None, ge=16, le=512)
+    """Rows of the output tile."""
+    columns: int | None = option(None, ge=16, le=512)
+    """Columns of the output tile."""
+    summed: int | None = option(None, ge=16, le=512)
+    """Tile size along the contracted dimension."""
+    warps: int | None = option(None, ge=1, le=32)
+    """Warps per program."""
+    stages: int | None = option(None, ge=1, le=16)
+    """Pipeline stages (loads in flight)."""
+    band: int | None = option(None, ge=1)
+    """Row tiles that are scheduled together over all columns, for L2 reuse."""
+
+
+@schema
+class GroupedMatmulTile(Tile):
+    """Grouped matmul kernels: forward and input gradient (products), and the weight gradient (sums)."""
+
+    products: ProductTile = section(ProductTile)
+    sums: ProductTile = section(ProductTile)
+
+
+@schema
+class RowsTile(Tile):
+    """Tile of a norm kernel."""
+
+    rows: int | None = option(None, ge=1, le=512)
+    """Rows per program, processed one after the other."""
+    warps: int | None = option(None, ge=1, le=32)
+    """Warps per program."""
+
+
+@schema
+class RmsNormTile(Tile):
+    """RMSNorm kernels."""
+
+    forward: RowsTile = section(RowsTile)
+    backward: RowsTile = section(RowsTile)
+
+
+@schema
+class QkvRopeTile(Tile):
+    """Tile of the QKV and RoPE kernel, for one head."""
+
+    tokens: int | None = option(None, ge=1, le=1024)
+    """Tokens per program."""
+    warps: int | None = option(None, ge=1, le=32)
+    """Warps per program."""
+
+
+@schema
+class LinearCrossEntropyTile(Tile):
+    """Tile of the cross-entropy kernel; a program processes one row of logits."""
+
+    logits: int | None = option(None, ge=64, le=65536)
+    """Logits per block."""
+    at_once: int | None = option(None, ge=1, le=64)
+    """Blocks that are loaded concurrently."""
+    warps: int | None = option(None, ge=1, le=32)
+    """Warps per program."""
+
+
+@schema
+class TritonTiles(Schema):
+    """Tile sizes of Triton kernels by operation; each needs model.kernels.<operation>=triton."""
+
+    attention: AttentionTile = section(AttentionTile)
+    grouped_matmul: GroupedMatmulTile = section(GroupedMatmulTile)
+    rms_norm: RmsNormTile = section(RmsNormTile)
+    qkv_rope: QkvRopeTile = section(QkvRopeTile)
+    linear_cross_entropy: LinearCrossEntropyTile = section(LinearCrossEntropyTile)
+
+
+@schema
+class MosaicTiles(Schema):
+    """Tile sizes of Mosaic kernels by operation; each needs model.kernels.<operation>=mosaic."""
+
+    attention: HopperAttentionTile = section(HopperAttentionTile)
+
+
+@schema
+class Tiles(Schema):
+    """Tile sizes by backend."""
+
+    mosaic: MosaicTiles = section(MosaicTiles)
+    triton: TritonTiles = section(TritonTiles)
 
 
 class AttentionBackend(Enum):

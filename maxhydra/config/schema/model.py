@@ -5,10 +5,37 @@ from enum import Enum
 
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
-from maxhydra.config.schema.attention import Attention, AttentionBias, QkNorm, Temperature, ValueSource
-from maxhydra.config.schema.embedding import Embedding, EmbeddingScale, Mtp, PerLayer, Positions
-from maxhydra.config.schema.feed_forward import Activation, Mlp, MlpKind
-from maxhydra.config.schema.gated_delta import Delta, DeltaBackend
+from maxhydra.config.schema.attention import (
+    Attention,
+    AttentionBias,
+    Delta,
+    DeltaBackend,
+    Indexer,
+    Mla,
+    Pairs,
+    QkNorm,
+    Rope,
+    RopeKind,
+    Temperature,
+    ValueSource,
+)
+from maxhydra.config.schema.feed_forward import (
+    Activation,
+    Embedding,
+    EmbeddingScale,
+    Gate,
+    GroupScore,
+    Mlp,
+    MlpKind,
+    Moe,
+    Mtp,
+    PerLayer,
+    Positions,
+    Router,
+    RouterScores,
+    Scaled,
+    Shared,
+)
 from maxhydra.config.schema.kernels import (
     AttentionBackend,
     FusedLinearBackend,
@@ -16,9 +43,6 @@ from maxhydra.config.schema.kernels import (
     ModelKernels,
     Projection,
 )
-from maxhydra.config.schema.mla import Indexer, Mla
-from maxhydra.config.schema.moe import Gate, GroupScore, Moe, Router, RouterScores, Scaled, Shared
-from maxhydra.config.schema.rope import Pairs, Rope, RopeKind
 
 __all__ = [
     "Activation",

@@ -9,15 +9,25 @@ from maxhydra.config.errors import Problem, did_you_mean
 
 OnFault = Enum("OnFault", ["zero", "raise"])
 
+
+class RewardKind(Enum):
+    exact = "exact"
+    format = "format"
+    function = "function"
+    length = "length"
+    math = "math"
+    reasoning_gym = "reasoning_gym"
+
+
 # Field that a kind of term requires and no other kind uses.
-NEEDED = {"format": "pattern", "length": "target", "function": "function"}
+NEEDED = {RewardKind.format: "pattern", RewardKind.length: "target", RewardKind.function: "function"}
 
 
 @schema
 class Term(Schema):
     """One score of a completion; 1 is correct and 0 is wrong for terms that are either."""
 
-    kind: str = option("exact", one_of="maxhydra.rl.rewards")
+    kind: RewardKind = RewardKind.exact
     """exact: the answer equals the expected one, ignoring case and whitespace; math: it is equal as a mathematical
     expression; format: the completion matches a pattern; length: closeness to a number of tokens; function: a function
     of yours; reasoning_gym: the score of the prompt's Reasoning Gym task."""
@@ -34,10 +44,10 @@ class Term(Schema):
     def check(self) -> Iterator[Problem]:
         for kind, field in NEEDED.items():
             value = getattr(self, field)
-            if self.kind == kind and value is None:
-                yield Problem(field, f"is needed by kind={kind}", value=None)
-            if self.kind != kind and value is not None:
-                yield Problem(field, f"is not used by kind={self.kind}", value=value, accepted="null")
+            if self.kind is kind and value is None:
+                yield Problem(field, f"is needed by kind={kind.value}", value=None)
+            if self.kind is not kind and value is not None:
+                yield Problem(field, f"is not used by kind={self.kind.value}", value=value, accepted="null")
         if self.function is not None and self.function.count(":") != 1:
             yield Problem("function", "is not a function", value=self.function, accepted="package.module:function")
         yield from pattern_problems("pattern", self.pattern, groups=0)

@@ -24,7 +24,7 @@ from maxhydra.convert.hf_config import (
     window_settings,
 )
 from maxhydra.convert.name_table import Settings, Table, UnsupportedError, Weight
-from maxhydra.convert.tables import gemma2, llama
+from maxhydra.convert.tables import gemma, llama
 
 HF = llama.HF
 PER_LAYER = (
@@ -180,7 +180,7 @@ def to_settings(model: config.Model) -> Settings | None:
 
 TABLE = Table(
     hf_types={"gemma4_text": "Gemma4ForCausalLM"},
-    layer=(*gemma2.LAYER, *llama.QK_NORMS, Weight("scale", HF + "layer_scalar"), *PER_LAYER, *PARALLEL_MOE),
+    layer=(*gemma.GEMMA2_LAYER, *llama.QK_NORMS, Weight("scale", HF + "layer_scalar"), *PER_LAYER, *PARALLEL_MOE),
     non_layer=(*llama.NON_LAYER, *NON_LAYER),
     to_model=to_model,
     to_settings=to_settings,

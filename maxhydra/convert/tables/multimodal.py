@@ -6,7 +6,7 @@ from typing import Any
 
 from maxhydra.config.schema import model as config
 from maxhydra.convert.name_table import Settings, Table, Weight
-from maxhydra.convert.tables import gemma3, gemma4, llama4, qwen3_5, qwen3_5_moe, qwen3_moe
+from maxhydra.convert.tables import gemma, gemma4, llama4, qwen, qwen3_next
 
 # Prefix of a text-only model's layers, embedding and final norm; the head does not have it.
 BODY = "model."
@@ -58,7 +58,7 @@ def text_decoder(
 TABLES = (
     # Gemma 3 (2025): text and images.
     text_decoder(
-        gemma3.TABLE,
+        gemma.GEMMA3,
         model_type="gemma3",
         architecture="Gemma3ForConditionalGeneration",
         config_keys=("text_config",),
@@ -88,7 +88,7 @@ TABLES = (
     ),
     # Qwen3.5 (Qwen Team, 2026): text and images, dense and with experts.
     text_decoder(
-        qwen3_5.TABLE,
+        qwen3_next.QWEN3_5,
         model_type="qwen3_5",
         architecture="Qwen3_5ForConditionalGeneration",
         config_keys=("text_config",),
@@ -97,7 +97,7 @@ TABLES = (
         ignored=("model.visual.*",),
     ),
     text_decoder(
-        qwen3_5_moe.TABLE,
+        qwen3_next.QWEN3_5_MOE,
         model_type="qwen3_5_moe",
         architecture="Qwen3_5MoeForConditionalGeneration",
         config_keys=("text_config",),
@@ -107,7 +107,7 @@ TABLES = (
     ),
     # Qwen3-Omni (Qwen Team, 2025): the thinker's text decoder. Its 3D rotary positions are equal for text tokens.
     text_decoder(
-        qwen3_moe.TABLE,
+        qwen.QWEN3_MOE,
         model_type="qwen3_omni_moe",
         architecture="Qwen3OmniMoeForConditionalGeneration",
         config_keys=("thinker_config", "text_config"),

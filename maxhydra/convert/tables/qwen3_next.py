@@ -1,4 +1,8 @@
-"""Qwen3-Next (Qwen Team, 2025): Gated DeltaNet, gated attention, and MoE."""
+"""Qwen3-Next (Qwen Team, 2025) and Qwen3.5 (Qwen Team, 2026), text.
+
+Qwen3-Next: Gated DeltaNet, gated attention, and MoE. Qwen3.5: the same layers with separate DeltaNet projections, dense
+or with an MoE in every layer.
+"""
 
 from typing import Any
 
@@ -62,7 +66,7 @@ FUSED = (
         heads="attention/query/kernel",
     ),
 )
-MOE = (
+QWEN3_NEXT_MOE = (
     *llama.EXPERTS,
     Weight("mlp/shared/gate/kernel", HF + "mlp.shared_expert.gate_proj.weight"),
     Weight("mlp/shared/up/kernel", HF + "mlp.shared_expert.up_proj.weight"),
@@ -125,7 +129,7 @@ def model_values(settings: Settings, kinds: dict[str, Any], names: list[str]) ->
     }
 
 
-def to_model(settings: Settings) -> dict[str, Any]:
+def qwen3_next_to_model(settings: Settings) -> dict[str, Any]:
     dense = set(settings.get("mlp_only_layers") or ())
     step = settings.get("decoder_sparse_step", 1)
     names, kinds = [], {}
@@ -166,7 +170,7 @@ def moe_settings(kind: config.Kind) -> Settings:
     }
 
 
-def to_settings(model: config.Model) -> Settings | None:
+def qwen3_next_to_settings(model: config.Model) -> Settings | None:
     kinds = layer_kinds(model)
     mixture = next((kind for kind in kinds if kind.feed_forward is config.FeedForward.moe), None)
     if mixture is None:
@@ -181,11 +185,73 @@ def to_settings(model: config.Model) -> Settings | None:
     }
 
 
-TABLE = Table(
+QWEN3_NEXT = Table(
     hf_types={"qwen3_next": "Qwen3NextForCausalLM"},
-    layer=(*NORMS, *ATTENTION, *STATE, *FUSED, *llama.MLP, *MOE),
+    layer=(*NORMS, *ATTENTION, *STATE, *FUSED, *llama.MLP, *QWEN3_NEXT_MOE),
     non_layer=llama.NON_LAYER,
-    to_model=to_model,
-    to_settings=to_settings,
+    to_model=qwen3_next_to_model,
+    to_settings=qwen3_next_to_settings,
     ignored=("*.rotary_emb.inv_freq", "mtp.*"),
 )
+
+
+SEPARATE = (
+    Weight(
+        ("attention/query/kernel", "attention/key/kernel", "attention/value/kernel"),
+        HF + "linear_attn.in_proj_qkv.weight",
+        requires=DELTA,
+    ),
+    Weight("attention/gate/kernel", HF + "linear_attn.in_proj_z.weight", requires=DELTA),
+    Weight("attention/rate/kernel", HF + "linear_attn.in_proj_b.weight"),
+    Weight("attention/decay/kernel", HF + "linear_attn.in_proj_a.weight"),
+)
+QWEN3_5_LAYER = (*NORMS, *ATTENTION, *STATE, *SEPARATE)
+
+
+def qwen3_5_to_model(settings: Settings) -> dict[str, Any]:
+    types = mixers(settings)
+    kinds = {MIXERS[name]: kind(settings, name, mlp(settings)) for name in types}
+    return model_values(settings, kinds, [MIXERS[name] for name in types])
+
+
+def qwen3_5_to_settings(model: config.Model) -> Settings | None:
+    first = layer_kinds(model)[0]
+    return {
+        **common_settings(model),
+        "intermediate_size": model.mlp_dim,
+        "hidden_act": activation_setting(first.mlp.activation),
+    }
+
+
+QWEN3_5 = Table(
+    hf_types={"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    layer=(*QWEN3_5_LAYER, *llama.MLP),
+    non_layer=llama.NON_LAYER,
+    to_model=qwen3_5_to_model,
+    to_settings=qwen3_5_to_settings,
+    ignored=("*.rotary_emb.inv_freq", "mtp.*"),
+)
+
+
+def qwen3_5_moe_to_model(settings: Settings) -> dict[str, Any]:
+    """Every layer is an MoE, so config.json has no intermediate_size; fill it with the size of an expert."""
+    types = mixers(settings)
+    kinds = {MIXERS[name]: kind(settings, name, moe(settings)) for name in types}
+    filled = {"intermediate_size": settings["moe_intermediate_size"], **settings}
+    return model_values(filled, kinds, [MIXERS[name] for name in types])
+
+
+def qwen3_5_moe_to_settings(model: config.Model) -> Settings | None:
+    return {**common_settings(model), **moe_settings(layer_kinds(model)[0])}
+
+
+QWEN3_5_MOE = Table(
+    hf_types={"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+    layer=(*QWEN3_5_LAYER, *QWEN3_NEXT_MOE),
+    non_layer=llama.NON_LAYER,
+    to_model=qwen3_5_moe_to_model,
+    to_settings=qwen3_5_moe_to_settings,
+    ignored=("*.rotary_emb.inv_freq", "mtp.*"),
+)
+
+TABLES = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.corpus import FileFormat
+from maxhydra.config.schema.data import FileFormat
 from maxhydra.data.files import without_shard
 from maxhydra.data.formats.file_cache import FileCache
 from maxhydra.data.records import BadRecord, Record, Records

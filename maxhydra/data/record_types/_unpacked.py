@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from maxhydra.config.schema.corpus import Corpus
-from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.data.chat import ChatTemplate, compile_chat_template
 from maxhydra.data.records import Record
 from maxhydra.data.tokenizers import Tokenizer

@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from maxhydra.config.schema.corpus import Corpus
-from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.data.chat import ChatTemplate, compile_chat_template
 from maxhydra.data.record_types import Rejected, column_of
 from maxhydra.data.records import Record

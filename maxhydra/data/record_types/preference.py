@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from maxhydra.config.schema.corpus import Corpus
-from maxhydra.config.schema.data import Data, Overlong
+from maxhydra.config.schema.data import Corpus, Data, Overlong
 from maxhydra.data.record_types import Rejected, column_of, text_of
 from maxhydra.data.record_types._unpacked import UnpackedRecordType
 from maxhydra.data.records import Record

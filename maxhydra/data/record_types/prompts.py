@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from maxhydra.config.schema.corpus import Corpus
-from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.data.chat import ChatTemplateError
 from maxhydra.data.record_types import Rejected, column_of, text_of
 from maxhydra.data.record_types._unpacked import UnpackedRecordType

@@ -8,8 +8,7 @@ import dataclasses
 import importlib
 from collections.abc import Sequence
 
-from maxhydra.config.schema.corpus import ROLES, Corpus
-from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.data import ROLES, Corpus, Data
 from maxhydra.data.record_types import RecordType
 from maxhydra.data.records import BadRecord, Record, Records, RecordStream
 from maxhydra.data.rows import Rows, RowSpec

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from maxhydra.config.schema.corpus import Corpus
-from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.data.records import BadRecord, Record
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.shuffle import ShuffleOrder

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from maxhydra.config.schema.corpus import Corpus
-from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.data.record_types import Rejected
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row, RowSpec, make_row

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from maxhydra.config.schema.corpus import Corpus
-from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.sources import RowSource
 from maxhydra.data.sources.text import read_files

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.corpus import Corpus
-from maxhydra.config.schema.data import Data, OnError
+from maxhydra.config.schema.data import Corpus, Data, OnError
 from maxhydra.data.files import find_files
 from maxhydra.data.formats import ENDINGS, ConcatRecords, open_files
 from maxhydra.data.formats.file_cache import FileCache

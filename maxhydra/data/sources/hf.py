@@ -15,12 +15,10 @@ from typing import Any
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.corpus import Corpus
-from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.data.files import find_files
-from maxhydra.data.formats.arrow import rows_to_records
-from maxhydra.data.optional_packages import need
-from maxhydra.data.records import BadRecord, Cursor, Record, Records, RecordStream
+from maxhydra.data.formats.parquet import rows_to_records
+from maxhydra.data.records import BadRecord, Cursor, Record, Records, RecordStream, need
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.sources import RecordSource, StreamSource, hold_out
 

@@ -2,8 +2,7 @@
 
 from typing import NoReturn
 
-from maxhydra.config.schema.corpus import Corpus
-from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.data.rows import RowSpec
 
 

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.corpus import Corpus
-from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.data.files import find_files
 from maxhydra.data.formats.file_cache import HANDLES, LruCache
 from maxhydra.data.rows import Row, Rows, RowSpec, make_row

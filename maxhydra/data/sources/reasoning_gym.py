@@ -12,10 +12,8 @@ from typing import Any
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.errors import did_you_mean
-from maxhydra.config.schema.corpus import Corpus
-from maxhydra.config.schema.data import Data
-from maxhydra.data.optional_packages import need
-from maxhydra.data.records import BadRecord, Record
+from maxhydra.config.schema.data import Corpus, Data
+from maxhydra.data.records import BadRecord, Record, need
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.sources import RecordSource, hold_out
 

@@ -8,8 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from maxhydra.config.schema.corpus import Corpus
-from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.data.rows import Row, RowSpec, make_row
 from maxhydra.data.sources import RowSource
 

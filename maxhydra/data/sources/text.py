@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.corpus import Corpus
-from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.data.files import find_files
 from maxhydra.data.rows import ContiguousRows, RowSpec
 from maxhydra.data.sources import RowSource

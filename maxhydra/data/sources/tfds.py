@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.corpus import Corpus, FileFormat
-from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.data import Corpus, Data, FileFormat
 from maxhydra.data.files import find_files
 from maxhydra.data.formats import ConcatRecords, open_files
 from maxhydra.data.formats.file_cache import FileCache, Unreadable
 from maxhydra.data.formats.payload import decode
-from maxhydra.data.optional_packages import need
-from maxhydra.data.records import Record, Records
+from maxhydra.data.records import Record, Records, need
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.sources import RecordSlice, RecordSource, columns_of, hold_out
 

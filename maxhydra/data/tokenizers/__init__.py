@@ -1,19 +1,23 @@
 """Tokenizers: text to token ids and back. One module per kind, chosen by data.tokenizer.kind.
 
-Each module has `build(config) -> Tokenizer`.
+Each module has `build(config) -> Tokenizer`. Helpers that the kinds share are here too: special tokens, chat template
+source, blocks of text, id dtypes.
 """
 
 import dataclasses
 import importlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.data import Data
-from maxhydra.config.schema.tokenizer import Tokenizer as Config
+from maxhydra.config.schema.data import Tokenizer as Config
+from maxhydra.config.values import nearby_files
 from maxhydra.data.rows import RowSpec
 
 
@@ -82,3 +86,94 @@ def check_vocabulary(tokenizer: Tokenizer, data: Data, spec: RowSpec) -> None:
         reason = f"is smaller than the {tokenizer.vocab_size} tokens of data.tokenizer.kind={data.tokenizer.kind}"
         accepted = f"{tokenizer.vocab_size} or more"
         raise ConfigError(Problem("model.vocab_size", reason, value=spec.vocab_size, accepted=accepted))
+
+
+# Chat templates that ship with the package.
+TEMPLATES = Path(__file__).parent / "templates"
+# A file is tokenized in blocks of this many characters: a tokenizer needs a few hundred bytes of memory per character.
+BLOCK = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of the beginning-of-sequence, end-of-sequence and padding tokens."""
+
+    bos: int | None
+    eos: int | None
+    pad: int
+
+
+def find_special_tokens(
+    config: Config, files: Mapping[str, str | None], ids: Callable[[str], int | None]
+) -> SpecialTokens:
+    """Resolve bos, eos and pad: from the config, else from the tokenizer's files; pad falls back to eos, then to 0."""
+    found: dict[str, int | None] = {}
+    for role in ("bos", "eos", "pad"):
+        text = getattr(config, role) or files.get(role)
+        found[role] = None if text is None else ids(text)
+        if found[role] is None and text is not None:
+            raise wrong(config, role, "is not a token of the tokenizer", text)
+    pad = found["pad"] if found["pad"] is not None else found["eos"] if found["eos"] is not None else 0
+    return SpecialTokens(found["bos"], found["eos"], pad)
+
+
+def chat_template(config: Config, own: str | None) -> str | None:
+    """Return the template source that the config names, else the tokenizer's own."""
+    if config.chat_template is None:
+        return own
+    path = Path(config.chat_template).expanduser()
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    built_in = {template.stem: template for template in TEMPLATES.glob("*.jinja")}
+    if config.chat_template not in built_in:
+        accepted = f"a file, or {', '.join(sorted(built_in))}"
+        key = "data.tokenizer.chat_template"
+        raise ConfigError(
+            Problem(
+                key,
+                "no such file or built-in template",
+                value=config.chat_template,
+                accepted=accepted,
+                hint=nearby_files(path),
+            )
+        )
+    return built_in[config.chat_template].read_text(encoding="utf-8")
+
+
+def wrong(config: Config, field: str, reason: str, value: object, *, accepted: str = "", hint: str = "") -> ConfigError:
+    """Error for a tokenizer field that does not fit the tokenizer's files."""
+    detail = f"{reason} ({config.kind}: {config.path})" if field != "path" else reason
+    return ConfigError(Problem(f"data.tokenizer.{field}", detail, value=value, accepted=accepted, hint=hint))
+
+
+def blocks(text: str, size: int | None = None) -> Iterator[str]:
+    """Split a long text at line starts into blocks of at least BLOCK (or `size`) characters.
+
+    Only few tokens differ from those of the whole text.
+    """
+    start, size = 0, size or BLOCK
+    for line in re.finditer(r"\n(?=\S)", text):
+        if line.end() - start >= size:
+            yield text[start : line.end()]
+            start = line.end()
+    if start < len(text):
+        yield text[start:]
+
+
+def smallest_id_dtype(vocab_size: int) -> type[np.unsignedinteger]:
+    """Smallest unsigned dtype that holds every id."""
+    return np.uint16 if vocab_size <= 2**16 else np.uint32
+
+
+def special_token_pattern(names: Mapping[str, int]) -> re.Pattern[str] | None:
+    """Regex that finds the special tokens in a text, the longest first; None if there are none."""
+    ordered = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def character_spans(text: str, widths: np.ndarray) -> np.ndarray:
+    """Character span [n, 2] of each token, given its width in UTF-8 bytes; a token may hold part of a character."""
+    octets = np.frombuffer(text.encode(), np.uint8)
+    character = np.cumsum((octets & 0xC0) != 0x80) - 1
+    ends = np.cumsum(widths)
+    return np.stack([character[ends - widths], character[ends - 1] + 1], 1).astype(np.int64)

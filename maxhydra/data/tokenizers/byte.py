@@ -6,8 +6,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from maxhydra.config.schema.tokenizer import Tokenizer as Config
-from maxhydra.data.special_tokens import chat_template
+from maxhydra.config.schema.data import Tokenizer as Config
+from maxhydra.data.tokenizers import chat_template
 
 
 class ByteTokenizer:

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from maxhydra.config.paths import nearby_files
-from maxhydra.config.schema.tokenizer import Tokenizer as Config
-from maxhydra.data.special_tokens import wrong
+from maxhydra.config.schema.data import Tokenizer as Config
+from maxhydra.config.values import nearby_files
+from maxhydra.data.tokenizers import wrong
 from maxhydra.data.tokenizers.hf import ROLES, HuggingFaceTokenizer
 from maxhydra.modelfiles import locate, open_gguf
 

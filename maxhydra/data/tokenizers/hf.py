@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from maxhydra.config.paths import nearby_files
-from maxhydra.config.schema.tokenizer import Tokenizer as Config
-from maxhydra.data.optional_packages import need
-from maxhydra.data.special_tokens import blocks, chat_template, find_special_tokens, smallest_id_dtype, wrong
+from maxhydra.config.schema.data import Tokenizer as Config
+from maxhydra.config.values import nearby_files
+from maxhydra.data.records import need
+from maxhydra.data.tokenizers import blocks, chat_template, find_special_tokens, smallest_id_dtype, wrong
 
 ROLES = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token"}
 

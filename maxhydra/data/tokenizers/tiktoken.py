@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from maxhydra.config.paths import nearby_files
-from maxhydra.config.schema.tokenizer import Tokenizer as Config
-from maxhydra.data.optional_packages import need
-from maxhydra.data.special_tokens import (
+from maxhydra.config.schema.data import Tokenizer as Config
+from maxhydra.config.values import nearby_files
+from maxhydra.data.records import need
+from maxhydra.data.tokenizers import (
     blocks,
     character_spans,
     chat_template,

@@ -1,9 +1,13 @@
-"""Jobs as JobSets. All state is in the cluster, under names derived from the sweep's folder."""
+"""Jobs as JobSets. All state is in the cluster, under names derived from the sweep's folder.
+
+Progress and results are read from the pods of a job.
+"""
 
 import dataclasses
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,25 +17,93 @@ from maxhydra.config.compose.composer import Composer
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.launch.base import CLAIM, CONSOLE, Job, SweepContext, Trial
 from maxhydra.launch.compose import compose_job
-from maxhydra.launch.gke.api_errors import ClusterApiError
+from maxhydra.launch.gke.cluster import ClusterApiError
 from maxhydra.launch.gke.manifests import (
+    CONTAINER,
+    JOB_INDEX,
     JobDescription,
     Manifest,
+    choose_placement,
     config_map_manifest,
     job_name,
     job_set_manifest,
     sweep_id,
     to_yaml,
 )
-from maxhydra.launch.gke.placement import choose_placement
-from maxhydra.launch.gke.pods import describe_progress, leader_pod, run_result
-from maxhydra.launch.gke.settings import GkeSettings
-from maxhydra.launch.gke.volumes import OUTPUTS
-from maxhydra.launch.job_spec import CONFIG, JobSpec, read_job_spec
-from maxhydra.launch.termination import remove_relayed_run, write_relayed_run
+from maxhydra.launch.gke.settings import OUTPUTS, GkeSettings
+from maxhydra.launch.job_spec import (
+    CONFIG,
+    JobSpec,
+    decode_message,
+    read_job_spec,
+    remove_relayed_run,
+    write_relayed_run,
+)
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.record.redact import redact_text
+
+COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
+
+
+def leader_pod(pods: Sequence[Any]) -> Any | None:
+    """Pod of the first process, which writes the run."""
+    return min(pods, key=_index, default=None)
+
+
+def describe_progress(pods: Sequence[Any]) -> str:
+    """Summarize pod phases: `pods: 1 pending, 2 running (ImagePullBackOff)`."""
+    if not pods:
+        return "waits for its pods"
+    phases = Counter(pod.status.phase.lower() for pod in pods)
+    obstacles = sorted({reason for pod in pods if (reason := _obstacle(pod))})
+    summary = ", ".join(f"{count} {phase}" for phase, count in sorted(phases.items()))
+    why = f" ({', '.join(obstacles)})" if obstacles else ""
+    return f"pods: {summary}{why}"
+
+
+def run_result(pods: Sequence[Any], outcome: tuple[str, str]) -> dict[str, Any]:
+    """Facts for run.json: the leader's termination message if it left one, else derived from the pods' states."""
+    state, condition_message = outcome
+    leader = leader_pod(pods)
+    message = decode_message(ended.message) if leader is not None and (ended := _terminated(leader)) else None
+    if state == "Completed":
+        return message or {"status": "finished", "reason": "its JobSet is complete"}
+    if message is not None and message["status"] in ("failed", "preempted"):
+        return message
+    failures = [f"{pod.metadata.name}: {_failure(end)}" for pod in pods if (end := _terminated(pod)) and end.exit_code]
+    return {"status": "failed", "reason": "; ".join([*failures[:3], condition_message or "its JobSet failed"])}
+
+
+def _index(pod: Any) -> tuple[int, int]:
+    known = {**(pod.metadata.annotations or {}), **(pod.metadata.labels or {})}
+    return int(known.get(JOB_INDEX, 0)), int(known.get(COMPLETION_INDEX, 0))
+
+
+def _terminated(pod: Any) -> Any | None:
+    """Terminated state of the worker container; None while it runs."""
+    statuses = pod.status.container_statuses or []
+    states = [status.state for status in statuses if status.name == CONTAINER]
+    return states[0].terminated if states and states[0] is not None else None
+
+
+def _failure(ended: Any) -> str:
+    """`OOMKilled, exit code 137`, and the last line of output."""
+    message = decode_message(ended.message)
+    last = (message or {}).get("reason") or ((ended.message or "").strip().splitlines() or [""])[-1]
+    return ", ".join(filter(None, [ended.reason, f"exit code {ended.exit_code}", last]))
+
+
+def _obstacle(pod: Any) -> str:
+    """Why a pod is not running: image pull errors, or no matching node."""
+    for status in pod.status.container_statuses or []:
+        if status.state is not None and status.state.waiting is not None:
+            return str(status.state.waiting.reason)
+    for condition in pod.status.conditions or []:
+        if condition.type == "PodScheduled" and condition.status == "False":
+            return str(condition.reason)
+    return ""
+
 
 if TYPE_CHECKING:
     from maxhydra.launch.gke.cluster import Cluster

@@ -13,8 +13,7 @@ from maxhydra.launch.base import CLAIM, Job, SweepContext, Trial, read_claim
 from maxhydra.launch.compose import compose_job
 from maxhydra.launch.slurm import scheduler
 from maxhydra.launch.slurm.scheduler import TERMINAL_STATES, Entry, Queue
-from maxhydra.launch.slurm.script import SCRIPTS, render
-from maxhydra.launch.slurm.settings import SlurmSettings
+from maxhydra.launch.slurm.settings import SCRIPTS, SlurmSettings, render
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import replace_file
 

@@ -1,1 +1,1 @@
-"""Task-specific fields: one file per task that has any, named after the task."""
+"""Task-specific fields: a class `<Name>Task` for each task that has any, found by its name."""

@@ -1,1 +1,0 @@
-"""hydra/sweeper=optuna: hyperparameter search with parallel jobs."""

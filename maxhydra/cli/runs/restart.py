@@ -1,0 +1,65 @@
+"""Verbs that start a run: rerun from step 0, and resume from the last checkpoint."""
+
+import argparse
+import os
+import sys
+
+from maxhydra.cli.runs._common import start
+from maxhydra.config.errors import ConfigError, Problem, quoted
+from maxhydra.runs.registry import Registry
+from maxhydra.runs.rerun import describe_code_change, rerun_arguments
+
+
+def declare_rerun(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="RUN")
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="overrides to change or add")
+    parser.add_argument("--anyway", action="store_true", help="run even if the code has changed")
+    parser.add_argument("--dry-run", action="store_true", help="only print the command")
+
+
+def run_rerun(args: argparse.Namespace) -> int:
+    """Run again from step 0 in a new folder: rerun RUN [key=value ...] [--anyway].
+
+    Uses the overrides of the run, in the folder where it was started, plus the given changes. The code must be the same
+    as in the original run unless --anyway is given. `run.name=NAME` names the new run.
+
+    maxhydra runs rerun lr/3
+    maxhydra runs rerun lr/3 run.seed=1 --anyway
+    """
+    registry = Registry(args.outputs)
+    directory = registry.directory(registry.find(args.name))
+    facts = directory.read()
+    difference = describe_code_change(facts, directory.path)
+    if difference and not args.anyway:
+        raise ConfigError(
+            Problem(args.name, f"the code has changed: {difference}", hint="run the current code with --anyway")
+        )
+    return start(rerun_arguments(facts, None, *args.changes), facts["folder"], dry=args.dry_run)
+
+
+def declare_resume(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="RUN")
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="overrides to change or add")
+    parser.add_argument("--dry-run", action="store_true", help="only print the command")
+
+
+def run_resume(args: argparse.Namespace) -> int:
+    """Resume a run from its last checkpoint: resume RUN [key=value ...].
+
+    maxhydra runs resume lr/3
+    maxhydra runs resume first train.steps=600
+    """
+    registry = Registry(args.outputs)
+    found = registry.find(args.name)
+    if found.status == "running":
+        raise ConfigError(
+            Problem(args.name, f"is still running on {found.host}", hint=f"maxhydra runs tail {found.path} -f")
+        )
+    directory = registry.directory(found)
+    facts = directory.read()
+    if difference := describe_code_change(facts, directory.path):
+        # Only a warning: a run is often resumed after a bug fix, and run.json records the commit of each session.
+        print(f"maxhydra: the code has changed: {difference}", file=sys.stderr)
+    outputs = os.path.relpath(registry.root.resolve(), facts["folder"])
+    changes = [*args.changes, f"run.outputs={quoted(outputs)}"]
+    return start(rerun_arguments(facts, found.path, *changes), facts["folder"], dry=args.dry_run)

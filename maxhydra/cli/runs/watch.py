@@ -1,0 +1,149 @@
+"""Verbs that show a run's log, a report, or the dashboard: tail, report and serve."""
+
+import argparse
+import time
+from pathlib import Path
+
+from maxhydra.cli.runs._common import print_warnings
+from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.launch.base import CLAIM, CONSOLE
+from maxhydra.record import RunDirectory
+from maxhydra.runs.registry import Registry
+from maxhydra.runs.report import write_report
+from maxhydra.runs.server import Server
+from maxhydra.runs.sweep import write_sweep_report
+
+_PAUSE = 0.5
+# Bytes that are read from the end of the log.
+_WINDOW = 1 << 20
+
+
+def declare_tail(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="RUN")
+    parser.add_argument("-n", "--lines", type=int, default=20)
+    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
+
+
+def run_tail(args: argparse.Namespace) -> int:
+    """Show the end of a run's log and follow it: tail [RUN] [-n LINES] [-f]; default: the newest run.
+
+    maxhydra runs tail lr/3 -f
+
+    For a job that has not started its run yet, shows the output of the job, which says why.
+    """
+    pending = _pending_job(Path(args.outputs), args.name)
+    if pending is not None:
+        position = _print_end(pending.path / CONSOLE, args.lines)
+        while args.follow and not pending.exists():
+            time.sleep(_PAUSE)
+            position = _print_from(pending.path / CONSOLE, position)
+        if not pending.exists():
+            print(f"{pending.path}: has not started yet")
+            return 0
+    registry = Registry(args.outputs)
+    runs = registry.runs()
+    if not runs:
+        raise ConfigError(Problem("runs tail", f"no runs in {args.outputs}"))
+    directory = registry.directory(registry.find(args.name, runs) if args.name else runs[0])
+    position = _print_end(directory.log_path, args.lines)
+    while args.follow:
+        # Read the status before the log, so that the last lines of a run that ends in between are still printed.
+        is_running = directory.read()["status"] == "running"
+        position = _print_from(directory.log_path, position)
+        if not is_running:
+            break
+        time.sleep(_PAUSE)
+    facts = directory.read()
+    print(f"{directory.path}: {facts['status']}{': ' + facts['reason'] if facts['reason'] else ''}")
+    return 0
+
+
+def _pending_job(outputs: Path, name: str | None) -> RunDirectory | None:
+    """Return the folder of a job that was started or submitted but has no run yet."""
+    run = RunDirectory(outputs / (name or ""), writes=False)
+    return run if name and (run.path / CLAIM).exists() and not run.exists() else None
+
+
+def _print_end(log: Path, lines: int) -> int:
+    """Print the last lines and return the position after them."""
+    if not log.exists():
+        return 0
+    with log.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _WINDOW))
+        content = file.read(size - file.tell())
+    last = content.decode(errors="replace").splitlines()[-lines:] if lines > 0 else []
+    print("\n".join(last), flush=True, end="\n" if last else "")
+    return size
+
+
+def _print_from(log: Path, position: int) -> int:
+    if not log.exists():
+        return position
+    with log.open("rb") as file:
+        file.seek(position)
+        content = file.read()
+    print(content.decode(errors="replace"), end="", flush=True)
+    return position + len(content)
+
+
+def declare_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", default=".", metavar="SWEEP", help="a folder of runs; default: all runs")
+    parser.add_argument("-m", "--metric", help="metric that ranks the runs; default: their objective")
+    parser.add_argument("--max", action="store_true", help="larger is better")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="output file; default: sweep.html in the folder")
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """Write an HTML report of a sweep or of one run: report [SWEEP|FOLDER|RUN] [--metric NAME] [--max] [--to FILE].
+
+    Parallel coordinates, curves, importance of the settings, the best runs with the commands to run them again, and the
+    differences between their configs. The page is self-contained.
+
+    maxhydra runs report lr
+    maxhydra runs report . --metric eval/loss:min --to all.html
+    """
+    registry = Registry(args.outputs)
+    folder, runs = registry.runs_under(args.name)
+    if not runs:
+        raise ConfigError(Problem("runs report", f"no runs in {args.outputs}"))
+    if runs[0].path == folder:
+        print(write_report(registry.directory(runs[0])))
+        return 0
+    path = args.to or registry.root / folder / "sweep.html"
+    title = folder or registry.root.resolve().name
+    print(write_sweep_report(registry, runs, path, title=title, metric=args.metric, largest=args.max))
+    print_warnings(registry)
+    return 0
+
+
+def declare_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=int, default=8080, help="0: any free port")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve a live dashboard of the runs on this machine: serve [--port N].
+
+    A table with search and sort, live curves, side-by-side comparison, machine load, and logs. The server is read-only
+    and listens on 127.0.0.1; from another machine, use `ssh -L 8080:127.0.0.1:8080 host`.
+
+    maxhydra runs serve
+    """
+    registry = Registry(args.outputs)
+    try:
+        server = Server(registry, host=args.host, port=args.port)
+    except (OSError, OverflowError) as error:
+        hint = "--port 0 chooses a free port"
+        raise ConfigError(
+            Problem("--port", f"cannot listen on this port: {error}", value=args.port, hint=hint)
+        ) from None
+    print(f"{server.url}  (Ctrl-C to stop)", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.server_close()
+        registry.close()
+    return 0

@@ -1,0 +1,173 @@
+"""Fields of the tasks that run a model: task=decode, serve, score and convert."""
+
+from collections.abc import Iterator
+from enum import Enum
+
+from maxhydra.config.declare import option, schema, section
+from maxhydra.config.errors import Problem
+from maxhydra.config.schema.decode import Engine, Sampling
+from maxhydra.config.schema.model import Dtype, Model
+from maxhydra.config.schema.run import Progress, Task
+
+
+class Chat(Enum):
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
+@schema
+class DecodeTask(Task):
+    """Generates completions for one prompt or a file of prompts; without either, a chat at the terminal."""
+
+    prompt: str | None = None
+    """Prompt to complete; with a chat template, the user message to reply to."""
+    input: str | None = None
+    """JSON Lines file of prompts; each record has `prompt` or `messages`, and optionally `id` and `sampling` (overrides
+    of task.sampling for this record)."""
+    output: str | None = None
+    """JSON Lines file to which completions of task.input are appended as they finish; the same command resumes."""
+    samples: int = option(1, ge=1)
+    """Completions per prompt, each with a different seed."""
+    chat: Chat = Chat.auto
+    """on: a prompt is a user message, formatted with the tokenizer's chat template; off: a prompt is plain text; auto:
+    on if the tokenizer has a template."""
+    system: str | None = None
+    """System message of a chat. null: none."""
+    logprobs: int | None = option(None, ge=0, le=20)
+    """task.output: write each token's log-probability and those of the n most likely tokens. null: write neither."""
+    progress: Progress = Progress.auto
+    """task.input: bar, lines or none; auto: a bar on a terminal, otherwise lines."""
+    sampling: Sampling = section(Sampling)
+    engine: Engine = section(Engine)
+
+    def check(self) -> Iterator[Problem]:
+        if self.prompt is not None and self.input is not None:
+            reason = "cannot be combined with task.input"
+            yield Problem("prompt", reason, value=self.prompt, hint="remove one of the two")
+        if (self.input is None) != (self.output is None):
+            given, absent = ("input", "output") if self.output is None else ("output", "input")
+            reason = f"is required with task.{given}={getattr(self, given)}"
+            yield Problem(absent, reason, value=None, accepted="a JSON Lines file")
+        if self.logprobs is not None and self.output is None:
+            reason = "is only written to task.output, which is not set"
+            yield Problem("logprobs", reason, value=self.logprobs, accepted="null")
+        if self.samples > 1 and self.prompt is None and self.input is None:
+            reason = "is not supported in a terminal chat"
+            yield Problem("samples", reason, value=self.samples, accepted="1", hint="set task.prompt or task.input")
+        if self.system is not None and self.chat is Chat.off:
+            yield Problem("system", "has no effect with chat=off", value=self.system, accepted="null")
+        if self.prompt == "":
+            yield Problem("prompt", "is empty", value="", accepted="at least one character")
+        if "" in self.sampling.stop:
+            yield Problem("sampling.stop", "contains an empty string", value=self.sampling.stop)
+
+    def check_model(self, model: Model) -> Iterator[Problem]:
+        yield from self.engine.check_model(model)
+
+
+@schema
+class ServeTask(Task):
+    """Serves a model over an OpenAI-compatible HTTP API."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 127.0.0.1 accepts only local clients, 0.0.0.0 listens on all interfaces."""
+    port: int = option(8000, ge=0, le=65535)
+    """Port to listen on; 0 picks a free one."""
+    model_name: str | None = None
+    """Model name that clients use. null: the chosen option of the config group model."""
+    api_key_env: str | None = None
+    """Environment variable with the API key that requests must send. null: no key is required."""
+    queue: int = option(256, ge=0)
+    """Sequences that may wait in addition to the task.engine.max_batch running ones; beyond that, requests get status
+    429."""
+    max_samples: int = option(16, ge=1)
+    """Maximum number of sequences per request: n times the number of prompts."""
+    max_body_mib: float = option(4.0, gt=0)
+    """Maximum size of a request body, in MiB."""
+    max_connections: int = option(1024, ge=1)
+    """Maximum number of open connections."""
+    timeout: float = option(30.0, gt=0)
+    """Seconds that a client may take to send a request or to read a response."""
+    keep_alive: float = option(75.0, gt=0)
+    """Seconds that an idle connection stays open between requests."""
+    drain: float = option(10.0, ge=0)
+    """Seconds that running requests may take to finish after SIGTERM, SIGUSR1 or Ctrl-C; then they are cancelled."""
+    sampling: Sampling = section(Sampling)
+    engine: Engine = section(Engine)
+
+    def check(self) -> Iterator[Problem]:
+        if "" in self.sampling.stop:
+            yield Problem("sampling.stop", "contains an empty string", value=self.sampling.stop)
+        if self.max_samples > self.engine.max_batch + self.queue:
+            reason = f"exceeds engine.max_batch + queue = {self.engine.max_batch + self.queue}, so it can never fit"
+            yield Problem("max_samples", reason, value=self.max_samples)
+
+    def check_model(self, model: Model) -> Iterator[Problem]:
+        yield from self.engine.check_model(model)
+
+
+LINES, ARRAYS = ".jsonl", ".npz"
+
+
+@schema
+class ScoreTask(Task):
+    """Computes log-probabilities of given tokens under the model in checkpoint.load_parameters."""
+
+    input: str = option()
+    """Sequences: .jsonl with `text` or `ids` per line, or .npz with `ids` [B, T] and, for padded rows, `mask` [B, T]
+    (1: token, 0: padding, on either side)."""
+    output: str = option()
+    """Output file, .jsonl or .npz, created when it is complete: `logprobs` of every token after the first and
+    `perplexity` of every sequence; .npz also has `ids` and `mask`, and NaN for positions without a prediction."""
+    logits: bool = False
+    """Also write the logits at every position, float32 [B, T, V]; .npz only."""
+    batch: int = option(8, ge=1)
+    """Sequences per batch; sequences of similar length are batched together."""
+
+    def check(self) -> Iterator[Problem]:
+        for name in ("input", "output"):
+            value = getattr(self, name)
+            if not value.endswith((LINES, ARRAYS)):
+                yield Problem(
+                    name,
+                    "has an unsupported extension",
+                    value=value,
+                    accepted=f"a path that ends in {LINES} or {ARRAYS}",
+                )
+        if self.logits and not self.output.endswith(ARRAYS):
+            yield Problem(
+                "logits",
+                f"requires an output file that ends in {ARRAYS}",
+                value=True,
+                hint=f"set task.output=NAME{ARRAYS}",
+            )
+
+
+class ConvertFormat(Enum):
+    hf = "hf"
+    peft = "peft"
+    maxhydra = "maxhydra"
+
+
+@schema
+class ConvertTask(Task):
+    """Writes the weights of checkpoint.load_parameters in another format."""
+
+    format: ConvertFormat = ConvertFormat.hf
+    """hf: a Hugging Face folder with config.json, safetensors and the tokenizer's files, adapters merged; peft: only
+    the adapter of a run, in PEFT format; maxhydra: a checkpoint with only the weights, adapters merged, quantized if
+    quantization=int8_weights or int4_weights is set."""
+    output: str | None = None
+    """Output folder, which must not exist yet; it appears when it is complete."""
+    dtype: Dtype | None = None
+    """hf, maxhydra: dtype of the written weights. null: model.dtypes.weights, or model.dtypes.compute for weights
+    that are quantized."""
+    model_type: str | None = None
+    """Hugging Face model_type to write. null: the first that can represent the model."""
+
+    def check(self) -> Iterator[Problem]:
+        if self.output is None:
+            yield Problem("output", "is needed", value=None, accepted="a folder that does not exist yet")
+        if self.format is ConvertFormat.peft and self.dtype is not None:
+            yield Problem("dtype", "is not used by format=peft, which is written in float32", value=self.dtype)
