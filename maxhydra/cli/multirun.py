@@ -16,6 +16,7 @@ from maxhydra.config.errors import ConfigError, quoted
 from maxhydra.launch.base import LauncherSettings
 from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import launcher_settings
+from maxhydra.record import redact_argv
 from maxhydra.sweep.plan import Settings, SweepPlan, write_plan
 
 # Overrides that are set anew for every job, and so are not part of the plan.
@@ -42,7 +43,7 @@ def run_sweep_job(node: DictConfig) -> float | None:
     # jax is imported here, after the config is known to be valid.
     from maxhydra.cli.run_job import execute  # noqa: PLC0415
 
-    print(f"job {hydra.job.num}: {' '.join(overrides)}", flush=True)
+    print(f"job {hydra.job.num}: {' '.join(redact_argv(overrides))}", flush=True)
     return execute(config, choices, overrides=overrides, path=Path(hydra.runtime.output_dir))
 
 

@@ -24,7 +24,13 @@ def to_yaml(config: Config) -> str:
 
 def to_stored_yaml(config: Config) -> str:
     """Return a config as YAML without secrets: `${oc.env:NAME}` for values of variables, *** for others."""
-    return OmegaConf.to_yaml(OmegaConf.create(redact_config(_to_plain(config))))
+    return OmegaConf.to_yaml(OmegaConf.create(stored_values(config)))
+
+
+def stored_values(config: Config) -> dict[str, Any]:
+    """Return the plain values that `to_stored_yaml` writes."""
+    values: dict[str, Any] = redact_config(_to_plain(config))
+    return values
 
 
 def to_job_yaml(config: Config) -> str:

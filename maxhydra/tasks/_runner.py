@@ -8,6 +8,7 @@ run, the runner opens the folder, keeps run.json up to date even if the task fai
 import contextlib
 import dataclasses
 import importlib
+import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +19,14 @@ from jax.experimental import multihost_utils
 
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.serialize import to_yaml
+from maxhydra.config.serialize import stored_secrets, stored_values, to_stored_yaml
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
 from maxhydra.runtime import Machine
+
+log = logging.getLogger("maxhydra")
+SECRET_WARNING = (
+    "%s looks like a secret and is stored as ***; pass it by a variable, %s='${oc.env:NAME}', to resume without it"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,21 +108,23 @@ def _check_nesting(outputs: Path, name: str) -> None:
 
 def _run_recorded(job: Job, config_dir: str | None, task: Callable[[Job], Outcome]) -> Result:
     """Run the task in a session of its run, and record how it ended."""
-    machine = job.machine
+    machine, stored_run = job.machine, stored_values(job.config)["run"]
     facts = {
         "task": job.config.task.name,
         "choices": job.choices,
         "overrides": redact_argv(list(job.overrides)),
         **({} if config_dir is None else {"config_dir": config_dir}),
-        "tags": job.config.run.tags,
-        "notes": job.config.run.notes,
+        "tags": stored_run["tags"],
+        "notes": stored_run["notes"],
         "hardware": machine.name,
         "devices": f"{machine.devices} x {machine.device_kind}",
         "processes": machine.process_count,
         "xla_flags": machine.xla_flags,
         "seen": machine.notes,
     }
-    with job.run.session(to_yaml(job.config), facts):
+    with job.run.session(to_stored_yaml(job.config), facts):
+        for path in stored_secrets(job.config):
+            log.warning(SECRET_WARNING, path, path)
         try:
             outcome = task(job)
         except ConfigError as error:

@@ -190,11 +190,11 @@ def test_closing_the_pool_ends_a_call_and_what_it_started(tmp_path: Path) -> Non
 def test_nothing_outlives_a_killed_run(kill: Callable[[int, int], None], tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     script = f"""
-from maxhydra.config.schema.reward import Reward, Term
+from maxhydra.config.schema.reward import Reward, RewardKind, Term
 from maxhydra.rl.reward_pool import RewardPool
 from maxhydra.rl.rewards import Sample
 if __name__ == "__main__":
-    term = Term(kind="function", function="reward_functions:starts_a_daemon")
+    term = Term(kind=RewardKind.function, function="reward_functions:starts_a_daemon")
     pool = RewardPool(Reward(terms={{"own": term}}, timeout=60))
     record = {{"pids": {str(pids)!r}, "hangs": True}}
     pool.score([Sample(prompt="", text="a", answer=None, expected=None, record=record, tokens=1)])

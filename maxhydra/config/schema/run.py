@@ -4,13 +4,14 @@ Metric names are known before a run starts, so that a sweep over a metric that i
 job.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from fnmatch import fnmatch
 
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.schema.model import Model
+from maxhydra.record.log import printable
 
 
 class Nonfinite(Enum):
@@ -73,6 +74,15 @@ class Run(Schema):
                 value=self.name,
                 accepted="letters, digits, - _ . and /",
             )
+        yield from control_problems("tags", self.tags)
+        yield from control_problems("notes", [self.notes], keep="\n\t")
+
+
+def control_problems(path: str, texts: Iterable[str], *, keep: str = "") -> Iterator[Problem]:
+    """Yield the texts with control characters, which a terminal would execute when it shows the run."""
+    for text in texts:
+        if printable(text, keep=keep) != text:
+            yield Problem(path, "contains control characters", value=printable(text, keep=""), accepted="plain text")
 
 
 @schema
