@@ -197,7 +197,7 @@ def redact_argv(argv: list[str]) -> list[str]:
         is_flag = previous.startswith("--") and "=" not in previous
         if is_flag and is_secret_name(previous) and not word.startswith("--"):
             clean.append(HIDDEN)
-        elif equals and is_secret_name(key) and not _is_harmless(value):
+        elif equals and is_secret_name(key) and not _is_harmless(value.strip("\"'")):
             clean.append(f"{key}={HIDDEN}")
         else:
             clean.append(redact_text(word))
