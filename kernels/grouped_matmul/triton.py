@@ -25,7 +25,7 @@ class Tile(NamedTuple):
 
     rows: int
     columns: int
-    summed: int
+    contracted: int
     """Terms of the sum per step."""
     warps: int
     stages: int
@@ -36,8 +36,8 @@ class Tile(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles of the two kernels: matmuls, and the sums over rows that are the gradient of the matrices."""
 
-    products: Tile
-    sums: Tile
+    forward: Tile
+    weight_grad: Tile
 
 
 # The fastest measured on an H200 with the shapes of Mixtral 8x7B.
@@ -73,19 +73,19 @@ def tile_extents(rows: int, inputs: int, outputs: int) -> dict[str, int]:
     """The extent that each tile size must divide, by name; the gradient of x swaps inputs and outputs."""
     both = math.gcd(inputs, outputs)
     return {
-        "products.rows": rows,
-        "products.columns": both,
-        "products.summed": both,
-        "sums.rows": inputs,
-        "sums.columns": outputs,
-        "sums.summed": rows,
+        "forward.rows": rows,
+        "forward.columns": both,
+        "forward.contracted": both,
+        "weight_grad.rows": inputs,
+        "weight_grad.columns": outputs,
+        "weight_grad.contracted": rows,
     }
 
 
 def candidate_tiles(rows: int, inputs: int, outputs: int) -> dict[str, list[dict[str, int]]]:
     """Candidate tile sizes for each kernel."""
     return candidates(
-        {"products": CANDIDATE_TILES, "sums": CANDIDATE_TILES}, MEASURED, tile_extents(rows, inputs, outputs)
+        {"forward": CANDIDATE_TILES, "weight_grad": CANDIDATE_TILES}, MEASURED, tile_extents(rows, inputs, outputs)
     )
 
 
@@ -106,13 +106,13 @@ def _matmul(params: KernelParams, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Ar
     """x times w [E, K, N], or [E, N, K] if transposed."""
     (M, K), E = x_MK.shape, w.shape[0]
     N = w.shape[1] if transposed else w.shape[2]
-    tile = params.tiles.products
+    tile = params.tiles.forward
     C, D = math.gcd(tile.rows, M), math.gcd(tile.columns, N)
     tiles = M // C + E
     return pl.pallas_call(
         partial(
             _matmul_kernel,
-            tile=tile._replace(rows=C, columns=D, summed=math.gcd(tile.summed, K)),
+            tile=tile._replace(rows=C, columns=D, contracted=math.gcd(tile.contracted, K)),
             transposed=transposed,
         ),
         grid=(tiles * (N // D),),
@@ -130,11 +130,11 @@ def _matmul_kernel(tiles_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any, *, tile
     rows, columns = pl.ds(block * tile.rows, tile.rows), pl.ds(column * tile.columns, tile.columns)
 
     def add(step: jax.Array, sums: jax.Array) -> jax.Array:
-        part = pl.ds(step * tile.summed, tile.summed)
+        part = pl.ds(step * tile.contracted, tile.contracted)
         w = w_ref[group, columns, part].T if transposed else w_ref[group, part, columns]
         return sums + jnp.dot(x_ref[rows, part], w, preferred_element_type=jnp.float32)
 
-    steps = jnp.where((group < E) & (first < end), jnp.int32(K // tile.summed), 0)
+    steps = jnp.where((group < E) & (first < end), jnp.int32(K // tile.contracted), 0)
     sums = jax.lax.fori_loop(0, steps, add, jnp.zeros((tile.rows, tile.columns), jnp.float32))
     row = block * tile.rows + jnp.arange(tile.rows)
     is_own = ((row >= first) & (row < end))[:, None]
@@ -148,12 +148,12 @@ def _weight_grad(params: KernelParams, x_MK: jax.Array, d_out_MN: jax.Array, siz
     rows are zero, so that a single loop over the tiles of a group needs no mask.
     """
     (M, K), N, E = x_MK.shape, d_out_MN.shape[1], len(sizes_E)
-    tile = params.tiles.sums
-    C, D, S = math.gcd(tile.rows, K), math.gcd(tile.columns, N), math.gcd(tile.summed, M)
+    tile = params.tiles.weight_grad
+    C, D, S = math.gcd(tile.rows, K), math.gcd(tile.columns, N), math.gcd(tile.contracted, M)
     x = jnp.concatenate([x_MK, edges(x_MK, sizes_E, S, S)])
     first_E, count_E = spans(sizes_E, S, S)
     return pl.pallas_call(
-        partial(_weight_grad_kernel, tile=tile._replace(rows=C, columns=D, summed=S), tiles=M // S),
+        partial(_weight_grad_kernel, tile=tile._replace(rows=C, columns=D, contracted=S), tiles=M // S),
         grid=((K // C) * (N // D), E),
         out_shape=jax.ShapeDtypeStruct((E, K, N), x_MK.dtype),
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
@@ -172,8 +172,8 @@ def _weight_grad_kernel(groups_ref: Any, x_ref: Any, d_out_ref: Any, out_ref: An
 
     def add(step: jax.Array, sums: jax.Array) -> jax.Array:
         index = jnp.where(step == 0, edge, jnp.where(step == count - 1, edge + 1, first + step))
-        part = pl.ds(index * tile.summed, tile.summed)
-        d_out = d_out_ref[pl.ds((first + step) * tile.summed, tile.summed), across]
+        part = pl.ds(index * tile.contracted, tile.contracted)
+        d_out = d_out_ref[pl.ds((first + step) * tile.contracted, tile.contracted), across]
         return sums + jnp.dot(x_ref[part, down].T, d_out, preferred_element_type=jnp.float32)
 
     sums = jax.lax.fori_loop(0, count, add, jnp.zeros((tile.rows, tile.columns), jnp.float32))

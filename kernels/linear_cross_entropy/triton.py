@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     """Work of a program per step, and launch parameters."""
 
     logits: int
-    at_once: int
+    unroll: int
     """Pieces of `logits` elements that are loaded together."""
     warps: int
 
@@ -77,7 +77,7 @@ def per_token(
     tile = override_sizes(tile, sizes)
     size = min(tile.logits, _largest(V))
     losses_M, nll_M, d_logits_MV = pl.pallas_call(
-        partial(_kernel, size=size, at_once=tile.at_once, z_loss=z_loss),
+        partial(_kernel, size=size, unroll=tile.unroll, z_loss=z_loss),
         grid=(M,),
         out_shape=[
             jax.ShapeDtypeStruct((M,), jnp.float32),
@@ -98,7 +98,7 @@ class _Row(NamedTuple):
     ref: Any
     number: jax.Array
     size: int
-    at_once: int
+    unroll: int
 
     @property
     def remainder(self) -> int:
@@ -106,15 +106,15 @@ class _Row(NamedTuple):
         return self.ref.shape[1] % self.size
 
     def fold(self, visit: Callable[[Any, Sequence[jax.Array | int]], Any], carry: Any) -> Any:
-        """Fold visit(carry, starts of pieces) over all full pieces in order, `at_once` of them at a time."""
+        """Fold visit(carry, starts of pieces) over all full pieces in order, `unroll` of them at a time."""
         pieces = self.ref.shape[1] // self.size
-        groups = pieces // self.at_once
+        groups = pieces // self.unroll
 
         def group(number: jax.Array, carry: Any) -> Any:
-            return visit(carry, [(number * self.at_once + i) * self.size for i in range(self.at_once)])
+            return visit(carry, [(number * self.unroll + i) * self.size for i in range(self.unroll)])
 
         carry = jax.lax.fori_loop(0, groups, group, carry)
-        rest = [i * self.size for i in range(groups * self.at_once, pieces)]
+        rest = [i * self.size for i in range(groups * self.unroll, pieces)]
         return visit(carry, rest) if rest else carry
 
     def read(self, start: jax.Array | int) -> jax.Array:
@@ -135,11 +135,11 @@ def _kernel(
     d_logits_ref: Any,
     *,
     size: int,
-    at_once: int,
+    unroll: int,
     z_loss: float,
 ) -> None:
     V, number = logits_ref.shape[1], pl.program_id(0)
-    row = _Row(logits_ref, number, size, at_once)
+    row = _Row(logits_ref, number, size, unroll)
     target, weight = targets_ref[number], weights_ref[number]
     is_known = (target >= 0) & (target < V)
     target_logit = logits_ref[number, jnp.where(is_known, target, 0)].astype(jnp.float32)

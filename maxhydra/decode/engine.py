@@ -87,7 +87,9 @@ class Engine:
         cache_spec = PagedCacheSpec(
             num_pages, config.page_size, slots=config.max_batch, storage=CACHE_DTYPES[config.cache_dtype]
         )
-        self._buckets = Buckets(sharder.ways("act_batch"), config.page_size, -(-self._max_context // config.page_size))
+        self._buckets = Buckets(
+            sharder.num_shards("act_batch"), config.page_size, -(-self._max_context // config.page_size)
+        )
         # Multi-step decoding starts when its program is compiled and no prompt waits, which depends on timing.
         is_single_step = config.deterministic or jax.default_backend() == "cpu"
         self._multi_steps = config.burst or (1 if is_single_step else MULTI_STEPS)

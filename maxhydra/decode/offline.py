@@ -16,10 +16,10 @@ from maxhydra.config.schema.tasks.inference import DecodeTask
 from maxhydra.convert.orbax_io import checkpoint_steps
 from maxhydra.decode.offline_files import REJECTED, OutputFile, Record, fingerprint, read_records
 from maxhydra.decode.open import model_values
-from maxhydra.decode.progress import Progress, open_progress
 from maxhydra.decode.prompts import PromptError
 from maxhydra.decode.request import Completion, Delta, Handle, RequestRejectedError, TokenLogprob
 from maxhydra.decode.sampling_params import PromptClient
+from maxhydra.runtime.progress import ItemProgress, open_item_progress
 
 # Submitted sequences per batch slot of the engine, so that it never waits for this thread.
 QUEUE_FACTOR = 2
@@ -78,7 +78,7 @@ class OfflineBatch:
         began, before = time.monotonic(), self._output.count
         missing = self._missing_samples(task)
         window = QUEUE_FACTOR * task.engine.max_batch
-        with open_progress(task.progress, total=self._total, start=before, verb="completed") as progress:
+        with open_item_progress(task.progress, total=self._total, start=before, verb="completed") as progress:
             try:
                 while self._fill_window(missing, window) or self._in_flight:
                     self._write(self._wait_for_finished(progress))
@@ -125,7 +125,7 @@ class OfflineBatch:
         """Run in the engine's thread."""
         self._deltas.put((sample, delta))
 
-    def _wait_for_finished(self, progress: Progress) -> list[_Sample]:
+    def _wait_for_finished(self, progress: ItemProgress) -> list[_Sample]:
         """Wait until a sequence finishes, and return all that have."""
         finished: list[_Sample] = []
         while self._in_flight and not (finished and self._deltas.empty()):

@@ -98,8 +98,8 @@ class StudentTeacher:
         """
         context = Context.of_batch(batch, self.sharder, key)
         layers = self.features.student_layers
-        forward = self.student.forward(weights, batch["tokens"], context, keep=bool(layers))
-        student_features = [forward.kept[layer] for layer in layers]
+        forward = self.student.forward(weights, batch["tokens"], context, keep_layers=bool(layers))
+        student_features = [forward.layer_outputs[layer] for layer in layers]
         teacher_inputs, teacher_features = self._run_teacher(weights, batch)
 
         def compare(hidden: jax.Array, targets: jax.Array, *teacher_inputs: jax.Array) -> dict[str, jax.Array]:

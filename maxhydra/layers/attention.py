@@ -175,7 +175,7 @@ class Attention(nnx.Module):
         once instead of three times and summed. Heads that are sharded over devices would have to move for that. In
         decoding the weights would be copied into one on every step unless they are stored as one (Layout.joined).
         """
-        is_whole = ctx.sharder.ways("heads") == ctx.sharder.ways("kv_heads") == 1
+        is_whole = ctx.sharder.num_shards("heads") == ctx.sharder.num_shards("kv_heads") == 1
         is_fused = (ctx.cache is None and is_whole) or self.query.matmul_spec.layout is Layout.joined
         if is_fused and self.spec.uses_qkv_rope and are_bare(self.qkv):
             return self._qkv_rope(fused_matmul(self.qkv, x_BTD, ctx), ctx)

@@ -79,7 +79,7 @@ class Context:
     @property
     def is_length_split(self) -> bool:
         """Whether sequences are sharded along their length. With a cache they are not: tokens come a few at a time."""
-        return self.cache is None and self.sharder.ways("act_length") > 1
+        return self.cache is None and self.sharder.num_shards("act_length") > 1
 
     @property
     def is_real_BT(self) -> jax.Array:

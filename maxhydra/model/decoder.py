@@ -112,7 +112,7 @@ class ModelOutput(NamedTuple):
     """Hidden states after the final norm."""
     cache: Any
     """The updated cache; None without one."""
-    kept: list[jax.Array]
+    layer_outputs: list[jax.Array]
     """The residual stream after every layer, if requested."""
     aux: dict[str, Any]
     """Aux outputs (layers/context.py) at the path of the sub-layer in the parameter tree; those of the pattern are
@@ -149,17 +149,17 @@ class Decoder(nnx.Module):
         scale = spec.vocabulary.init_scale
         self.mtp = _numbered([Mtp(block, make.below("mtp"), scale=scale) for block in spec.mtp])
 
-    def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool, mtp_hidden: bool) -> ModelOutput:
+    def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep_layers: bool, mtp_hidden: bool) -> ModelOutput:
         """Run a forward pass.
 
-        `keep`: also return the residual stream after every layer. `mtp_hidden`: also run the MTP layers.
+        `keep_layers`: also return the residual stream after every layer. `mtp_hidden`: also run the MTP layers.
         """
         caches = ctx.cache or self._map_blocks(lambda block, layers: None)
         x_BTD, first_norm_BTD = self._embed(tokens_BT, ctx)
         if self.per_layer is not None:
             ctx = dataclasses.replace(ctx, layer_input=self.per_layer(tokens_BT, x_BTD, ctx))
         prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first_norm_BTD, first=0)
-        pattern = self._run_pattern(prefix.x_BTD, prefix.ctx, caches["pattern"], keep=keep)
+        pattern = self._run_pattern(prefix.x_BTD, prefix.ctx, caches["pattern"], keep_layers=keep_layers)
         first = len(self.spec.layers) - len(self.remainder)
         remainder = self._run_blocks(self.remainder, pattern.x_BTD, pattern.ctx, caches["remainder"], None, first=first)
         stacks = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
@@ -169,7 +169,7 @@ class Decoder(nnx.Module):
         return ModelOutput(
             hidden_BTD=hidden_BTD,
             cache=None if ctx.cache is None else {name: stack.caches for name, stack in stacks.items()},
-            kept=[x_BTD for stack in stacks.values() for x_BTD in stack.layer_outputs] if keep else [],
+            layer_outputs=[x_BTD for stack in stacks.values() for x_BTD in stack.layer_outputs] if keep_layers else [],
             aux={name: stack.aux for name, stack in {**stacks, "mtp": mtp}.items() if stack.aux},
             mtp_hidden=mtp.layer_outputs,
         )
@@ -186,7 +186,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """Soft-capped logits [B, T, V] of hidden states [B, T, D]; T is sharded if it is divisible."""
-        length = "act_length" if hidden.shape[1] % sharder.ways("act_length") == 0 else None
+        length = "act_length" if hidden.shape[1] % sharder.num_shards("act_length") == 0 else None
         logits = (self.head or self.embedding).logits(hidden, is_single_device=sharder.mesh.size == 1)
         return sharder.constrain(logits, "act_batch", length, "act_vocab")
 
@@ -288,7 +288,7 @@ class Decoder(nnx.Module):
 
         return graphdef, jax.tree.map(cast, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
-    def _run_pattern(self, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, keep: bool) -> StackOutput:
+    def _run_pattern(self, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, keep_layers: bool) -> StackOutput:
         """Run all repetitions of the pattern in one scan.
 
         Caches are carried and updated in place; scanned over, they would be held twice. Pattern layers do not share
@@ -313,7 +313,7 @@ class Decoder(nnx.Module):
                 new_caches.append(_merge_view(cache, out.cache))
                 layer_outputs.append(x_BTD)
                 aux.append(out.aux)
-            return (x_BTD, new_caches), (layer_outputs if keep else [], aux)
+            return (x_BTD, new_caches), (layer_outputs if keep_layers else [], aux)
 
         xs = (jnp.arange(spec.repetitions), [weights for _, weights in splits], self._pattern_inputs(ctx))
         (x_BTD, caches), (stacked, aux) = jax.lax.scan(repetition, (x_BTD, caches), xs, unroll=spec.unroll)

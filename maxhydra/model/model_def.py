@@ -93,13 +93,13 @@ class ModelDef:
         return nnx.to_pure_dict(nnx.state(Decoder(self._spec, key)))
 
     def forward(
-        self, params: Tree, tokens: jax.Array, ctx: Context, *, keep: bool = False, mtp_hidden: bool = False
+        self, params: Tree, tokens: jax.Array, ctx: Context, *, keep_layers: bool = False, mtp_hidden: bool = False
     ) -> ModelOutput:
         """Forward pass over tokens [B, T].
 
-        `keep`: also return the residual stream after every layer. `mtp_hidden`: also run the MTP layers.
+        `keep_layers`: also return the residual stream after every layer. `mtp_hidden`: also run the MTP layers.
         """
-        return self._bind(params)(tokens, ctx, keep=keep, mtp_hidden=mtp_hidden)
+        return self._bind(params)(tokens, ctx, keep_layers=keep_layers, mtp_hidden=mtp_hidden)
 
     def hidden(self, params: Tree, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
         """Hidden states [B, T, D] after the final norm, and the cache with these tokens.
@@ -113,8 +113,8 @@ class ModelDef:
         self, params: Tree, tokens: jax.Array, ctx: Context, layers: Sequence[int]
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Hidden states as in `hidden`, and the residual stream [B, T, D] after each of the given layers."""
-        output = self.forward(params, tokens, ctx, keep=bool(layers))
-        return output.hidden_BTD, [output.kept[layer] for layer in layers]
+        output = self.forward(params, tokens, ctx, keep_layers=bool(layers))
+        return output.hidden_BTD, [output.layer_outputs[layer] for layer in layers]
 
     def logits(self, params: Tree, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """Soft-capped logits [B, T, V] of hidden states, in dtypes.logits."""

@@ -227,7 +227,7 @@ class SequenceScorer:
             yield from self._score_batch(numbers, [rows[number].ids for number in numbers])
 
     def _score_batch(self, numbers: list[int], sequences: list[np.ndarray]) -> Iterator[SequenceScore]:
-        shape = _round_up(self.batch, self.sharder.ways("act_batch")), self._padded_length(len(sequences[-1]))
+        shape = _round_up(self.batch, self.sharder.num_shards("act_batch")), self._padded_length(len(sequences[-1]))
         tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         for row, ids in enumerate(sequences):
             tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
@@ -240,7 +240,7 @@ class SequenceScorer:
     def _padded_length(self, longest: int) -> int:
         """Round up to a power of two, so that few programs are compiled, and to a multiple of the length shards."""
         power = 1 << (max(longest, MIN_LENGTH) - 1).bit_length()
-        return _round_up(power, self.sharder.ways("act_length"))
+        return _round_up(power, self.sharder.num_shards("act_length"))
 
     @cached_property
     def _program(self) -> Any:

@@ -50,7 +50,7 @@ class Sharder:
         """Mesh axes of more than one device over which a logical axis is sharded."""
         return tuple(axis for axis in dict(self.rules)[name] if self.mesh.shape[axis] > 1)
 
-    def ways(self, name: str) -> int:
+    def num_shards(self, name: str) -> int:
         """Number of shards of a logical axis; `ways("act_batch")` must divide the batch."""
         return math.prod(self.mesh.shape[axis] for axis in self.mesh_axes(name))
 

@@ -9,9 +9,9 @@ import numpy as np
 from maxhydra.config.schema.tasks.inference import ScoreTask
 from maxhydra.convert.load import load_weights
 from maxhydra.decode.open import check_weights_source, weight_quantization
-from maxhydra.decode.progress import open_progress
 from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.model import build
+from maxhydra.runtime.progress import open_item_progress
 from maxhydra.score.scorer import (
     SequenceScore,
     SequenceScorer,
@@ -44,7 +44,7 @@ def run(job: Job) -> Outcome:
     scorer = _open_scorer(job, task)
     scores: list[SequenceScore] = []
     tokens = 0
-    with open_progress(config.train.progress, total=len(sequences.rows), start=0, verb="scored") as progress:
+    with open_item_progress(config.train.progress, total=len(sequences.rows), start=0, verb="scored") as progress:
         for score in scorer(sequences.rows):
             scores.append(score)
             tokens += len(sequences.rows[score.number].ids)

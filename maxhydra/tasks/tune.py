@@ -9,8 +9,8 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.compose.provenance import display_path
 from maxhydra.config.schema.tasks.analysis import TuneTask
 from maxhydra.record.atomic_io import replace_file
+from maxhydra.runtime.progress import open_step_progress
 from maxhydra.tasks import Job, Outcome
-from maxhydra.train.progress import open_progress
 from maxhydra.tune.experiment import experiment, given_keys
 from maxhydra.tune.space import apply_candidate, axes
 from maxhydra.tune.trial import Trial
@@ -29,7 +29,7 @@ def run(job: Job) -> Outcome:
     given_keys(job.overrides)
     space = axes(config, task, runtime.predict_hardware(config.hardware))
     total = expected_trials(space, task)
-    with open_progress(config.train.progress, total=total, start=0, shown=True) as progress:
+    with open_step_progress(config.train.progress, total=total, start=0, shown=True) as progress:
         tuner = Tuner(
             config, task, space, job.choices, job.overrides, job.run.path, runtime.original_environment(), progress
         )

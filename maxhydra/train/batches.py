@@ -67,7 +67,7 @@ class LoaderBatches:
 def plan_batches(config: Config, sharder: Sharder) -> BatchSpec:
     """The global batch: per_device_batch_size x devices x grad_accum, checked against the mesh."""
     train = config.train
-    shards = sharder.ways("act_length")
+    shards = sharder.num_shards("act_length")
     if train.seq_len % shards:
         raise ConfigError(
             Problem(
@@ -88,7 +88,7 @@ def plan_batches(config: Config, sharder: Sharder) -> BatchSpec:
 
 def _micro_batch(per_device: float, path: str, sharder: Sharder) -> int:
     """Sequences of one forward pass over all devices."""
-    devices, shards = sharder.mesh.size, sharder.ways("act_batch")
+    devices, shards = sharder.mesh.size, sharder.num_shards("act_batch")
     batch = per_device * devices
     if batch != int(batch) or int(batch) % shards:
         reason = f"makes {batch:g} sequences on {devices} devices, which do not divide into the mesh's {shards} shards"

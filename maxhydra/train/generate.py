@@ -43,7 +43,7 @@ def write_sample(model: ModelDef, params: Tree, data: Data, sample: Sample, *, s
     first_token = text_tokenizer.pad if text_tokenizer.bos is None else text_tokenizer.bos
     prompt = _encode_prompt(data, text_tokenizer, sample.prompt) or [first_token]
     length = min(len(prompt) + sample.tokens, model.config.context_length)
-    rows = sharder.ways("act_batch")
+    rows = sharder.num_shards("act_batch")
     replicated = sharder.sharding((None, None))
 
     def forward(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from maxhydra.record import MetricsWriter, RunDirectory, series
-from maxhydra.train.progress import Progress
+from maxhydra.runtime.progress import StepProgress
 from maxhydra.train.trackers import Tracker
 
 log = logging.getLogger("maxhydra")
@@ -52,7 +52,7 @@ class MetricsLogger:
         run: RunDirectory,
         writer: MetricsWriter,
         tracker: Tracker,
-        progress: Progress,
+        progress: StepProgress,
         step: int,
     ):
         self._cost, self._run, self._writer, self._tracker, self._progress = cost, run, writer, tracker, progress

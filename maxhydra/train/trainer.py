@@ -18,6 +18,7 @@ from maxhydra.data import BatchSpec
 from maxhydra.model import flops_per_token, parameter_counts
 from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory, series
 from maxhydra.runtime import Machine
+from maxhydra.runtime.progress import open_step_progress
 from maxhydra.train.batches import BatchSource
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.compile import RampedStep, compile_step, reserve_gpu_headroom
@@ -26,7 +27,6 @@ from maxhydra.train.loop import LoopContext, TrainResult, fit
 from maxhydra.train.loss import LossFn, Tree
 from maxhydra.train.metrics import MetricsLogger, StepCost
 from maxhydra.train.preemption import PreemptionSignal
-from maxhydra.train.progress import open_progress
 from maxhydra.train.restore import InitialState, initialize_or_resume
 from maxhydra.train.state import StateFactory
 from maxhydra.train.step import StepFn, sequences_in
@@ -120,7 +120,7 @@ def _loop_context(
         closing(open_trackers(config.tracker, run=run, config=config, resumed_from=start.step))
     )
     progress = stack.enter_context(
-        closing(open_progress(config.train.progress, total=config.train.steps, start=start.step, shown=is_main))
+        closing(open_step_progress(config.train.progress, total=config.train.steps, start=start.step, shown=is_main))
     )
     seq_len = training.spec.rows.seq_len
     cost = StepCost(

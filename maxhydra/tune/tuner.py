@@ -13,7 +13,7 @@ from pathlib import Path
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.schema.tasks.analysis import Search, TuneTask
 from maxhydra.record import redact_argv
-from maxhydra.train.progress import Progress
+from maxhydra.runtime.progress import StepProgress
 from maxhydra.tune.space import POLICIES, Axis, Candidate, apply_candidate
 from maxhydra.tune.trial import FAILED, MEASURED, NO_MEMORY, PRUNED, Journal, Trial, bench_config, digest
 
@@ -110,7 +110,7 @@ class Tuner:
     folder: Path
     environment: Mapping[str, str]
     """Environment variables of the trial processes."""
-    progress: Progress
+    progress: StepProgress
 
     def __post_init__(self) -> None:
         self.journal = Journal(self.folder, digest(bench_config(self.config, self.task.steps)))

@@ -13,7 +13,7 @@ from maxhydra.kernels.grouped_matmul.mosaic import KernelParams
 from maxhydra.kernels.grouped_matmul.tiles import grouped_matmul_vjp, schedule
 from tests.support.hopper import run
 
-TILE = triton.Tile(rows=16, columns=16, summed=16, warps=4, stages=1, band=3)
+TILE = triton.Tile(rows=16, columns=16, contracted=16, warps=4, stages=1, band=3)
 M, K, N = 48, 16, 32
 KERNELS = {
     "triton": partial(triton.grouped_matmul, tiles=triton.Tiles(TILE, TILE), interpret=True),

@@ -15,7 +15,7 @@ from tests.support.skips import import_optional
 torch = import_optional("torch", extra="parity")
 
 B, S, D = 2, 4, 8
-TILE = triton.Tile(logits=64, at_once=2, warps=4)
+TILE = triton.Tile(logits=64, unroll=2, warps=4)
 KERNEL = partial(triton.per_token, tile=TILE, interpret=True)
 
 

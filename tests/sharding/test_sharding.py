@@ -105,7 +105,7 @@ def test_a_mesh_axis_splits_one_dimension_only() -> None:
     assert made.spec((None, "mlp")) == P(None, "tensor")
     assert made.spec(()) == P()
     assert sharder(data=2, fsdp=4).spec(("act_batch", "act_length")) == P(("data", "fsdp"), None)
-    assert sharder(data=2, fsdp=4, tensor=3).ways("act_batch") == 8
+    assert sharder(data=2, fsdp=4, tensor=3).num_shards("act_batch") == 8
 
 
 def test_rules_decide() -> None:
@@ -168,7 +168,7 @@ def test_single_is_a_static_null_object() -> None:
     assert single == Sharder.single()
     assert hash(single) == hash(Sharder.single())
     assert single.spec(("act_batch", "act_embed")) == P(None, None)
-    assert single.ways("act_batch") == 1
+    assert single.num_shards("act_batch") == 1
 
 
 @pytest.mark.parametrize("sizes", list(itertools.product([1, 2], repeat=3)))

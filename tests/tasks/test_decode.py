@@ -16,10 +16,10 @@ from maxhydra.config.schema.run import Progress
 from maxhydra.decode.chat_cli import chat, complete
 from maxhydra.decode.offline import BatchFailedError
 from maxhydra.decode.offline_files import OutputFile, read_records
-from maxhydra.decode.progress import open_progress
 from maxhydra.decode.prompts import PromptEncoder, PromptError
 from maxhydra.decode.request import Delta, Handle
 from maxhydra.decode.sampling_params import SettingError, make_requests, with_overrides
+from maxhydra.runtime.progress import open_item_progress
 from tests.support.fake_engine import FakeEngine, decode_file, expected_text, make_client
 
 TEMPLATE = (
@@ -318,7 +318,7 @@ def test_killed_at_any_moment_every_prompt_is_completed_exactly_once(tmp_path: P
 
 def test_progress_shows_completions_and_tokens_per_second(capsys: pytest.CaptureFixture[str]) -> None:
     for mode, text in ((Progress.lines, "completed 7/10"), (Progress.bar, "7/10"), (Progress.none, "")):
-        with open_progress(mode, total=10, start=2, verb="completed") as progress:
+        with open_item_progress(mode, total=10, start=2, verb="completed") as progress:
             time.sleep(0.05)
             progress.update(7, 500)
         shown = capsys.readouterr().err

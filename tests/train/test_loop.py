@@ -17,13 +17,13 @@ from maxhydra.config import ConfigError
 from maxhydra.config.schema.run import Checkpoint, EarlyStop, Nonfinite, Progress, Train
 from maxhydra.optim import Optimizer
 from maxhydra.record import MetricsWriter, RunDirectory, read_metrics, series
+from maxhydra.runtime.progress import open_step_progress
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.evaluate import held_out_loss
 from maxhydra.train.loop import LoopContext, TrainResult, fit
 from maxhydra.train.loss import LossFn
 from maxhydra.train.metrics import LearningMonitor, MetricsLogger, StepCost
 from maxhydra.train.preemption import PreemptionSignal
-from maxhydra.train.progress import open_progress
 from maxhydra.train.state import Guard, TrainState
 from maxhydra.train.step import make_step
 from maxhydra.train.trackers import _Trackers
@@ -71,7 +71,7 @@ def run_loop(
     key = jax.random.key_data(jax.random.key(0))
     state = TrainState(jnp.zeros((), jnp.int32), params, {}, OPTIMIZER.transform.init(params), key, Guard.fresh())
     writer = MetricsWriter(run.metrics_path)
-    progress = open_progress(Progress.none, total=train.steps, start=0, shown=False)
+    progress = open_step_progress(Progress.none, total=train.steps, start=0, shown=False)
     cost = StepCost(tokens=1, flops=2.0, devices=1, peak_tflops=1.0)
     checkpointer = open_checkpointer(run.checkpoints, checkpoint)
     context = LoopContext(

@@ -85,14 +85,14 @@ def test_all_problems_with_tiles_are_reported_at_once() -> None:
             "model.kernels.tiles.triton.atention.forward.keys=64",
             "model.kernels.tiles.triton.rms_norm.forward.row=2",
             "model.kernels.tiles.triton.rms_norm.backward.rows=12",
-            "model.kernels.tiles.triton.grouped_matmul.sums.stages=0",
+            "model.kernels.tiles.triton.grouped_matmul.weight_grad.stages=0",
         ])  # fmt: skip
     message = str(caught.value)
     for word in (
         "triton.atention",
         "did you mean 'model.kernels.tiles.triton.rms_norm.forward.rows'?",
         "such as 8 or 16",
-        "grouped_matmul.sums.stages",
+        "grouped_matmul.weight_grad.stages",
     ):
         assert word in message
     with pytest.raises(ConfigError, match=r"set model\.kernels\.qkv_rope=triton"):
@@ -122,7 +122,7 @@ def test_a_training_step_uses_the_requested_tiles() -> None:
     sizes = {
         "attention.forward.queries": 32,
         "attention.for_keys.keys": 128,
-        "grouped_matmul.products.columns": 64,
+        "grouped_matmul.forward.columns": 64,
         "rms_norm.backward.rows": 4,
         "rms_norm.forward.warps": 2,
         "qkv_rope.tokens": 16,

@@ -10,7 +10,7 @@ from maxhydra.config.schema.attention import DeltaBackend
 # Sizes by dotted name, such as forward.rows.
 Sizes = tuple[tuple[str, int], ...]
 # Counts, which need not be powers of two as Triton requires of block sizes.
-COUNTS = ("stages", "at_once", "band")
+COUNTS = ("stages", "unroll", "band")
 
 
 class Tile(Schema):
@@ -75,14 +75,14 @@ class HopperAttentionTile(Tile):
 
 
 @schema
-class ProductTile(Tile):
+class MatmulTile(Tile):
     """Tile of a grouped matmul kernel."""
 
     rows: int | None = option(None, ge=16, le=512)
     """Rows of the output tile."""
     columns: int | None = option(None, ge=16, le=512)
     """Columns of the output tile."""
-    summed: int | None = option(None, ge=16, le=512)
+    contracted: int | None = option(None, ge=16, le=512)
     """Tile size along the contracted dimension."""
     warps: int | None = option(None, ge=1, le=32)
     """Warps per program."""
@@ -94,10 +94,10 @@ class ProductTile(Tile):
 
 @schema
 class GroupedMatmulTile(Tile):
-    """Grouped matmul kernels: forward and input gradient (products), and the weight gradient (sums)."""
+    """Grouped matmul kernels: forward, also used for the input gradient, and the weight gradient."""
 
-    products: ProductTile = section(ProductTile)
-    sums: ProductTile = section(ProductTile)
+    forward: MatmulTile = section(MatmulTile)
+    weight_grad: MatmulTile = section(MatmulTile)
 
 
 @schema
@@ -134,7 +134,7 @@ class LinearCrossEntropyTile(Tile):
 
     logits: int | None = option(None, ge=64, le=65536)
     """Logits per block."""
-    at_once: int | None = option(None, ge=1, le=64)
+    unroll: int | None = option(None, ge=1, le=64)
     """Blocks that are loaded concurrently."""
     warps: int | None = option(None, ge=1, le=32)
     """Warps per program."""

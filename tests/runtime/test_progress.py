@@ -12,7 +12,7 @@ import pytest
 
 from maxhydra.config.schema.run import Progress as Mode
 from maxhydra.record import logging_to
-from maxhydra.train.progress import open_progress
+from maxhydra.runtime.progress import open_step_progress
 
 ROOT = Path(__file__).parents[2]
 METRICS = {"loss": 3.2144, "learning_rate": 1e-3, "grad_norm": 1.234, "tokens_per_second": 15210.0, "mfu": 0.4123}
@@ -24,7 +24,7 @@ def logged(path):
 
 def test_lines(tmp_path, capsys):
     log = logging_to(tmp_path / "log.txt", console=True)
-    with log, open_progress(Mode.lines, total=300, start=0, shown=True) as progress:
+    with log, open_step_progress(Mode.lines, total=300, start=0, shown=True) as progress:
         progress.update(10, {**METRICS, "step_time": 0.1})
         progress.message("saved")
         progress.update(20, {"eval/loss": 2.5, "eval/tokens": 4096})
@@ -40,14 +40,14 @@ def test_lines(tmp_path, capsys):
 @pytest.mark.parametrize(("mode", "shown"), [(Mode.none, True), (Mode.lines, False), (Mode.bar, False)])
 def test_silence_still_reaches_the_log(tmp_path, capsys, mode, shown):
     log = logging_to(tmp_path / "log.txt", console=True)
-    with log, open_progress(mode, total=300, start=0, shown=shown) as progress:
+    with log, open_step_progress(mode, total=300, start=0, shown=shown) as progress:
         progress.update(1, METRICS)
     assert capsys.readouterr().err == ""
     assert len(logged(tmp_path / "log.txt")) == 1
 
 
 def test_auto_is_lines_without_a_terminal(tmp_path, capsys):
-    with logging_to(None, console=True), open_progress(Mode.auto, total=3, start=0, shown=True) as progress:
+    with logging_to(None, console=True), open_step_progress(Mode.auto, total=3, start=0, shown=True) as progress:
         progress.update(1, {"loss": float("nan")})
     assert capsys.readouterr().err == "step     1/3  loss nan\n"
 
@@ -57,9 +57,9 @@ import sys
 from pathlib import Path
 from maxhydra.config.schema.run import Progress as Mode
 from maxhydra.record import logging_to
-from maxhydra.train.progress import open_progress
+from maxhydra.runtime.progress import open_step_progress
 with logging_to(Path(sys.argv[1]), console=True) as log:
-    with open_progress(Mode.auto, total=300, start=0, shown=True) as progress:
+    with open_step_progress(Mode.auto, total=300, start=0, shown=True) as progress:
         progress.update(10, {"loss": 3.2144, "learning_rate": 1e-3})
         log.info("something happened")
         progress.update(20, {"eval/loss": 2.5})
