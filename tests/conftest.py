@@ -15,8 +15,7 @@ import pytest
 
 from tests.support import compile_cache
 
-# The skip policy.
-pytest_plugins = ["tests.support.skips"]
+pytest_plugins = ["tests.support.skips", "tests.support.cpu_time"]
 
 CACHE_FOLDER = compile_cache.set_up_cache()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

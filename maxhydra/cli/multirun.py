@@ -42,9 +42,14 @@ def run_sweep_job(node: DictConfig) -> float | None:
     overrides, choices = unresolved(hydra.overrides.task), job_choices(hydra.runtime)
     # jax is imported here, after the config is known to be valid.
     from maxhydra.cli.run_job import execute  # noqa: PLC0415
+    from maxhydra.runtime import signals  # noqa: PLC0415
 
     print(f"job {hydra.job.num}: {' '.join(redact_argv(overrides))}", flush=True)
-    return execute(config, choices, overrides=overrides, path=Path(hydra.runtime.output_dir))
+    objective = execute(config, choices, overrides=overrides, path=Path(hydra.runtime.output_dir))
+    if (name := signals.last_request()) is not None:
+        # The signal arrived when the job was about to finish; it also asks the sweep to end.
+        raise SystemExit(signals.exit_code(name))
+    return objective
 
 
 def unresolved(overrides: Any) -> list[str]:

@@ -13,10 +13,8 @@ from maxhydra.config import Config
 from maxhydra.config.compose.provenance import display_path
 from maxhydra.record import RunDirectory
 from maxhydra.runs import write_report
+from maxhydra.runtime import signals
 from maxhydra.tasks import Result
-
-# 128 plus the signal number, as a shell reports a process that was killed by a signal.
-INTERRUPTED = {"SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143}
 
 
 def execute(
@@ -27,23 +25,33 @@ def execute(
     `path` is the run's folder in a sweep. A single run (None) also prints the command that resumes it. `config_dir` is
     the folder of options that the config was composed with, if the command line does not contain it.
     """
-    with _explain_disk_errors():
-        result = tasks.run(config, choices=choices, overrides=overrides, path=path, config_dir=config_dir)
-    if result.path is not None and result.writes:
-        folder = RunDirectory(result.path, writes=False)
+    with signals.installed():
         try:
-            write_report(folder)
-        except OSError as error:
-            print(f"maxhydra: report.html could not be written: {error.strerror}", file=sys.stderr)
-        lines = [*_outcome(result, folder, config)]
-        lines += _next_steps(result, folder, config, overrides) if path is None else []
-        print("\n".join(lines), flush=True)
+            with _explain_disk_errors():
+                result = tasks.run(config, choices=choices, overrides=overrides, path=path, config_dir=config_dir)
+        except signals.Interrupted as error:
+            print(f"maxhydra: {error}; run the same command again to resume", file=sys.stderr)
+            raise SystemExit(signals.exit_code(str(error))) from None
+        if result.path is not None and result.writes:
+            folder = RunDirectory(result.path, writes=False)
+            _report(result, folder, config, overrides if path is None else None)
     if result.status == "failed":
         raise RunFailed(result.reason)
     if result.status == "preempted":
         # SystemExit is not an Exception, so an interrupted sweep does not start its next job.
-        raise SystemExit(INTERRUPTED[result.reason.split()[0]])
+        raise SystemExit(signals.exit_code(result.reason))
     return result.objective
+
+
+def _report(result: Result, folder: RunDirectory, config: Config, overrides: list[str] | None) -> None:
+    """Write report.html, and print how the run ended and, with the overrides of a single run, what to run next."""
+    try:
+        write_report(folder)
+    except OSError as error:
+        print(f"maxhydra: report.html could not be written: {error.strerror}", file=sys.stderr)
+    lines = [*_outcome(result, folder, config)]
+    lines += _next_steps(result, folder, config, overrides) if overrides is not None else []
+    print("\n".join(lines), flush=True)
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def stored_format(key: str, source: str) -> Quantization | None:
     path = locate(key, source)
     if not path.is_dir() or is_hf_folder(path) or is_peft_folder(path):
         return None
-    return read_format(find_checkpoint(key, source))
+    return read_format(key, find_checkpoint(key, source))
 
 
 def require_format(key: str, source: str, stored: Quantization, model: ModelDef) -> None:

@@ -5,9 +5,11 @@ arrays of one element, then each array is replaced in the same store by an empty
 """
 
 import itertools
+import json
 import logging
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from jax.experimental import multihost_utils
 from omegaconf import OmegaConf
 
 from maxhydra.config import ConfigError, Problem
@@ -24,21 +27,27 @@ from maxhydra.config.migrations import migrate_config
 from maxhydra.config.schema.quantization import Quantization
 from maxhydra.convert.streaming import Arrays
 from maxhydra.model import ModelDef, store_weight_slice
-from maxhydra.model.stored_params import current_path, rename_keys, restore_keys, stored_names
+from maxhydra.model.stored_params import current_path
+from maxhydra.record.checkpoint_manifest import MANIFEST, DamagedCheckpointError, verify_files, write_manifest
+from maxhydra.record.formats import NewerFormatError
 
 Tree = Any
 PARAMS = "params"
 FORMAT = "quantization.yaml"
+log = logging.getLogger("maxhydra")
 # Orbax logs every operation, including tracebacks of its threads; our own errors report what a user needs.
 for noisy in ("absl", "asyncio"):
     logging.getLogger(noisy).setLevel(logging.CRITICAL)
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, in ascending order."""
+    """Steps of the checkpoints in a folder, in ascending order; entries with other names are ignored."""
     if not folder.is_dir():
         return []
-    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit() and entry.is_dir())
+    # str.isdigit() also accepts digits that int() rejects, such as a superscript two.
+    return sorted(
+        int(entry.name) for entry in folder.iterdir() if re.fullmatch("[0-9]+", entry.name) and entry.is_dir()
+    )
 
 
 def find_checkpoint(key: str, location: str) -> Path:
@@ -57,11 +66,66 @@ def find_checkpoint(key: str, location: str) -> Path:
 def read_parameters(key: str, path: Path, abstract_params: Tree) -> Tree:
     """Restore the weights of a checkpoint with the shapes, dtypes and shardings of `abstract_params`."""
     with read_errors_as_config_errors(key, path):
-        names = require_same_shapes(path, PARAMS, abstract_params)
-        abstract_params = rename_keys(abstract_params, names)
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-            items = reader.restore(path, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params)))
-    return restore_keys(items.params, names)
+        require_intact(path, [PARAMS])
+        return read_trees(path, {PARAMS: abstract_params})[PARAMS]
+
+
+def read_trees(path: Path, expected: Mapping[str, Tree]) -> dict[str, Tree]:
+    """Restore items of a checkpoint onto the shapes, dtypes and shardings of `expected`, whatever mesh wrote them.
+
+    Arrays are matched by name, those of earlier versions under their current names; nodes without arrays are ignored.
+    """
+    stored = {item: _match_stored_tree(path, item, tree) for item, tree in expected.items()}
+    args = {item: ocp.args.StandardRestore(target) for item, (target, _) in stored.items()}
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        restored = reader.restore(path, args=ocp.args.Composite(**args))
+    trees = {}
+    for item, tree in expected.items():
+        names = stored[item][1]
+        arrays = {names[name]: array for name, array in _leaves_by_name(restored[item]).items()}
+        trees[item] = jax.tree_util.tree_map_with_path(lambda path, _, arrays=arrays: arrays[_name(path)], tree)
+    return trees
+
+
+def require_intact(path: Path, items: Collection[str] | None = None) -> None:
+    """Raise DamagedCheckpointError if a checkpoint differs from its manifest; `items` limits the check to some items.
+
+    A collective call: each process hashes a share of the files, and all raise the error that any of them found.
+    """
+    if not (path / MANIFEST).exists():
+        log.info("checkpoint %s was written before checksums existed, not verified", path)
+    try:
+        damage = verify_files(path, items, part=jax.process_index(), parts=jax.process_count())
+    except NewerFormatError as error:
+        raise ConfigError(Problem("checkpoint", str(error), value=path)) from error
+    found = "" if damage is None else json.dumps([damage.file, damage.reason])
+    if jax.process_count() > 1:
+        padded = np.frombuffer(found.encode().ljust(1024)[:1024], np.uint8)
+        texts = multihost_utils.process_allgather(padded).reshape(jax.process_count(), -1)
+        found = next((text for row in texts if (text := row.tobytes().decode().strip())), "")
+    if found:
+        file, reason = json.loads(found)
+        raise DamagedCheckpointError(file, reason + _arrays_in_file(path, file))
+
+
+def _arrays_in_file(path: Path, file: str) -> str:
+    """Name the arrays with chunks in a data file; empty for other files, and if the index of chunks is damaged."""
+    item, _, inner = file.partition("/")
+    try:
+        store = ts.KvStore.open(f"file://{path / item}/").result()
+        nodes, keys = [ts.ocdbt.dump(store).result()["versions"][-1]["root"]["location"]], set()
+        while nodes:
+            for entry in ts.ocdbt.dump(store, nodes.pop()).result()["entries"]:
+                if "location" in entry:
+                    nodes.append(entry["location"])
+                # value:<folder>/:d/<file>:<offset>:<length>
+                elif "".join(entry.get("indirect_value", "").split(":")[1:3]) == inner:
+                    keys.add(entry["key"].decode().rpartition("/")[0].replace(".", "/"))
+    except Exception:  # tensorstore raises any type
+        return ""
+    names = [f"{item}/{key}" for key in sorted(keys)]
+    more = f" and {len(names) - 3} more arrays" if len(names) > 3 else ""
+    return f"; it holds {', '.join(names[:3])}{more}" if names else ""
 
 
 @contextmanager
@@ -72,15 +136,20 @@ def read_errors_as_config_errors(key: str, path: Path) -> Iterator[None]:
     except (ConfigError, MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # Orbax and its storage backends raise any type
-        reason = f"cannot be read: {one_line_message(error)}"
+        is_damaged = isinstance(error, DamagedCheckpointError)
+        reason = f"is damaged: {error}" if is_damaged else f"cannot be read: {one_line_message(error)}"
         hint = "copy it again, or name an earlier checkpoint, RUN/checkpoints/STEP"
+        earlier = [step for step in checkpoint_steps(path.parent) if path.name.isdecimal() and step < int(path.name)]
+        intact = (path.parent / str(step) for step in reversed(earlier))
+        if (previous := next((other for other in intact if verify_files(other, [PARAMS]) is None), None)) is not None:
+            hint = f"copy it again, or use the previous checkpoint, {key}={previous}"
         raise ConfigError(Problem(key, reason, value=path, hint=hint)) from error
 
 
 def one_line_message(error: BaseException) -> str:
-    """The message of an error on one line of at most 200 characters."""
+    """The message of an error on one line of at most 300 characters."""
     text = str(error).strip() or type(error).__name__
-    return re.sub(r"\s+", " ", text)[:200]
+    return re.sub(r"\s+", " ", text)[:300]
 
 
 def write_format(folder: Path, quantization: Quantization) -> None:
@@ -88,9 +157,12 @@ def write_format(folder: Path, quantization: Quantization) -> None:
     (folder / FORMAT).write_text(OmegaConf.to_yaml(OmegaConf.structured(quantization)), encoding="utf-8")
 
 
-def read_format(checkpoint: Path) -> Quantization | None:
+def read_format(key: str, checkpoint: Path) -> Quantization | None:
     """The quantization stored by `write_format`; None if the weights are not quantized."""
     path = checkpoint / FORMAT
+    with read_errors_as_config_errors(key, checkpoint):
+        if (damage := verify_files(checkpoint, items=())) is not None:
+            raise damage
     if not path.is_file():
         return None
     values = OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
@@ -99,39 +171,59 @@ def read_format(checkpoint: Path) -> Quantization | None:
     return section_from(Quantization, current, path="quantization", source=str(path))
 
 
-def require_same_shapes(path: Path, item: str, expected_tree: Tree) -> dict[str, str]:
-    """Raise ConfigError if the arrays of a checkpoint differ in name or shape; names the first that does.
+def _match_stored_tree(path: Path, item: str, expected_tree: Tree) -> tuple[Tree, dict[str, str]]:
+    """Match the arrays of a checkpoint with those of `expected_tree` by name and shape.
 
-    Returns the parameter names that the checkpoint stores under their names of an earlier version, for `rename_keys`.
+    Returns the tree as it is stored, with the expected dtypes and shardings, and the current name of each stored one.
+    Raises ConfigError that names the first array that differs.
     """
     with ocp.StandardCheckpointer() as reader:
-        stored = reader.metadata(path / item).item_metadata
-    if stored is None:
+        metadata = reader.metadata(path / item).item_metadata
+    if metadata is None:
         raise ValueError(f"the list of arrays in {item} is missing or damaged")
-    stored_leaves = _leaves_by_name(stored.tree)
-    stored_shapes = {current_path(name): tuple(leaf.shape) for name, leaf in stored_leaves.items()}
-    serialized = ocp.tree.serialize_tree(expected_tree)
-    expected_shapes = {name: tuple(leaf.shape) for name, leaf in _leaves_by_name(serialized).items()}
+    expected, stored = _leaves_by_name(expected_tree), _leaves_by_name(metadata.tree)
+    names = {name: current_path(name, expected) for name in stored}
+    stored_shapes = {names[name]: tuple(leaf.shape) for name, leaf in stored.items()}
+    expected_shapes = {name: tuple(leaf.shape) for name, leaf in expected.items()}
     for name in sorted({*stored_shapes, *expected_shapes}):
-        if stored_shapes.get(name) == expected_shapes.get(name):
-            continue
-        shape, expected = stored_shapes.get(name, "missing"), expected_shapes.get(name, "no such array")
-        what = "model" if item == PARAMS else "optimizer or state"
-        reason = f"belongs to a different {what}: {item}/{name} is {shape}, this run has {expected}"
-        hint = "choose another run.name, or the model that it was trained with"
-        if item == "rest":
-            hint = "choose another run.name, or load only the weights with checkpoint.load_parameters"
-        raise ConfigError(Problem("checkpoint", reason, value=path, hint=hint))
-    return stored_names(stored_leaves)
+        if stored_shapes.get(name) != expected_shapes.get(name):
+            raise _different_model(path, item, name, stored_shapes.get(name), expected_shapes.get(name))
+    return jax.tree_util.tree_map_with_path(lambda keys, _: expected[names[_name(keys)]], metadata.tree), names
+
+
+def _different_model(
+    path: Path, item: str, name: str, found: tuple[int, ...] | None, expected: tuple[int, ...] | None
+) -> ConfigError:
+    what = "model" if item == PARAMS else "optimizer or state"
+    shape, own = "missing" if found is None else found, "no such array" if expected is None else expected
+    reason = f"belongs to a different {what}: {item}/{name} is {shape}, this run has {own}"
+    hint = "choose another run.name, or the model that it was trained with"
+    if item != PARAMS:
+        hint = "choose another run.name, or load only the weights with checkpoint.load_parameters"
+    if not (path / MANIFEST).exists() and (writer := _writer(path)):
+        # Before format versions, only the code that wrote a checkpoint is known to read it.
+        hint += f"; it was written by {writer}, which can read it"
+    return ConfigError(Problem("checkpoint", reason, value=path, hint=hint))
+
+
+def _writer(path: Path) -> str:
+    """The commit of maxhydra that wrote a run's checkpoint, by the sessions in run.json; empty if unknown."""
+    try:
+        facts, step = json.loads((path.parent.parent / "run.json").read_bytes()), int(path.name)
+        # The session of this process has already been added.
+        sessions = [session for session in facts["sessions"] if session["pid"] != os.getpid()]
+        session = next((entry for entry in sessions if (entry["end_step"] or -1) >= step), sessions[-1])
+        return f"commit {session['git']['sha'][:12]} of maxhydra ({session['started'][:10]})"
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
 
 
 def _leaves_by_name(tree: Tree) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in leaves
-        if leaf is not None and leaf != {} and leaf != []
-    }
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _name(path: jax.tree_util.KeyPath) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def write_checkpoint(folder: Path, model: ModelDef, arrays: Arrays, *, dtype: np.dtype) -> None:
@@ -155,6 +247,7 @@ def write_checkpoint(folder: Path, model: ModelDef, arrays: Arrays, *, dtype: np
     if model.is_packed:
         assert model.quantization is not None
         write_format(folder, model.quantization)
+    write_manifest(folder)
 
 
 def _stored_shapes(model: ModelDef, dtype: np.dtype) -> Tree:

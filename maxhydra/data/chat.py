@@ -24,16 +24,16 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.data.record_types import Rejected
 from maxhydra.data.rows import Document
-from maxhydra.data.tokenizers import Tokenizer, special_token_pattern
+from maxhydra.data.template_sandbox import MAX_SOURCE, LimitedEnvironment, TemplateLimitError, limited
+from maxhydra.data.tokenizers import Tokenizer, TokenizerError, special_token_pattern
 
 Message = Mapping[str, Any]
 
@@ -45,6 +45,8 @@ _OPEN, _CLOSE = (secrets.token_hex(16) for _ in range(2))
 # Whitespace put around a message's content to detect whether a template strips it.
 _BEFORE, _AFTER = "\n\t ", "\t \n"
 
+# Characters of a reason that a template gives, which may contain a whole conversation.
+MAX_REASON = 300
 GENERATION_HINT = "put {% generation %} and {% endgeneration %} around the assistant's text in the template"
 
 
@@ -73,21 +75,15 @@ class Rendered:
 class ChatTemplateError(Exception):
     """A conversation that the template cannot render, or whose assistant turns cannot be located."""
 
+    is_refusal = False
+    """True if the template rejected the conversation with raise_exception."""
+
 
 class ChatTemplate:
     """A compiled chat template of a tokenizer."""
 
     def __init__(self, source: str, tokenizer: Tokenizer, *, day: datetime.datetime = DAY):
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals |= {"raise_exception": _raise, "strftime_now": day.strftime}
-        try:
-            self._template = environment.from_string(source)
-        except TemplateSyntaxError as error:
-            reason = f"is not a valid Jinja template: line {error.lineno}: {error.message}"
-            raise ConfigError(Problem("data.tokenizer.chat_template", reason)) from None
+        self._template = _compile(source, day)
         self._tokenizer = tokenizer
         self._special_pattern = special_token_pattern(tokenizer.special_token_ids)
         self._has_generation_blocks = re.search(r"{%[-+]?\s*generation\b", source) is not None
@@ -99,14 +95,28 @@ class ChatTemplate:
         }
         self._cached_skeleton = lru_cache(maxsize=1024)(self._plain_skeleton)
 
+    def check(self) -> None:
+        """Raise ConfigError if the template fails for every simple conversation, for a reason other than its roles."""
+        problems = []
+        for roles in (("user",), ("user", "assistant", "user"), ("system", "user")):
+            try:
+                self._render([{"role": role, "content": "a"} for role in roles], add_generation_prompt=True)
+                return
+            except ChatTemplateError as error:
+                if error.is_refusal:
+                    return
+                problems.append(str(error))
+        reason = f"cannot render a conversation: {problems[0]}"
+        raise ConfigError(Problem("data.tokenizer.chat_template", reason, hint="correct the template, or set another"))
+
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Render the conversation so far plus the assistant header. UnclearError if that is impossible."""
+        """Render the conversation so far plus the assistant header. ChatTemplateError if that is impossible."""
         messages = _check_messages(messages)
         self._reject_special_tokens(messages)
         return _strip_delimiters(self._render(messages, add_generation_prompt=True)).text
 
     def render(self, messages: Sequence[Message]) -> Rendered:
-        """Render a conversation and locate the assistant's turns. UnclearError if that is impossible."""
+        """Render a conversation and locate the assistant's turns. ChatTemplateError if that is impossible."""
         messages = _check_messages(messages)
         self._reject_special_tokens(messages)
         rendered = _strip_delimiters(self._render(messages, add_generation_prompt=False))
@@ -125,7 +135,10 @@ class ChatTemplate:
             return Rejected(f"has {len(rendered.text):,} characters, more than data.max_characters={max_characters:,}")
         if not any(start < end for start, end in turns):
             return Rejected("has no text of the assistant to train on")
-        tokens, spans = self._tokenizer.encode_with_special_tokens(rendered.text)
+        try:
+            tokens, spans = self._tokenizer.encode_with_special_tokens(rendered.text)
+        except TokenizerError as error:
+            return Rejected(error.problems[0].reason)
         loss_weights = np.zeros(len(rendered.text) + 1, np.float32)
         for start, end in turns:
             loss_weights[start:end] = 1
@@ -143,31 +156,38 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         variables = {"messages": [dict(message) for message in messages], "tools": None, "documents": None}
         try:
-            text = self._template.render(
-                **variables, **self._special_names, add_generation_prompt=add_generation_prompt
-            )
+            with limited(messages):
+                text = self._template.render(
+                    **variables, **self._special_names, add_generation_prompt=add_generation_prompt
+                )
             text.encode()
+        except TemplateLimitError as error:
+            raise ChatTemplateError(f"the chat template exceeds a limit: {error.message}") from None
         except TemplateError as error:
-            raise ChatTemplateError(f"the chat template raised: {error.message}") from None
+            failure = ChatTemplateError(f"the chat template raised: {str(error.message)[:MAX_REASON]}")
+            failure.is_refusal = type(error) is TemplateError
+            raise failure from None
         except UnicodeEncodeError as error:
-            raise ChatTemplateError(f"is not valid Unicode: {error}") from None
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            raise ChatTemplateError(f"the chat template failed: {type(error).__name__}: {error}") from None
+            raise ChatTemplateError(f"is not valid Unicode: {error.reason} at position {error.start}") from None
+        except Exception as error:  # a template can divide by zero, recurse without end, and more
+            reason = f"{type(error).__name__}: {str(error)[:MAX_REASON]}"
+            raise ChatTemplateError(f"the chat template failed: {reason}") from None
         return text
 
-    def _reject_special_tokens(self, value: Any) -> None:
+    def _reject_special_tokens(self, messages: Sequence[Message]) -> None:
         """Raise if a message contains the text of a special token, which could forge the start or end of a turn."""
-        if isinstance(value, str):
-            if self._special_pattern and (found := self._special_pattern.search(value)):
-                raise ChatTemplateError(f"a message contains the text of the special token {found[0]}")
-            if _OPEN in value or _CLOSE in value:
-                raise ChatTemplateError("a message contains an internal delimiter")
-        elif isinstance(value, Mapping):
-            for part in value.values():
-                self._reject_special_tokens(part)
-        elif isinstance(value, Sequence) and not isinstance(value, bytes):
-            for part in value:
-                self._reject_special_tokens(part)
+        values: list[Any] = list(messages)
+        while values:
+            value = values.pop()
+            if isinstance(value, str):
+                if self._special_pattern and (found := self._special_pattern.search(value)):
+                    raise ChatTemplateError(f"a message contains the text of the special token {found[0]}")
+                if _OPEN in value or _CLOSE in value:
+                    raise ChatTemplateError("a message contains an internal delimiter")
+            elif isinstance(value, Mapping):
+                values.extend(value.values())
+            elif isinstance(value, Sequence) and not isinstance(value, bytes):
+                values.extend(value)
 
     def _turns(self, messages: Sequence[Message], text: str) -> Iterator[tuple[int, int]]:
         """Locate the assistant's turns by inserting the contents into the text that the template writes around them."""
@@ -270,7 +290,28 @@ def compile_chat_template(tokenizer: Tokenizer, *, day: datetime.datetime = DAY)
         reason = "must be set for conversations, because the tokenizer has no chat template"
         accepted = "a file with a Jinja template"
         raise ConfigError(Problem("data.tokenizer.chat_template", reason, value=None, accepted=accepted))
-    return ChatTemplate(tokenizer.chat_template, tokenizer, day=day)
+    template = ChatTemplate(tokenizer.chat_template, tokenizer, day=day)
+    template.check()
+    return template
+
+
+def _compile(source: str, day: datetime.datetime) -> Template:
+    """Compile a template in the sandbox."""
+    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment.add_filter("tojson", _tojson)
+    delimit = environment.extensions[Generation.identifier]._delimit  # type: ignore[attr-defined]
+    environment.add_functions(
+        raise_exception=_raise, strftime_now=lambda format: _strftime(day, format), _delimit=delimit
+    )
+    try:
+        if len(source) > MAX_SOURCE:
+            raise ValueError(f"it has {len(source):,} characters, the limit is {MAX_SOURCE:,}")
+        return environment.from_string(source)
+    except TemplateSyntaxError as error:
+        reason = f"is not a valid Jinja template: line {error.lineno}: {str(error.message)[:MAX_REASON]}"
+    except Exception as error:  # deep nesting and huge numbers fail in Jinja's parser or in Python's
+        reason = f"is not a valid Jinja template: {type(error).__name__}: {str(error)[:MAX_REASON]}"
+    raise ConfigError(Problem("data.tokenizer.chat_template", reason))
 
 
 def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, *, day: datetime.datetime = DAY) -> str:
@@ -318,9 +359,18 @@ def _stripped(content: str | None, left: bool, right: bool) -> str:
     return content.rstrip() if right else content
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
     """Plain JSON; Jinja's own filter escapes it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime(day: datetime.datetime, format: str) -> str:
+    # The result can be 256 times as long as the format.
+    if len(format) > 1000:
+        raise TemplateLimitError("the format of strftime_now has more than 1,000 characters")
+    return day.strftime(format)
 
 
 def _raise(reason: str) -> None:

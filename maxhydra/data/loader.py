@@ -25,6 +25,7 @@ from maxhydra.data.pipeline import Pipeline
 from maxhydra.data.rows import Row
 from maxhydra.data.shuffle import ShuffleOrder
 from maxhydra.data.stream import ReadStats, RowStream, State, Stream
+from maxhydra.runtime import signals
 
 
 class StreamSet:
@@ -167,8 +168,8 @@ class Loader(Generic[B]):
     def __next__(self) -> B:
         self._schedule()
         try:
-            prepared = self._pending.popleft().result()
-        except BaseException:
+            prepared = signals.wait(self._pending.popleft())
+        except Exception:
             self._seek(self._sequences, self._states)
             raise
         self._stats = prepared.stats

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from array_record.python.array_record_module import ArrayRecordWriter
+from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
 from maxhydra import __version__
 from maxhydra.config import ConfigError, Problem
@@ -24,7 +24,7 @@ from maxhydra.config.errors import show
 from maxhydra.config.migrations import migrate_config
 from maxhydra.config.schema.data import READY_ROWS, Data, OnError
 from maxhydra.data.formats import ConcatRecords
-from maxhydra.data.formats.payload import encode_arrays
+from maxhydra.data.formats.payload import decode_arrays, encode_arrays
 from maxhydra.data.pipeline import TRAIN, Pipeline
 from maxhydra.data.read_ahead import Chunks, Encoded, Encoder, IndexedChunks, StreamedChunks
 from maxhydra.data.records import BadRecord, Record, Records, RecordStream, bad_record_error
@@ -104,6 +104,23 @@ class Shards:
             os.fsync(file.fileno())
         partial.rename(path)
         return ShardResult(shard, records, tokens, path.stat().st_size, bad_records)
+
+    def wrote(self, path: Path) -> bool:
+        """Whether a file is a shard of this source: by its name, and the tokens of its first document."""
+        shard = next((shard for shard in range(self._count) if self.name(shard) == path.name), None)
+        if shard is None:
+            return False
+        try:
+            reader = ArrayRecordReader(str(path))
+            stored = decode_arrays(reader.read([0])[0])["tokens"] if reader.num_records() else None
+        except Exception:  # the reader raises various types for a file that is not an ArrayRecord file
+            return False
+        document = next((document for encoded in self._encoded(shard) for document in encoded.examples), None)
+        if stored is None or document is None:
+            return stored is document
+        # The teacher's documents may be cut to train.seq_len.
+        length = min(len(stored), len(document.tokens))
+        return length > 0 and np.array_equal(stored[:length], document.tokens[:length])
 
     @cached_property
     def _all_records(self) -> Records | None:
@@ -194,7 +211,7 @@ class ShardIndex:
             "skipped": len(result.bad_records),
             "bytes": result.bytes,
         }
-        self._write()
+        self.write()
 
     @property
     def totals(self) -> dict[str, int]:
@@ -202,7 +219,8 @@ class ShardIndex:
         names = ("records", "tokens", "skipped", "bytes")
         return {name: sum(shard[name] for shard in self.done.values()) for name in names}
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Replace index.json."""
         shards = dict(sorted(self.done.items()))
         complete = len(shards) == self._facts["settings"]["task.shards"]
         text = to_json({"complete": complete, **self.totals, **self._facts, "shards": shards}, indent=1)
@@ -227,13 +245,17 @@ def open_index(
         before = _read(folder / NAME)
         if before:
             _check_same(before, json.loads(to_json(facts)), folder)
-        elif unknown := sorted(path.name for path in folder.glob("*.array_record")):
-            reason = f"already holds {unknown[0]}, but no {NAME}"
+        elif unknown := sorted(path.name for path in folder.glob("*.array_record") if not shards.wrote(path)):
+            reason = f"already holds {unknown[0]}, which this command did not write, and no {NAME}"
             raise ConfigError(Problem("task.output", reason, value=folder, hint="choose an empty folder"))
         for path in folder.glob(".tokens-*.partial"):
             path.unlink()
         done = {name: shard for name, shard in before.get("shards", {}).items() if _is_complete(folder / name, shard)}
-        yield ShardIndex(folder, facts, done)
+        index = ShardIndex(folder, facts, done)
+        if not before:
+            # Before the first shard, so that a kill never leaves shards that no index describes.
+            index.write()
+        yield index
 
 
 def _read(index: Path) -> dict[str, Any]:

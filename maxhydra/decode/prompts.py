@@ -38,22 +38,36 @@ class PromptEncoder:
         """The chat template; ConfigError if the tokenizer has none."""
         return compile_chat_template(self.tokenizer)
 
-    def encode_text(self, text: str) -> list[int]:
-        """Encode plain text, with a BOS token if data.tokenizer.add_bos is set."""
+    def encode_text(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+        """Encode plain text, with a BOS token if data.tokenizer.add_bos is set.
+
+        A text that cannot fit into `max_tokens` is rejected without tokenizing it.
+        """
         if not text:
             raise PromptError("the prompt is empty")
         _reject_surrogates(text)
+        self._check_length(text, max_tokens)
         return [*self._bos, *self.tokenizer.encode(text)]
 
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Encode a conversation up to the beginning of the next assistant turn."""
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> list[int]:
+        """Encode a conversation up to the beginning of the next assistant turn; `max_tokens` as for `encode_text`."""
         for message in messages:
             _reject_surrogates(str(message.get("content")))
         try:
             text = self.template.prompt(messages)
         except ChatTemplateError as error:
             raise PromptError(str(error)) from None
-        return [int(id) for id in self.tokenizer.encode_with_special_tokens(text)[0]]
+        self._check_length(text, max_tokens)
+        ids: list[int] = self.tokenizer.encode_with_special_tokens(text)[0].tolist()
+        return ids
+
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        longest = self.tokenizer.max_token_bytes
+        if max_tokens is not None and longest is not None and len(text) > max_tokens * longest:
+            raise PromptError(
+                f"the prompt has {len(text)} characters, more than fit into {max_tokens} tokens: shorten it, or raise "
+                "task.engine.max_context"
+            )
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:

@@ -34,6 +34,10 @@ class SettingError(ValueError):
 def with_overrides(sampling: Sampling, changes: Mapping[str, Any]) -> Sampling:
     """Replace some parameters by JSON values; SettingError names the first invalid one."""
     known = fields(Sampling)
+    stop = changes.get("stop")
+    # The number of strings first: a client may send a million.
+    if isinstance(stop, list) and len(stop) > MAX_STOPS:
+        raise SettingError("stop", f"has {len(stop)} strings", f"at most {MAX_STOPS}")
     for name, value in changes.items():
         if name not in known:
             raise SettingError(name, "is not a sampling parameter", did_you_mean(name, known) or ", ".join(known))
@@ -43,10 +47,8 @@ def with_overrides(sampling: Sampling, changes: Mapping[str, Any]) -> Sampling:
     changed = dataclasses.replace(sampling, **changes)
     if "" in changed.stop:
         raise SettingError("stop", "contains an empty string", "non-empty strings")
-    if len(changed.stop) > MAX_STOPS or any(len(text) > MAX_STOP_LENGTH for text in changed.stop):
-        raise SettingError(
-            "stop", "is too long", f"at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters"
-        )
+    if any(len(text) > MAX_STOP_LENGTH for text in changed.stop):
+        raise SettingError("stop", "has a string that is too long", f"at most {MAX_STOP_LENGTH} characters each")
     return changed
 
 

@@ -4,54 +4,36 @@ Optimizer states repeat the paths of the parameters, so the same table of names 
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+Tree = Any
 # Name of a dict key in the parameter tree in earlier versions -> its name now.
 RENAMED = {"beside": "parallel_moe"}
 ORIGINAL_NAMES = {new: old for old, new in RENAMED.items()}
 
 
-def current_path(path: str) -> str:
-    """A path a/b/c of an earlier version under the names of this one."""
-    return "/".join(RENAMED.get(name, name) for name in path.split("/"))
+def current_path(path: str, known: Container[str]) -> str:
+    """The name in this version of an array a/b/c of an earlier one; `known` holds the names of this version."""
+    renamed = "/".join(RENAMED.get(name, name) for name in path.split("/"))
+    # Projections held a bare array until b6b09aa (2026-11-15), and since then a dict of kernel, bias and scales.
+    return f"{renamed}/kernel" if renamed not in known and f"{renamed}/kernel" in known else renamed
 
 
-def stored_names(paths: Iterable[str]) -> dict[str, str]:
-    """Current -> stored name for the names in RENAMED that a checkpoint with these paths stores under the old name."""
-    parts = {part for path in paths for part in path.split("/")}
-    return {new: old for old, new in RENAMED.items() if old in parts}
-
-
-Tree = Any
-
-
-def rename_keys(tree: Tree, names: Mapping[str, str]) -> Tree:
-    """The tree with the keys of its dicts renamed; also within the tuples of optimizer states."""
-    if not names:
+def _original_names(tree: Tree) -> Tree:
+    if not isinstance(tree, dict):
         return tree
-    if isinstance(tree, dict):
-        return {names.get(key, key): rename_keys(value, names) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(rename_keys(value, names) for value in tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(rename_keys(value, names) for value in tree)
-    return tree
-
-
-def restore_keys(tree: Tree, names: Mapping[str, str]) -> Tree:
-    """The inverse of `rename_keys`."""
-    return rename_keys(tree, {old: new for new, old in names.items()})
+    return {ORIGINAL_NAMES.get(key, key): _original_names(value) for key, value in tree.items()}
 
 
 def fingerprint(weights: Tree) -> str:
     """Hash of the weights; the same on any mesh, in any number of processes, and under earlier parameter names."""
     # Leaves are hashed in the order of their names, which a rename must not change.
-    sums = _hash_arrays(jax.tree.leaves(rename_keys(weights, ORIGINAL_NAMES)))
+    sums = _hash_arrays(jax.tree.leaves(_original_names(weights)))
     return hashlib.blake2b(np.array([int(total) for total in sums], "<u4").tobytes(), digest_size=16).hexdigest()
 
 

@@ -9,7 +9,9 @@ from collections.abc import Collection
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
-def is_allowed_host(header: str, allowed: Collection[str] = LOOPBACK_NAMES) -> bool:
-    """Return True if a Host header, with or without a port, names one of the `allowed` hosts."""
+def is_allowed_host(header: str, allowed: Collection[str] = LOOPBACK_NAMES, *, port: int | None = None) -> bool:
+    """Return True if a Host header names one of the `allowed` hosts: with any port or none, or with that `port`."""
+    if port is not None:
+        return header.lower() in {f"{name}:{port}" for name in allowed}
     name = header if header.endswith("]") else header.rpartition(":")[0] or header
     return name.lower() in allowed

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.record.atomic_io import acquire_lock, is_lost, process_start, replace_file, to_json, to_plain
+from maxhydra.record.formats import migrate_format, stamp
 from maxhydra.record.provenance import environment
 from maxhydra.record.redact import redact_facts, redact_text
 
@@ -72,6 +73,8 @@ log = logging.getLogger("maxhydra")
 
 Facts = dict[str, Any]
 
+# Format of run.json. 1: without `format`. 2: with `format`.
+RUN_FORMAT = 2
 # Facts stored per session and, with the latest value, for the whole run.
 SESSION_FACTS = ("devices", "start_step", "end_step")
 STATUSES = ("running", "finished", "failed", "preempted")
@@ -164,8 +167,9 @@ class RunDirectory:
             **dict.fromkeys(SESSION_FACTS),
         }
         state = {"status": "running", "reason": None, "created": previous.get("created", now), "finished": None}
-        leading = {"name": self.path.name, "task": None, **state}
-        self._facts = {**leading, **previous, **known, "git": git, **state, "sessions": [*earlier, session]}
+        leading = {**stamp(RUN_FORMAT), "name": self.path.name, "task": None, **state}
+        own = {**stamp(RUN_FORMAT), "git": git, **state, "sessions": [*earlier, session]}
+        self._facts = {**leading, **previous, **known, **own}
         self._session_start = time.monotonic()
         self._is_open = True
         self.update(**{name: known[name] for name in SESSION_FACTS if name in known})
@@ -261,7 +265,7 @@ class RunDirectory:
             self._release_lock()
 
     def _read_facts(self) -> Facts:
-        facts: Facts = json.loads(self.facts_path.read_text(encoding="utf-8"))
+        facts = migrate_facts(json.loads(self.facts_path.read_text(encoding="utf-8")))
         if facts["status"] == "running" and is_lost(facts["sessions"][-1], facts["updated"]):
             facts.update(status="lost", reason=LOST_REASON)
         return facts
@@ -307,6 +311,14 @@ class RunDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def migrate_facts(facts: Mapping[str, Any]) -> Facts:
+    """Bring the content of run.json to the current format; NewerFormatError if it was written by a later version.
+
+    Keys and options of the config in it are renamed by config.migrations.
+    """
+    return migrate_format(facts, current=RUN_FORMAT, migrations={})
 
 
 def _close_lost(session: Facts, run: Facts) -> Facts:

@@ -14,6 +14,7 @@ from maxhydra.data import BatchSpec, Loader, Row
 from maxhydra.rl.loss import OLD_LOGPROBS, REFERENCE_LOGPROBS
 from maxhydra.rl.rollout import Rollout, RolloutWorker
 from maxhydra.rl.setup import REFERENCE, policy_weights
+from maxhydra.runtime import signals
 from maxhydra.train import Scorer
 from maxhydra.train.evaluate import map_microbatches
 from maxhydra.train.loss import Batch, Tree
@@ -30,7 +31,8 @@ class RolloutBatches:
     """A `train.BatchSource` of rollouts, each used for task.iterations updates.
 
     Rollouts that were sampled ahead or are still in use are saved with the position, because the weights that sampled
-    them no longer exist after a resume.
+    them no longer exist after a resume. A signal abandons an on-policy rollout, which a resume repeats; those that are
+    sampled ahead are completed first.
     """
 
     def __init__(self, worker: RolloutWorker, loader: Loader[list[Row]], spec: BatchSpec, logprob_fn: LogprobFn):
@@ -44,6 +46,8 @@ class RolloutBatches:
         self._num_informative = 0
         """Rollouts used so far with a group whose rewards differ."""
         self._batch: Batch = {}
+        self._position: dict[str, Any] | None = None
+        """The position before the rollout that is being sampled on-policy."""
         self._queue: deque[Future[Rollout]] = deque()
         # One thread, so that rollouts are made in order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
@@ -63,8 +67,7 @@ class RolloutBatches:
         queued = [future.result().to_json() for future in self._queue]
         current = self._current.to_json() if self._current is not None and self._uses_left else None
         return {
-            "prompts": self._loader.state(),
-            "asked": self._num_prompts,
+            **(self._position or self._prompt_position()),
             "ahead": queued,
             "current": current,
             "uses": self._uses_left,
@@ -87,8 +90,11 @@ class RolloutBatches:
     def close(self) -> None:
         for future in self._queue:
             future.cancel()
-        self._thread.shutdown(wait=True)
+        self._thread.shutdown(wait=self._position is None)
         self._loader.close()
+
+    def _prompt_position(self) -> dict[str, Any]:
+        return {"prompts": self._loader.state(), "asked": self._num_prompts}
 
     def _set_current(self, rollout: Rollout, *, uses: int) -> None:
         self._current, self._uses_left = rollout, uses
@@ -98,11 +104,16 @@ class RolloutBatches:
     def _next(self, weights: Tree) -> Rollout:
         """The next rollout. One that is sampled ahead needs a copy of the weights, which the next step donates."""
         if not self._task.off_policy_steps:
-            return self._make(weights)
+            self._position = self._prompt_position()
+            rollout = signals.wait(self._thread.submit(self._make, weights))
+            self._position = None
+            return rollout
         copy = jax.tree.map(jnp.copy, weights)
         while len(self._queue) <= self._task.off_policy_steps:
             self._queue.append(self._thread.submit(self._make, copy))
-        return self._queue.popleft().result()
+        rollout = signals.wait(self._queue[0])
+        self._queue.popleft()
+        return rollout
 
     def _make(self, weights: Tree) -> Rollout:
         seq_len = self._spec.rows.seq_len

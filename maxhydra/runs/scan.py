@@ -15,7 +15,7 @@ from maxhydra.config.migrations import migrate_config
 from maxhydra.record import scan_metrics
 from maxhydra.record.atomic_io import is_lost
 from maxhydra.record.metrics import Row
-from maxhydra.record.run_dir import LABELS, apply_labels, read_labels
+from maxhydra.record.run_dir import LABELS, apply_labels, migrate_facts, read_labels
 from maxhydra.runs import settings as run_settings
 from maxhydra.runs.summary import Facts, wall_seconds
 
@@ -109,7 +109,7 @@ def _file_stamp(path: str) -> str | None:
 def read_facts(folder: Path, errors: list[str]) -> Facts | None:
     """Facts of run.json with labels applied. Whether a running run is lost is determined when it is displayed."""
     try:
-        facts = json.loads((folder / RUN).read_bytes())
+        facts = migrate_facts(json.loads((folder / RUN).read_bytes()))
         # Required facts are accessed here, so that damage is detected here.
         facts["status"], wall_seconds(facts), is_lost(facts["sessions"][-1], facts["updated"])
         datetime.fromisoformat(facts["updated"]) - datetime.fromisoformat(facts["created"])

@@ -5,6 +5,7 @@ that resolves to it; such requests carry a different Host header and are rejecte
 """
 
 import json
+import sys
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from maxhydra.config.errors import ConfigError
 from maxhydra.record.atomic_io import to_json
+from maxhydra.record.loopback import LOOPBACK_NAMES, is_allowed_host
 from maxhydra.runs.dashboard import Dashboard, machine
 from maxhydra.runs.page import Html, live_page, read_asset
 from maxhydra.runs.registry import Registry
@@ -24,9 +26,10 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-NAMES = ("localhost", "127.0.0.1", "[::1]")
 # Maximum number of runs in one request.
 MAX_RUNS = 32
+# Maximum number of fields in the query of a request.
+MAX_FIELDS = 1000
 
 
 class Server(ThreadingHTTPServer):
@@ -37,7 +40,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, registry: Registry, *, host: str, port: int):
         super().__init__((host, port), _Handler)
         self.dashboard = Dashboard(registry)
-        self.hosts = {f"{name}:{self.server_port}" for name in (*NAMES, host)}
+        self.names = (*LOOPBACK_NAMES, host.lower())
         self.url = f"http://{host}:{self.server_port}/"
         title, data = f"{registry.root.resolve().name} · maxhydra", {"root": str(registry.root)}
         bar, body = Html(read_asset("dashboard_bar.html")), Html(read_asset("dashboard.html"))
@@ -65,6 +68,11 @@ class Server(ThreadingHTTPServer):
                 return machine(dashboard.registry.root)
         raise KeyError(path)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print unexpected errors only: clients may hang up at any time, as a browser does with a closed page."""
+        if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
+
     def start(self) -> threading.Thread:
         """Serve in the background, until `shutdown`."""
         thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
@@ -79,16 +87,21 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        if self.headers.get("Host") not in self.server.hosts:
+        if not is_allowed_host(self.headers.get("Host", ""), self.server.names, port=self.server.server_port):
             self._send(HTTPStatus.FORBIDDEN, b"unknown Host header; use the URL of this server\n", "text/plain")
             return
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+            query = parse_qs(url.query, max_num_fields=MAX_FIELDS)
+        except ValueError:
+            self._send(HTTPStatus.BAD_REQUEST, b"the address is not a valid URL\n", "text/plain")
+            return
         if url.path == "/":
             self._send(HTTPStatus.OK, self.server.page, "text/html")
         elif url.path == "/favicon.ico":
             self._send(HTTPStatus.NO_CONTENT, b"", "image/x-icon")
         else:
-            self._send_json(url.path, parse_qs(url.query))
+            self._send_json(url.path, query)
 
     def _send_json(self, path: str, query: dict[str, list[str]]) -> None:
         try:

@@ -13,8 +13,11 @@ from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import launcher_from_json, lists_to_tuples
 from maxhydra.record import RunDirectory, redact_argv
 from maxhydra.record.atomic_io import replace_file
+from maxhydra.record.formats import NewerFormatError, migrate_format, stamp
 
 FILE = "sweep.json"
+# Format of sweep.json. 1: without `format`. 2: with `format`.
+SWEEP_FORMAT = 2
 # Marker file of a cancelled sweep, read by the controller, which is another process than `sweep cancel`.
 CANCELLED = ".cancelled"
 LOCAL = LocalSettings()
@@ -140,7 +143,8 @@ def write_plan(plan: SweepPlan) -> None:
         raise ConfigError(Problem("run.name", reason, value=plan.folder.name, hint=hint))
     _check_secrets(plan)
     plan.folder.mkdir(parents=True, exist_ok=True)
-    stored = {**dataclasses.asdict(plan), "folder": None, "launcher": plan.launcher.to_json()}
+    fields = {**dataclasses.asdict(plan), "folder": None, "launcher": plan.launcher.to_json()}
+    stored = {**stamp(SWEEP_FORMAT), **fields}
     replace_file(plan.folder / FILE, json.dumps(stored, indent=1) + "\n")
 
 
@@ -160,7 +164,10 @@ def _check_secrets(plan: SweepPlan) -> None:
 def read_plan(folder: Path) -> SweepPlan:
     """Read the plan in a sweep's folder. Raises ConfigError if there is none."""
     try:
-        stored: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        stored = migrate_format(found, current=SWEEP_FORMAT, migrations={})
+        for name in stamp(SWEEP_FORMAT):
+            stored.pop(name, None)
         stored["fixed"] = migrate_overrides(stored["fixed"])
         stored["listed"] = [migrate_overrides(job) for job in stored["listed"]]
         settings = Settings(**_tuple_values(stored.pop("settings")))
@@ -171,7 +178,9 @@ def read_plan(folder: Path) -> SweepPlan:
         known = sorted(path.parent.name for path in folder.parent.glob(f"*/{FILE}"))
         hint = did_you_mean(folder.name, known)
         raise ConfigError(Problem(str(folder), "is not a sweep", accepted=", ".join(known), hint=hint)) from None
-    except (ValueError, TypeError, KeyError) as error:
+    except NewerFormatError as error:
+        raise ConfigError(Problem(str(folder / FILE), str(error))) from None
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ConfigError(Problem(str(folder / FILE), f"cannot be read: {error}")) from None
 
 

@@ -28,6 +28,11 @@ from maxhydra.launch.base import Trial
 from maxhydra.sweep.controller import TrialStatus, format_counts
 from maxhydra.sweep.plan import Settings, SweepPlan
 
+# Values of one range(...), all of which a grid would run.
+MAX_RANGE = 1_000_000
+# Largest bound of a range or an interval, far inside float64.
+LARGEST_BOUND = 1e300
+
 
 def distributions(space: dict[str, str], *, grid: bool) -> dict[str, BaseDistribution]:
     """Map keys to distributions, in the given order. Raises one ConfigError with all problems."""
@@ -67,6 +72,8 @@ def _distribution(override: Override) -> BaseDistribution | Problem:
     key, value, text = override.get_key_element(), override.value(), override.get_value_string()
     if isinstance(value, ChoiceSweep):
         choices = list(override.sweep_string_iterator())
+        if not choices:
+            return Problem(key, "has no values", text, "at least one value")
         return CategoricalDistribution(choices)
     if isinstance(value, RangeSweep):
         return _range_distribution(key, text, value)
@@ -80,9 +87,15 @@ def _range_distribution(key: str, text: str, sweep: RangeSweep) -> BaseDistribut
     """Distribution of range(start, stop, step), which excludes stop as in Python."""
     start, stop, step = sweep.start, sweep.stop, sweep.step
     assert start is not None and stop is not None
-    count = math.ceil((stop - start) / step) if step else 0
-    if count < 1:
+    if problem := _not_finite(key, text, start, stop, step):
+        return problem
+    length = (stop - start) / step if step else 0.0
+    if length <= 0:
         return Problem(key, "is an empty range", text, "range(start, stop, step) with at least one value")
+    if length > MAX_RANGE:
+        hint = "interval(start, end) has no such limit"
+        return Problem(key, f"has over {MAX_RANGE:,} values", text, f"at most {MAX_RANGE:,} values", hint)
+    count = math.ceil(length)
     last = start + (count - 1) * step
     low, high, step = min(start, last), max(start, last), abs(step)
     if isinstance(low, int) and isinstance(high, int) and isinstance(step, int):
@@ -90,9 +103,18 @@ def _range_distribution(key: str, text: str, sweep: RangeSweep) -> BaseDistribut
     return FloatDistribution(float(low), float(high), step=float(step))
 
 
+def _not_finite(key: str, text: str, *values: float) -> Problem | None:
+    """Return the problem of a bound that Optuna cannot represent."""
+    if all(abs(value) <= LARGEST_BOUND for value in values):
+        return None
+    return Problem(key, "has a bound that is not a number or too large", text, f"numbers up to {LARGEST_BOUND:.0e}")
+
+
 def _interval_distribution(key: str, text: str, sweep: IntervalSweep) -> BaseDistribution | Problem:
     start, end, is_log = sweep.start, sweep.end, "log" in sweep.tags
     assert start is not None and end is not None
+    if problem := _not_finite(key, text, start, end):
+        return problem
     if start >= end:
         return Problem(key, "is an empty interval", text, "interval(start, end) with start < end")
     if is_log and start <= 0:

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import logging
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,9 @@ from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.serialize import stored_secrets, stored_values, to_stored_yaml
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
-from maxhydra.runtime import Machine
+from maxhydra.record.atomic_io import from_number
+from maxhydra.record.formats import NewerFormatError
+from maxhydra.runtime import Machine, signals
 
 log = logging.getLogger("maxhydra")
 SECRET_WARNING = (
@@ -81,12 +84,16 @@ def run(
     if not task.KEEPS_RUN:
         with logging_to(None, console=False):
             return _result(job, task.run(job), path=None)
+    if (finished := _finished_before(job)) is not None:
+        return finished
     with logging_to(job.run.log_path if is_main else None, console=is_main):
         try:
             return _run_recorded(job, config_dir, task.run)
         except RunInUseError as error:
             hint = "wait for it to end, or choose another run.name"
             raise ConfigError(Problem("run.name", str(error), value=config.run.name, hint=hint)) from None
+        except NewerFormatError as error:
+            raise ConfigError(Problem(str(folder.facts_path), str(error), hint="or choose another run.name")) from None
 
 
 def _check_nesting(outputs: Path, name: str) -> None:
@@ -122,19 +129,64 @@ def _run_recorded(job: Job, config_dir: str | None, task: Callable[[Job], Outcom
         "xla_flags": machine.xla_flags,
         "seen": machine.notes,
     }
-    with job.run.session(to_stored_yaml(job.config), facts):
+    is_recorded = threading.Event()
+
+    def record_forced_exit(reason: str) -> None:
+        if not is_recorded.is_set():
+            job.run.finish("preempted", reason)
+
+    # A signal while the session is opened would leave a run that says it is running.
+    deferral = signals.Deferral()
+    deferral.start()
+    with deferral, job.run.session(to_stored_yaml(job.config), facts):
+        signals.attach_run(record_forced_exit, processes=machine.process_count)
         for path in stored_secrets(job.config):
             log.warning(SECRET_WARNING, path, path)
         try:
+            deferral.end()
+            signals.check()
             outcome = task(job)
         except ConfigError as error:
             # A config error that only the devices or the data could reveal; a new run leaves no folder behind.
             job.run.withdraw("; ".join(str(problem) for problem in error.problems))
             raise
+        except BaseException as error:
+            if not isinstance(error, signals.Interrupted) and not signals.has_interrupted():
+                raise
+            # Values that earlier sessions recorded stay as they are.
+            is_recorded.set()
+            job.run.finish("preempted", reason := signals.reason())
+            return _result(job, Outcome("preempted", reason), path=job.run.path)
+        is_recorded.set()
         result = _result(job, outcome, path=job.run.path)
         objective = {"name": job.config.objective, "value": result.objective}
         job.run.finish(outcome.status, outcome.reason, objective=objective, metrics=outcome.metrics, **outcome.facts)
+    if outcome.status != "preempted":
+        signals.dismiss()
     return result
+
+
+def _finished_before(job: Job) -> Result | None:
+    """The recorded result, if an earlier command with the same config has finished the run; it stays as it is.
+
+    The first process decides for all, because the others could read the folder after it has started a session.
+    """
+    is_finished, facts = False, {}
+    if job.run.writes and job.run.exists():
+        facts = job.run.read()
+        config = job.run.config_path
+        is_finished = facts["status"] == "finished" and config.read_text(encoding="utf-8") == to_stored_yaml(job.config)
+    if job.machine.process_count > 1:
+        is_finished = bool(multihost_utils.broadcast_one_to_all(np.bool_(is_finished)))
+    if not is_finished:
+        return None
+    return Result(
+        path=job.run.path,
+        status="finished",
+        reason=f"{facts.get('reason')} (in an earlier session; choose another run.name to repeat the run)",
+        objective=from_number((facts.get("objective") or {}).get("value")),
+        writes=job.machine.process_index == 0,
+    )
 
 
 def _result(job: Job, outcome: Outcome, *, path: Path | None) -> Result:

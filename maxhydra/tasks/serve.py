@@ -10,7 +10,7 @@ import socket
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.tasks.inference import ServeTask
 from maxhydra.decode.open import open_engine, open_prompts
-from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, listen, serve
+from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, allow_connections, listen, serve
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = True
@@ -23,6 +23,7 @@ def run(job: Job) -> Outcome:
     assert isinstance(task, ServeTask)
     prompts = open_prompts(config, processes=job.machine.process_count)
     key = _read_api_key(task)
+    allow_connections(task.max_connections)
     # Bind the port before loading the weights, which may take minutes.
     listener = listen(task.host, task.port)
     is_local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
@@ -30,10 +31,11 @@ def run(job: Job) -> Outcome:
         log.warning("anyone who can reach %s can use this server: set task.api_key_env to require a key", task.host)
     engine = open_engine(config, task.engine, prompts)
     name = task.model_name or job.choices.get("model", "model")
+    context = task.engine.max_context or config.model.context_length
     service = Service(
         engine,
         prompts,
-        ServerDefaults(name, task.sampling, task.max_samples, config.model.vocab_size),
+        ServerDefaults(name, task.sampling, task.max_samples, config.model.vocab_size, context),
         access=Access(key, is_local=is_local),
         max_sequences=task.engine.max_batch + task.queue,
         seed=config.run.seed,
@@ -54,10 +56,12 @@ def run(job: Job) -> Outcome:
 
 
 async def _serve_until_signal(listener: socket.socket, service: Service, limits: Limits, name: str) -> None:
-    """Serve until SIGTERM, SIGUSR1 or Ctrl-C, then finish running requests; a second signal stops at once."""
+    """Serve until SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, then finish running requests; a second signal stops at once."""
     stop, stop_now = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    # A SIGHUP that is ignored (nohup) stays ignored.
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *hangup):
         loop.add_signal_handler(number, lambda: (stop_now if stop.is_set() else stop).set())
     host, port = listener.getsockname()[:2]
     print(f"serving {name} on http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)

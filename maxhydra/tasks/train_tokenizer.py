@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ def run(job: Job) -> Outcome:
     if job.machine.process_index:
         return Outcome("finished", "the first process trains the tokenizer")
     folder = Path(task.output).expanduser().absolute() if task.output else job.run.path / "tokenizer"
+    _remove_unfinished(job, folder)
     reader = _Reader(task, texts(job.config.data, seed=job.config.run.seed))
     with atomic_output_dir(folder) as partial_folder, reader.show_progress():
         _TRAINERS[task.model](task, reader, partial_folder)
@@ -67,6 +69,19 @@ def run(job: Job) -> Outcome:
     )
     log.info("use it with data.tokenizer.kind=%s data.tokenizer.path=%s", config.kind, config.path)
     return Outcome("finished", "tokenizer written", metrics, {"tokenizer": str(folder)})
+
+
+def _remove_unfinished(job: Job, folder: Path) -> None:
+    """Remove a folder that an earlier session of this run wrote before it was killed; record that this one writes it.
+
+    The record comes after the check that no other folder is there, so it never names a folder of somebody else.
+    """
+    facts = job.run.read() if job.run.exists() else {}
+    was_finished = any(session["status"] == "finished" for session in facts.get("sessions", []))
+    if folder.exists() and facts.get("tokenizer") == str(folder) and not was_finished:
+        shutil.rmtree(folder)
+    if not folder.exists():
+        job.run.update(tokenizer=str(folder))
 
 
 def _tokenizer_config(config: TokenizerConfig, model: TokenizerModel, folder: Path) -> TokenizerConfig:

@@ -1,16 +1,18 @@
 """Checkpoints on Orbax: asynchronous, atomic, recoverable after a crash, rejected if they hold a different model.
 
 A checkpoint of step k is the folder checkpoints/k with three items: `params`, `rest` (step, optimizer, key, guard, amax
-history) and `data` (the loader's position, JSON). It is renamed into place once complete, so a killed save leaves
-nothing behind that could be mistaken for a checkpoint.
+history) and `data` (the loader's position, JSON), and manifest.json with the digests of all files. It is renamed into
+place once complete, so a killed save leaves nothing behind that could be mistaken for a checkpoint.
 """
 
+import asyncio
 import dataclasses
 import errno
 import logging
 import math
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,13 +28,18 @@ from maxhydra.convert.orbax_io import (
     find_checkpoint,
     one_line_message,
     read_errors_as_config_errors,
-    require_same_shapes,
+    read_trees,
+    require_intact,
 )
-from maxhydra.model.stored_params import rename_keys, restore_keys
+from maxhydra.record.checkpoint_manifest import CHECKPOINT_FORMAT, write_manifest
 from maxhydra.train.loss import Tree
 from maxhydra.train.state import TrainState
 
 FULL_STATE = "checkpoint.load_full_state"
+Evaluations = Mapping[int, Mapping[str, float]]
+NO_EVALUATIONS: Evaluations = {}
+# Moves the batches of a task to a data position.
+Seek = Callable[[dict[str, Any]], None]
 log = logging.getLogger("maxhydra")
 
 
@@ -77,25 +84,58 @@ class NoCheckpointer:
         return
 
 
+@dataclasses.dataclass(frozen=True)
+class _BestEvaluated:
+    """Orbax policy that preserves the `count` checkpoints with the lowest `metric`, the newest of equal ones.
+
+    Evaluations come from metrics.jsonl: one that a signal interrupted is repeated after its checkpoint was saved.
+    """
+
+    evaluations: Evaluations
+    metric: str
+    count: int
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        metrics = {info.step: self.evaluations.get(info.step) or info.metrics or {} for info in checkpoints}
+        ranks = {step: (_rank(values[self.metric]), -step) for step, values in metrics.items() if self.metric in values}
+        best = sorted(ranks, key=ranks.__getitem__)[: self.count]
+        return [info.step in best for info in checkpoints]
+
+
 def _rank(metric: float) -> float:
     """Rank NaN as the worst value; NaN itself would break the sorting."""
     return math.inf if math.isnan(metric) else metric
 
 
+class VerifiedTemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """Orbax's temporary folder of a save, which gets its manifest between the last write and the final rename.
+
+    Orbax finalizes a step on the first process, after all processes have written their files, in the thread that
+    saves in the background: hashing does not delay the training loop.
+    """
+
+    async def finalize(self) -> None:
+        final, temporary = Path(self.get_final()), Path(self.get())
+        if ocp.path.atomicity.TMP_DIR_SUFFIX in final.parent.name:
+            # An item of a step: its files are hashed with those of the step.
+            await super().finalize()
+            return
+        # Orbax writes two more files and renames the folder: to another temporary name, so that they are hashed too.
+        complete = temporary.with_name(f"{temporary.name}-complete")
+        self._final_path = type(self.get())(complete)
+        await super().finalize()
+        await asyncio.to_thread(write_manifest, complete)
+        complete.rename(final)
+        self._final_path = type(self.get())(final)
+
+
 class OrbaxCheckpointer:
     """Writes to a folder through an Orbax manager, which also deletes old checkpoints."""
 
-    def __init__(self, folder: Path, config: Checkpoint):
+    def __init__(self, folder: Path, config: Checkpoint, evaluations: Evaluations):
         keep: list[policies.PreservationPolicy] = [policies.LatestN(config.keep)]
         if config.keep_best:
-            keep.append(
-                policies.BestN(
-                    get_metric_fn=lambda metrics: _rank(metrics[config.best_metric]),
-                    reverse=True,
-                    n=config.keep_best,
-                    keep_checkpoints_without_metrics=False,
-                )
-            )
+            keep.append(_BestEvaluated(evaluations, config.best_metric, config.keep_best))
         self._best_metric = config.best_metric
         self._folder = folder
         self._manager = ocp.CheckpointManager(
@@ -105,6 +145,7 @@ class OrbaxCheckpointer:
                 preservation_policy=policies.AnyPreservationPolicy(keep),
                 cleanup_tmp_directories=True,
                 save_root_metadata=False,
+                temporary_path_class=VerifiedTemporaryPath,
             ),
         )
 
@@ -117,7 +158,8 @@ class OrbaxCheckpointer:
         )
         try:
             self._require_disk_space(state)
-            self._manager.save(step, args=items, metrics=best, force=True)
+            version = {"format": CHECKPOINT_FORMAT}
+            self._manager.save(step, args=items, metrics=best, force=True, custom_metadata=version)
         except Exception as error:
             raise self._failure(error) from error
 
@@ -147,22 +189,23 @@ class OrbaxCheckpointer:
         return SaveFailed(f"could not write a checkpoint to {self._folder}: {one_line_message(error)}; {last}")
 
 
-def open_checkpointer(folder: Path, config: Checkpoint) -> Checkpointer:
-    return NoCheckpointer() if config.mode is SaveMode.off else OrbaxCheckpointer(folder, config)
+def open_checkpointer(folder: Path, config: Checkpoint, evaluations: Evaluations = NO_EVALUATIONS) -> Checkpointer:
+    """The checkpointer of a run; `evaluations` are its metrics by step, to which the loop adds."""
+    return NoCheckpointer() if config.mode is SaveMode.off else OrbaxCheckpointer(folder, config, evaluations)
 
 
-def restore(folder: Path, config: Checkpoint, abstract: TrainState) -> Restored | None:
+def restore(folder: Path, config: Checkpoint, abstract: TrainState, seek: Seek) -> Restored | None:
     """Restore the run's newest checkpoint, else checkpoint.load_full_state; None if there is neither.
 
-    An unreadable checkpoint of the run is renamed, and the previous one is used. If none can be read, the cause may be
-    elsewhere (a disk that is offline, too little memory), and all stay in place: a folder without checkpoints would be
-    taken for a new run.
+    `seek` moves the batches to the checkpoint's data position. A damaged or unreadable checkpoint of the run is
+    renamed, and the previous one is used. If none can be read, the cause may be elsewhere (a disk that is offline, too
+    little memory), and all stay in place: a folder without checkpoints would be taken for a new run.
     """
     unreadable: list[Path] = []
-    for step in reversed(checkpoint_steps(folder)):
+    for step in reversed(_list_steps(folder)):
         path = folder / str(step)
         try:
-            restored = read_state(path, abstract)
+            restored = read_state(path, abstract, seek)
         except ConfigError:
             raise
         except Exception as error:
@@ -179,8 +222,20 @@ def restore(folder: Path, config: Checkpoint, abstract: TrainState) -> Restored 
     if config.load_full_state is not None:
         path = find_checkpoint(FULL_STATE, config.load_full_state)
         with read_errors_as_config_errors(FULL_STATE, path):
-            return read_state(path, abstract)
+            return read_state(path, abstract, seek)
     return None
+
+
+def _list_steps(folder: Path) -> list[int]:
+    """Steps of the run's checkpoints; a folder without any, and entries that are not checkpoints, are reported."""
+    steps = checkpoint_steps(folder)
+    if folder.is_dir() and not steps:
+        log.warning("%s contains no checkpoint", folder)
+    expected = {str(step) for step in steps}
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if entry.name not in expected and not re.search(r"\.unreadable|\.orbax-checkpoint-tmp", entry.name):
+            log.warning("%s is not a checkpoint and is ignored", entry)
+    return steps
 
 
 def _mark_unreadable(path: Path) -> None:
@@ -191,20 +246,18 @@ def _mark_unreadable(path: Path) -> None:
     log.warning("renamed unreadable checkpoint %s to %s", path, new_name)
 
 
-def read_state(path: Path, abstract: TrainState) -> Restored:
-    """Read a checkpoint onto the shapes and shardings of `abstract`, whatever mesh wrote it."""
-    param_names = require_same_shapes(path, "params", abstract.params)
-    rest_names = require_same_shapes(path, "rest", _rest(abstract))
-    items = ocp.args.Composite(
-        params=ocp.args.StandardRestore(rename_keys(abstract.params, param_names)),
-        rest=ocp.args.StandardRestore(rename_keys(_rest(abstract), rest_names)),
-        data=ocp.args.JsonRestore(),
-    )
+def read_state(path: Path, abstract: TrainState, seek: Seek = lambda position: None) -> Restored:
+    """Verify a checkpoint and read it onto the shapes and shardings of `abstract`, whatever mesh wrote it."""
+    require_intact(path)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        items = reader.restore(path, args=items)
-    params, rest = restore_keys(items.params, param_names), restore_keys(items.rest, rest_names)
-    state = TrainState(params=params, frozen=abstract.frozen, **{"history": {}, **rest})
-    return Restored(state=state, data=items.data, source=path)
+        data = reader.restore(path, args=ocp.args.Composite(data=ocp.args.JsonRestore())).data
+    trees = read_trees(path, {"params": abstract.params, "rest": _rest(abstract)})
+    try:
+        seek(data)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"data/metadata does not hold a data position of this task: {data!r}") from error
+    state = TrainState(params=trees["params"], frozen=abstract.frozen, **{"history": {}, **trees["rest"]})
+    return Restored(state=state, data=data, source=path)
 
 
 def _rest(state: TrainState) -> dict[str, Tree]:

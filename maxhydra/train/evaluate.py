@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.runtime import signals
 from maxhydra.train.loss import AUX, AUX_LOSS, Batch, LossFn, Sums
 from maxhydra.train.state import TrainState
 
@@ -87,8 +88,12 @@ def _check_weights(batches: Callable[[], Iterator[Batch]], limit: int) -> None:
 
 
 def _add_up(batch_sums: Iterable[Sums]) -> Sums:
+    """The sums over all batches; raises Interrupted between two of them if a signal arrives."""
     batch_sums = iter(batch_sums)
     total = next(batch_sums)
     for sums in batch_sums:
+        # At most two batches are in flight: a signal does not wait for a queue of them.
+        jax.block_until_ready(total)
+        signals.check()
         total = jax.tree.map(jnp.add, total, sums)
     return total

@@ -14,6 +14,7 @@ from maxhydra.data import Tokenizer, load_tokenizer
 from maxhydra.data.chat import render_prompt
 from maxhydra.layers import Context, DenseCacheSpec
 from maxhydra.model import ModelDef
+from maxhydra.runtime import signals
 from maxhydra.sharding import Sharder
 from maxhydra.train.loop import TrainResult
 from maxhydra.train.loss import Tree
@@ -24,6 +25,8 @@ def final_sample(config: Config, states: StateFactory, result: TrainResult) -> d
     """The entry `sample` of run.json, if the config requests one and the run finished."""
     if not config.train.sample.tokens or result.status != "finished":
         return {}
+    signals.set_phase("during the final sample")
+    signals.check()
     # Named backends and tiles are chosen for training; decoding a few tokens with a cache has other shapes.
     model_config = dataclasses.replace(states.model.config, kernels=ModelKernels())  # type: ignore[call-arg]
     text = write_sample(

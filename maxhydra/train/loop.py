@@ -2,18 +2,24 @@
 
 Order of a step: take a batch, dispatch the step, log, evaluate, decide whether to end, save. The host reads the metrics
 of a step only after a later one has been dispatched, so the device always has work.
+
+Every decision follows from the step and the evaluations so far, including those of earlier sessions, which are in
+metrics.jsonl. A signal abandons an evaluation or a rollout that is under way; the session that resumes repeats it.
 """
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from maxhydra.config.schema.run import Checkpoint, Train
+from maxhydra.runtime import signals
 from maxhydra.train.batches import BatchSource
 from maxhydra.train.checkpoint import Checkpointer, SaveFailed
-from maxhydra.train.metrics import MetricsLogger
-from maxhydra.train.preemption import PreemptionSignal
+from maxhydra.train.loss import Batch
+from maxhydra.train.metrics import MetricsHistory, MetricsLogger
 from maxhydra.train.state import TrainState
 from maxhydra.train.step import StepFn, sequences_in
 
@@ -35,10 +41,7 @@ class TrainResult:
 
 @dataclasses.dataclass(frozen=True)
 class LoopContext:
-    """Everything that the loop calls.
-
-    `evaluate` is None without held-out data; `past_eval_losses` are those before a resume, for early stopping.
-    """
+    """Everything that the loop calls. `evaluate` is None without held-out data."""
 
     train: Train
     checkpoint: Checkpoint
@@ -47,80 +50,122 @@ class LoopContext:
     evaluate: Callable[[TrainState], dict[str, float]] | None
     checkpointer: Checkpointer
     metrics: MetricsLogger
-    past_eval_losses: Sequence[float]
+    history: MetricsHistory
 
 
-def fit(context: LoopContext, state: TrainState, *, start: int, preemption: PreemptionSignal) -> TrainResult:
-    """Train from step `start` to train.steps, or until there is a reason to end earlier."""
-    loop = _Loop(context, start)
-    if context.train.eval_start and start == 0:
-        loop.evaluate(0, state)
-    for step in range(start + 1, context.train.steps + 1):
-        wait_start = time.perf_counter()
-        batch = context.batches.take(state)
-        context.metrics.count_batch(sequences_in(batch), wait=time.perf_counter() - wait_start)
+def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signals.Deferral) -> TrainResult:
+    """Train from step `start` to train.steps, or until there is a reason to end earlier.
+
+    `deferral` starts with the first step: until then a signal ends the session at once, because nothing is lost.
+    """
+    loop, steps = _Loop(context, start), context.train.steps
+    if is_evaluation_missing(context.train, context.history, evaluates=context.evaluate is not None):
+        loop.evaluate(start, state)
+        if start and (reason := end_reason(context.train, context.history, start)):
+            return loop.finish("finished", reason, start, state)
+    for step in range(start + 1, steps + 1):
+        try:
+            batch = loop.take(state)
+        except signals.Interrupted:
+            if step == start + 1:
+                raise
+            return loop.finish("preempted", f"{signals.requested()} at step {step - 1}", step - 1, state)
+        if step == start + 1:
+            deferral.start()
+            signals.set_phase("while training, before the state was saved")
         state, metrics = context.step(state, batch)
-        if step % context.train.log_every == 0 or step in (start + 1, context.train.steps):
+        if step % context.train.log_every == 0 or step in (start + 1, steps):
             context.metrics.log(step, metrics, context.batches.metrics())
-        if loop.is_evaluation_due(step):
-            loop.evaluate(step, state)
-        if stop := loop.should_stop(step, preemption):
+        if is_evaluation_due(context.train, step):
+            with contextlib.suppress(signals.Interrupted):
+                loop.evaluate(step, state)
+        if stop := loop.should_stop(step):
             return loop.finish(*stop, step, state)
-        if step % context.checkpoint.every == 0 and step != context.train.steps:
+        if step % context.checkpoint.every == 0 and step != steps:
             loop.save(step, state)
-    return loop.finish("finished", f"all {context.train.steps} steps done", context.train.steps, state)
+    return loop.finish("finished", f"all {steps} steps done", steps, state)
+
+
+def is_evaluation_due(train: Train, step: int) -> bool:
+    return step == train.steps or (train.eval_every > 0 and step % train.eval_every == 0)
+
+
+def is_evaluation_missing(train: Train, history: MetricsHistory, *, evaluates: bool) -> bool:
+    """Whether a session begins with an evaluation of the state that it starts from.
+
+    That of step 0 belongs to the start; that of a later step was abandoned when a signal ended the previous session.
+    """
+    start = history.start
+    if not evaluates or start in history.evaluations:
+        return False
+    if start == 0:
+        return train.eval_start
+    return not history.is_empty and start <= train.steps and is_evaluation_due(train, start)
+
+
+def end_reason(train: Train, history: MetricsHistory, step: int) -> str | None:
+    """Why the run ends after this step; None if it goes on. Early stopping judges every evaluation once, in order."""
+    if EVAL_LOSS in (metrics := history.evaluations.get(step, {})):
+        if train.target_eval_loss is not None and metrics[EVAL_LOSS] <= train.target_eval_loss:
+            return f"eval loss {metrics[EVAL_LOSS]:.4f} reached train.target_eval_loss"
+        stale = _evaluations_without_improvement(history.eval_losses(EVAL_LOSS), train.early_stop.min_delta)
+        if train.early_stop.patience is not None and stale >= train.early_stop.patience:
+            return f"eval loss did not improve in {stale} evaluations"
+    if step > train.steps:
+        return f"step {step} was already reached; raise train.steps to continue"
+    return f"all {train.steps} steps done" if step == train.steps else None
+
+
+def _evaluations_without_improvement(losses: list[float], min_delta: float) -> int:
+    """Evaluations since the last improvement, relative to its loss, so that small improvements add up."""
+    best, count = float("inf"), 0
+    for loss in losses:
+        best, count = (loss, 0) if loss < best - min_delta else (best, count + 1)
+    return count
 
 
 class _Loop:
-    """The decisions of the loop and their state: the last evaluation, early stopping, the last save."""
+    """The state of the loop: the latest evaluation and the last save."""
 
     def __init__(self, context: LoopContext, start: int):
         self._context = context
-        self._eval_metrics: dict[str, float] = {}
-        self._eval_step = -1
         self._saved_step = start
-        self._best_loss = float("inf")
-        self._evals_without_improvement = 0
-        for loss in context.past_eval_losses:
-            self._update_early_stopping(loss)
+        # Evaluations run in a thread, so that the main thread can react to a signal while one compiles.
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="evaluate")
 
-    def is_evaluation_due(self, step: int) -> bool:
-        train = self._context.train
-        return step == train.steps or (train.eval_every > 0 and step % train.eval_every == 0)
+    def take(self, state: TrainState) -> Batch:
+        """The next batch, with the time that the loop waited for it."""
+        wait_start = time.perf_counter()
+        batch = self._context.batches.take(state)
+        self._context.metrics.count_batch(sequences_in(batch), wait=time.perf_counter() - wait_start)
+        return batch
 
     def evaluate(self, step: int, state: TrainState) -> None:
+        """Evaluate and log; raises Interrupted, and logs nothing, if a signal arrives."""
         if self._context.evaluate is None:
             return
         self._context.metrics.flush()
         if self._context.metrics.halted:
             return
-        self._eval_metrics = self._context.evaluate(state)
-        self._eval_step = step
-        self._context.metrics.log_evaluation(step, self._eval_metrics)
-        if EVAL_LOSS in self._eval_metrics:
-            self._update_early_stopping(self._eval_metrics[EVAL_LOSS])
-
-    def _update_early_stopping(self, loss: float) -> None:
-        """Count evaluations since the last improvement, relative to its loss, so that small improvements add up."""
-        if loss < self._best_loss - self._context.train.early_stop.min_delta:
-            self._best_loss, self._evals_without_improvement = loss, 0
+        if signals.is_distributed():
+            metrics = self._context.evaluate(state)
         else:
-            self._evals_without_improvement += 1
+            metrics = signals.wait(self._worker.submit(self._context.evaluate, state))
+        self._context.history.evaluations[step] = metrics
+        self._context.metrics.log_evaluation(step, metrics)
 
-    def should_stop(self, step: int, preemption: PreemptionSignal) -> tuple[str, str] | None:
-        """(status, reason) if the run should end after this step."""
-        train = self._context.train
-        if self._context.metrics.halted:
+    def should_stop(self, step: int) -> tuple[str, str] | None:
+        """(status, reason) if the run should end after this step; a signal during the last one changes nothing."""
+        context = self._context
+        if context.metrics.halted:
             return "failed", ""
-        if name := preemption.requested(step):
-            return "preempted", f"{name} at step {step}"
-        if self._eval_step != step or EVAL_LOSS not in self._eval_metrics:
-            return None
-        if train.target_eval_loss is not None and self._eval_metrics[EVAL_LOSS] <= train.target_eval_loss:
-            return "finished", f"eval loss {self._eval_metrics[EVAL_LOSS]:.4f} reached train.target_eval_loss"
-        if train.early_stop.patience is not None and self._evals_without_improvement >= train.early_stop.patience:
-            return "finished", f"eval loss did not improve in {self._evals_without_improvement} evaluations"
-        return None
+        name = signals.requested()
+        is_evaluated = step in context.history.evaluations or context.evaluate is None
+        is_complete = is_evaluated or not is_evaluation_due(context.train, step)
+        if is_complete and (reason := end_reason(context.train, context.history, step)):
+            return "finished", reason
+        interrupted = "" if is_complete else ", during its evaluation"
+        return None if name is None else ("preempted", f"{name} at step {step}{interrupted}")
 
     def save(self, step: int, state: TrainState) -> None:
         """Save, after writing the metrics: the lines up to a checkpoint's step are always on disk."""
@@ -145,7 +190,7 @@ class _Loop:
             status, reason = "failed", f"step {step + 1} is not finite ({detail}); its update was not applied"
         elif status == "finished" and not context.train.allow_no_learning and (why := context.metrics.no_learning()):
             status, reason = "failed", f"{why}; train.allow_no_learning=true accepts it"
-        metrics = {**context.metrics.last, **self._eval_metrics}
+        metrics = {**context.history.last, **context.metrics.last, **context.history.last_evaluation}
         try:
             if status != "failed" and self._saved_step != step:
                 self._wait_for_previous_save()
@@ -153,6 +198,8 @@ class _Loop:
             context.checkpointer.wait()
         except SaveFailed as failure:
             status, reason = "failed", str(failure)
+        signals.set_phase(f"at step {step}")
+        self._worker.shutdown(wait=False)
         return TrainResult(status, reason, step, state, metrics)
 
     def _wait_for_previous_save(self) -> None:
@@ -163,6 +210,6 @@ class _Loop:
             log.error("%s; training continues", failure)
 
     def _write(self, step: int, state: TrainState) -> None:
-        metrics: Mapping[str, float] = self._eval_metrics if self._eval_step == step else {}
+        metrics: Mapping[str, float] = self._context.history.evaluations.get(step, {})
         self._context.checkpointer.save(step, state, self._context.batches.state(), metrics)
         self._saved_step = step

@@ -9,10 +9,11 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import jax
 
-from maxhydra.record import MetricsWriter, RunDirectory, series
+from maxhydra.record import MetricsWriter, RunDirectory, read_metrics, series
 from maxhydra.runtime.progress import StepProgress
 from maxhydra.train.trackers import Tracker
 
@@ -29,6 +30,43 @@ class StepCost:
     flops: float
     devices: int
     peak_tflops: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricsHistory:
+    """What the run has logged up to the step that a session starts from; the loop adds its own evaluations."""
+
+    start: int
+    """The step that the session starts from."""
+    last: dict[str, float]
+    """The metrics of the last logged training step."""
+    evaluations: dict[int, dict[str, float]]
+    """The metrics of each evaluation by step, in order."""
+
+    @classmethod
+    def read(cls, path: Path, *, start: int) -> "MetricsHistory":
+        """Read the rows of metrics.jsonl up to step `start`. A session from step 0 repeats everything."""
+        last: dict[str, float] = {}
+        evaluations: dict[int, dict[str, float]] = {}
+        for row in read_metrics(path) if start else []:
+            step, values = row["step"], {name: value for name, value in row.items() if name != "step"}
+            if step <= start and any(name.startswith("eval/") for name in values):
+                evaluations[step] = values
+            elif step <= start:
+                last = values
+        return cls(start, last, evaluations)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.last or self.evaluations)
+
+    @property
+    def last_evaluation(self) -> dict[str, float]:
+        return next(reversed(self.evaluations.values()), {})
+
+    def eval_losses(self, name: str) -> list[float]:
+        """The values of a metric in all evaluations that have it."""
+        return [metrics[name] for metrics in self.evaluations.values() if name in metrics]
 
 
 @dataclasses.dataclass(frozen=True)

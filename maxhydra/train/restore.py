@@ -34,7 +34,7 @@ def initialize_or_resume(
 ) -> InitialState:
     """Restore the run's checkpoint or load_full_state; else use the task's weights, load_parameters, or the seed."""
     abstract = states.abstract()
-    restored = restore(checkpoints, checkpoint, abstract)
+    restored = restore(checkpoints, checkpoint, abstract, batches.restore)
     if restored is None:
         if initial is not None:
             return InitialState(states.create_from_base(initial(), seed), 0, "weights initialized by the task")
@@ -42,7 +42,6 @@ def initialize_or_resume(
         if checkpoint.load_parameters is not None:
             source = f"the weights of {checkpoint.load_parameters}"
         return InitialState(_fresh_state(states, checkpoint, seed), 0, source)
-    batches.restore(restored.data)
     step = int(restored.state.step)
     state = restored.state
     if abstract.frozen:

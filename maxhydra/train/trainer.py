@@ -8,25 +8,26 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from typing import Any
 
 from maxhydra.config import Config
 from maxhydra.config.schema.hardware import Platform
+from maxhydra.config.schema.run import Train
+from maxhydra.convert.orbax_io import checkpoint_steps
 from maxhydra.data import BatchSpec
 from maxhydra.model import flops_per_token, parameter_counts
-from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory, series
-from maxhydra.runtime import Machine
+from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory
+from maxhydra.runtime import Machine, signals
 from maxhydra.runtime.progress import open_step_progress
 from maxhydra.train.batches import BatchSource
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.compile import RampedStep, compile_step, reserve_gpu_headroom
 from maxhydra.train.evaluate import Evaluate
-from maxhydra.train.loop import LoopContext, TrainResult, fit
+from maxhydra.train.loop import LoopContext, TrainResult, end_reason, fit, is_evaluation_missing
 from maxhydra.train.loss import LossFn, Tree
-from maxhydra.train.metrics import MetricsLogger, StepCost
-from maxhydra.train.preemption import PreemptionSignal
+from maxhydra.train.metrics import MetricsHistory, MetricsLogger, StepCost
 from maxhydra.train.restore import InitialState, initialize_or_resume
 from maxhydra.train.state import StateFactory
 from maxhydra.train.step import StepFn, sequences_in
@@ -53,18 +54,23 @@ class TrainingSetup:
 
 
 def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine: Machine) -> TrainResult:
-    """Train until train.steps, and save the final state."""
+    """Train until train.steps, and save the final state. A run that has ended before only returns its result."""
     start_time = time.perf_counter()
-    with PreemptionSignal() as preemption, closing(training.batches), ExitStack() as stack:
+    signals.set_phase("before the first step of the session")
+    with signals.Deferral() as deferral, closing(training.batches), ExitStack() as stack:
         example = training.batches.peek()
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+
+        def start_compilation() -> Future[tuple[StepFn, float]]:
+            return pool.submit(compile_step, training.states, training.loss, config.train, example)
+
         # Compile while the weights are initialized or loaded: for a small model, both take about as long.
-        compilation = stack.enter_context(ThreadPoolExecutor(1)).submit(
-            compile_step, training.states, training.loss, config.train, example
-        )
+        newest = max(checkpoint_steps(run.checkpoints), default=0)
+        compilation = None if _ended_at(newest, training, config.train, run) else start_compilation()
         if machine.hardware.platform is Platform.gpu:
             # XLA autotunes kernels on arrays as large as those of the step; weights that are allocated meanwhile would
             # end up behind them, in the middle of the memory that is free afterwards.
-            wait([compilation])
+            wait([] if compilation is None else [compilation])
         with reserve_gpu_headroom(training.states.sharder):
             start = initialize_or_resume(
                 training.states,
@@ -75,15 +81,24 @@ def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine
                 initial=training.initial,
             )
         _report_start(training, start, run=run, machine=machine)
-        if start.step >= config.train.steps:
-            reason = f"step {start.step} was already reached; raise train.steps to continue"
-            return TrainResult("finished", reason, start.step, start.state, {})
-        step, seconds = compilation.result()
+        if (reason := _ended_at(start.step, training, config.train, run)) is not None:
+            history = MetricsHistory.read(run.metrics_path, start=start.step)
+            metrics = {**history.last, **history.last_evaluation}
+            return TrainResult("finished", reason, start.step, start.state, metrics)
+        step, seconds = (compilation or start_compilation()).result()
         if training.spec.ramp:
             step = _ramped_step(training, config, {sequences_in(example): step})
         run.update(timings={"compile": seconds, "before_first_step": time.perf_counter() - start_time})
         context = _loop_context(training, config, step, start, run=run, machine=machine, stack=stack)
-        return fit(context, start.state, start=start.step, preemption=preemption)
+        return fit(context, start.state, start=start.step, deferral=deferral)
+
+
+def _ended_at(step: int, training: TrainingSetup, train: Train, run: RunDirectory) -> str | None:
+    """Why an earlier session ended the run at its checkpoint of this step; None if there is still something to do."""
+    history = MetricsHistory.read(run.metrics_path, start=step)
+    if is_evaluation_missing(train, history, evaluates=training.evaluate is not None):
+        return None
+    return end_reason(train, history, step) if step else None
 
 
 def _report_start(training: TrainingSetup, start: InitialState, *, run: RunDirectory, machine: Machine) -> None:
@@ -115,7 +130,8 @@ def _loop_context(
     """Open the files and displays of the session, which the stack closes in reverse order."""
     is_main = machine.process_index == 0
     writer = stack.enter_context(closing(MetricsWriter(run.metrics_path) if is_main else NullMetricsWriter()))
-    writer.truncate(start.step)
+    # A session from step 0 repeats the evaluation of step 0.
+    writer.truncate(start.step or -1)
     tracker = stack.enter_context(
         closing(open_trackers(config.tracker, run=run, config=config, resumed_from=start.step))
     )
@@ -129,13 +145,15 @@ def _loop_context(
         devices=machine.devices,
         peak_tflops=machine.peak_tflops(config.model.dtypes.compute.value),
     )
+    history = MetricsHistory.read(run.metrics_path, start=start.step)
+    checkpointer = open_checkpointer(run.checkpoints, config.checkpoint, history.evaluations)
     return LoopContext(
         train=config.train,
         checkpoint=config.checkpoint,
         step=step,
         batches=training.batches,
         evaluate=training.evaluate,
-        checkpointer=stack.enter_context(closing(open_checkpointer(run.checkpoints, config.checkpoint))),
+        checkpointer=stack.enter_context(closing(checkpointer)),
         metrics=MetricsLogger(cost, run=run, writer=writer, tracker=tracker, progress=progress, step=start.step),
-        past_eval_losses=series(run.metrics_path, "eval/loss")[1],
+        history=history,
     )

@@ -1,7 +1,6 @@
 """The command line as users see it: a separate process, its exit code, output and files."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -13,6 +12,7 @@ import pytest
 from maxhydra import __version__
 from maxhydra.cli.main import run
 from maxhydra.config.registry import groups
+from tests.support import cli
 from tests.support.cli import SMALL
 from tests.support.run_folders import write_run
 
@@ -22,9 +22,12 @@ ROOT = Path(__file__).parents[2]
 def maxhydra(
     *arguments: str, cwd: Path, python: tuple[str, ...] = (), **extra: str
 ) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "110", **extra}
+    """Run a command, in a new interpreter if it gets options of its own."""
+    if not python:
+        return cli.run(*arguments, cwd=cwd, timeout=120, COLUMNS="110", **extra)
+    variables = cli.environment(COLUMNS="110", **extra)
     command = [sys.executable, *python, "-m", "maxhydra", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=120)
 
 
 def imported(done: subprocess.CompletedProcess[str]) -> set[str]:

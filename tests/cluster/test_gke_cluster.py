@@ -24,7 +24,8 @@ from maxhydra.sweep.plan import read_plan
 from maxhydra.sweep.run import cancel, resume_sweep, status
 from tests.support import cli
 from tests.support.jobset import DEFINITION
-from tests.support.kube import Server, missing, serving, wait_for
+from tests.support.kube import Server, missing, serving
+from tests.support.polling import wait_for
 from tests.support.skips import import_optional
 
 k8s = import_optional("kubernetes", extra="gke")

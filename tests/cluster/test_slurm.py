@@ -15,7 +15,8 @@ import pytest
 from maxhydra.cli import main
 from tests.support import compile_cache, fork_server
 from tests.support.cli import SMALL, command, environment, facts, losses, run, run_ok, start_silent
-from tests.support.slurm import cluster, require, wait_for
+from tests.support.polling import wait_for
+from tests.support.slurm import cluster, require
 
 WORKER = """
 folder=$(dirname "$4")

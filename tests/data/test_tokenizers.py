@@ -4,8 +4,10 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.data import Tokenizer as Config
 from maxhydra.data import load_tokenizer, tokenizers
-from maxhydra.data.tokenizers import Tokenizer
+from maxhydra.data.tokenizers import Tokenizer, TokenizerError
 from maxhydra.data.tokenizers.tiktoken import PATTERN
 from tests.support.skips import import_optional
 from tests.support.vocabularies import byte_level, metaspace, save, sentencepiece_file, tiktoken_file, with_token
@@ -152,6 +154,22 @@ class TestEveryKind:
         assert tokenizer.pad == tokenizer.eos is not None
 
 
+@cache
+def small_description() -> str:
+    return byte_level(["<s>"], 280).to_str()
+
+
+def changed(change: Callable[[dict[str, Any]], None] = lambda description: None) -> str:
+    """A tokenizer.json after a change."""
+    description = json.loads(small_description())
+    change(description)
+    return json.dumps(description)
+
+
+def split(regex: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
 class TestHuggingFace:
     def library(self, folder: Path) -> Callable[[str], list[int]]:
         made = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -254,13 +272,46 @@ class TestHuggingFace:
             ({"tokenizer.json": "{"}, "cannot be read as a tokenizer"),
             ({"tokenizer.json": "{}"}, "cannot be read as a tokenizer"),
             ({"tokenizer.json": "[]"}, "cannot be read as a tokenizer"),
+            ({"tokenizer.json": "[" * 100_000}, r"tokenizer\.json: cannot be read as a tokenizer: RecursionError"),
+            ({"tokenizer.json": b"\xff\xfe"}, r"tokenizer\.json: cannot be read as a tokenizer: UnicodeDecodeError"),
+            ({"tokenizer.json": lambda it: it["model"]["vocab"].update(zz=-1)}, "integer `-1`"),
+            ({"tokenizer.json": lambda it: it["model"]["vocab"].update(zz=10**12)}, "integer `1000000000000`"),
+            ({"tokenizer.json": lambda it: it["model"]["vocab"].update(zz=10**9)}, "largest token id"),
+            ({"tokenizer.json": lambda it: it.update(pre_tokenizer=split("(a"))}, "unmatched parenthesis"),
+            ({"tokenizer_config.json": '{"added_tokens_decoder": [1]}'}, "does not map ids to objects"),
+            ({"tokenizer_config.json": '{"chat_template": 5}'}, "must be a text, found a value of type int"),
+            ({"tokenizer_config.json": "[" * 100_000}, r"tokenizer_config\.json: cannot be read"),
+            ({"chat_template.jinja": b"\xff"}, r"chat_template=.*chat_template\.jinja: is not UTF-8: byte 0"),
         ],
     )
-    def test_invalid_files(self, tmp_path: Path, files: dict[str, str], reason: str) -> None:
-        for name, content in files.items():
-            (tmp_path / name).write_text(content)
+    def test_invalid_files(self, tmp_path: Path, files: dict[str, Any], reason: str) -> None:
+        for name, content in ({"tokenizer.json": changed(), **files} if files else {}).items():
+            text = changed(content) if callable(content) else content
+            (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(ConfigError, match=reason):
             load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(tmp_path))))
+
+    def test_a_regex_that_backtracks(self, tmp_path: Path) -> None:
+        (tmp_path / "tokenizer.json").write_text(changed(lambda it: it.update(pre_tokenizer=split("(a|aa)+$"))))
+        tokenizer = load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(tmp_path))))
+        for encode in (tokenizer.encode, tokenizer.encode_with_special_tokens):
+            with pytest.raises(TokenizerError, match="the tokenizer failed on a text"):
+                encode("a" * 60 + "!")
+
+    @pytest.mark.parametrize(
+        ("made", "longest"),
+        [
+            (lambda: byte_level(["<s>"], 280), True),
+            (lambda: metaspace(["<s>"], vocab_size=300), True),
+            (lambda: metaspace(["<s>"], unigram=True, vocab_size=300), False),
+        ],
+    )
+    def test_the_longest_token(self, tmp_path: Path, made: Callable[[], Library], longest: bool) -> None:
+        """Known if every byte of a text is part of a token; a text of n bytes then has at least n / longest tokens."""
+        tokenizer = load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(save(made(), tmp_path)))))
+        assert (tokenizer.max_token_bytes is not None) == longest
+        for text in TEXTS if longest else []:
+            assert len(text.encode()) <= tokenizer.max_token_bytes * len(tokenizer.encode(text))
 
     def test_a_missing_path(self, tmp_path: Path) -> None:
         (tmp_path / "other").mkdir()

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, listen, serve
+from maxhydra.decode.openai_server.http11 import HttpError
+from maxhydra.decode.openai_server.request_schema import parse
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder
 from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.decode.request import Completion, Delta, TokenLogprob
 from tests.support.fake_engine import WORDS, FakeEngine
 from tests.support.skips import import_optional
+from tests.support.vocabularies import byte_level, save
 
 openai = import_optional("openai", extra="test")
 
@@ -37,7 +43,7 @@ class RunningServer:
     ):
         self.engine, self.listener = engine, listen("127.0.0.1", 0)
         self.port = self.listener.getsockname()[1]
-        defaults = ServerDefaults("tiny", Sampling(max_tokens=4), 8, 320)  # type: ignore[call-arg]
+        defaults = ServerDefaults("tiny", Sampling(max_tokens=4), 8, 320, engine.max_context)  # type: ignore[call-arg]
         self._ready = threading.Event()
 
         async def main() -> None:
@@ -361,6 +367,117 @@ def test_a_connection_serves_many_requests(server: RunningServer) -> None:
         while received.count(b"HTTP/1.1 200") < 3:
             received += connection.recv(4096)
     assert received.count(b'{"status": "ok"}') == 3
+
+
+# Bounded work.
+
+TEXT = "/v1/completions"
+HOSTILE = {
+    "stop": (TEXT, b'{"prompt": "1", "stop": [' + b'"a",' * 1_000_000 + b'"a"]}'),
+    "empty prompts": (TEXT, b'{"prompt": [' + b"[]," * 1_300_000 + b"[]]}"),
+    "prompts": (TEXT, json.dumps({"prompt": ["a"] * 200_000}).encode()),
+    "ids": (TEXT, json.dumps({"prompt": [1] * 1_200_000}).encode()),
+    "some ids": (TEXT, json.dumps({"prompt": [1] * 200_000}).encode()),
+    "text": (TEXT, json.dumps({"prompt": "word, " * 600_000}).encode()),
+    "keys": (TEXT, json.dumps({str(number): 1 for number in range(300_000)}).encode()),
+    "bias": (TEXT, json.dumps({"prompt": "a", "logit_bias": {str(n): 1 for n in range(30_000)}}).encode()),
+    "depth": (TEXT, b'{"model": ' + b"[" * 4_000_000),
+    "nested model": (TEXT, b'{"prompt": "a", "model": ' + b"[" * 900 + b"]" * 900 + b"}"),
+    "nested limits": (
+        TEXT,
+        b'{"prompt": "a", "max_tokens": %b, "max_completion_tokens": %b}' % ((b"[" * 900 + b"]" * 900,) * 2),
+    ),
+    "messages": ("/v1/chat/completions", json.dumps({"messages": HELLO * 80_000}).encode()),
+    "parts": ("/v1/chat/completions", json.dumps({"messages": [{"role": "user", "content": [1] * 200_000}]}).encode()),
+    "special tokens": (
+        "/v1/chat/completions",
+        json.dumps({"messages": [{"role": "user", "content": "<|" * 10**6}]}).encode(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_request_takes_little_time(name: str) -> None:
+    path, body = HOSTILE[name]
+    defaults = ServerDefaults("tiny", Sampling(max_tokens=4), 8, 320, 512)  # type: ignore[call-arg]
+    began = time.process_time()
+    with contextlib.suppress(HttpError):
+        parse(body, defaults, is_chat="chat" in path)
+    # One million stop strings took 17 s.
+    assert time.process_time() - began < 1
+
+
+def test_small_requests_pass_hostile_ones(prompts: PromptEncoder) -> None:
+    with running(prompts, max_body=2**22) as server, ThreadPoolExecutor(4) as pool:
+        until = time.monotonic() + 2
+
+        def attack(number: int) -> set[int]:
+            statuses, names = set(), list(HOSTILE)
+            while time.monotonic() < until:
+                number += 1
+                path, body = HOSTILE[names[number % len(names)]]
+                statuses.add(server.post(body, path)[0])
+            return statuses
+
+        attacks = [pool.submit(attack, 4 * number) for number in range(4)]
+        seconds = []
+        while time.monotonic() < until:
+            began = time.monotonic()
+            assert server.post({"prompt": "1", "max_tokens": 2}, TEXT)[0] == 200
+            seconds.append(time.monotonic() - began)
+        # The clients of this test share the interpreter with the server, so the bound is generous.
+        assert sorted(seconds)[len(seconds) // 2] < 0.5 and max(seconds) < 2
+        assert set().union(*(each.result() for each in attacks)) <= {400, 404}
+        assert server.idle()
+
+
+def test_a_text_with_many_commas_is_accepted(server: RunningServer) -> None:
+    body = json.dumps({"prompt": "a", "user": ',"[{:\\' * 100_000}).encode()
+    assert server.post(body, TEXT)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for m in messages %}{{ m.content * 10**10 if m.content == 'bomb' else m.content }}{% endfor %}"]
+)
+def test_a_template_that_fails_is_an_error_of_that_request_only(tmp_path: Path, template: str) -> None:
+    (tmp_path / "t.jinja").write_text(template)
+    encoder = PromptEncoder(
+        compose([f"data.tokenizer.chat_template={tmp_path / 't.jinja'}"]).config.data, vocab_size=320
+    )
+    with running(encoder) as server:
+        status, body = server.post({"messages": [{"role": "user", "content": "bomb"}]})
+        assert status == 400 and "exceeds a limit" in body["error"]["message"]
+        assert server.post(CHAT)[0] == 200
+
+
+def test_a_panic_of_the_tokenizer_is_an_error_of_that_request_only(tmp_path: Path) -> None:
+    made = byte_level(["<a>"])
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    data = compose(["data.tokenizer.kind=hf", f"data.tokenizer.path={save(made, tmp_path)}"]).config.data
+    with running(PromptEncoder(data, vocab_size=700)) as server:
+        status, body = server.post({"prompt": "a" * 60 + "!"}, TEXT)
+        assert status == 400 and "the tokenizer failed on a text" in body["error"]["message"], body
+        assert server.post({"prompt": "b"}, TEXT)[0] == 200
+
+
+def test_the_limit_of_open_files_is_raised_or_reported() -> None:
+    script = """
+import resource
+from maxhydra.config import ConfigError
+from maxhydra.decode.openai_server import allow_connections
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 2000))
+allow_connections(1024)
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+try:
+    allow_connections(2000)
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert done.startswith("(1536, 2000)\n")
+    assert "task.max_connections=2000: needs 2512 open files" in done and "accepted: 1 to 1488" in done
 
 
 # Access, limits, disconnects, shutdown.

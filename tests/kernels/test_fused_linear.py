@@ -1,4 +1,4 @@
-"""Products of few rows with what stands around them, against NumPy; and a model whose layers are made of them."""
+"""Small-batch matmuls with fused prologues and epilogues against NumPy, and a model built from them."""
 
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 
 def expected(x: np.ndarray, weight: np.ndarray, epilogue: Epilogue) -> np.ndarray:
-    """A transcription in float64."""
+    """The reference in float64."""
     x, weight = x.astype(np.float64), weight.astype(np.float64)
     if epilogue.norm is not None:
         scale = np.asarray(epilogue.norm.scale_K, np.float64) + epilogue.norm.offset
@@ -103,8 +103,8 @@ def test_one_row_equals_numpy(tile: gemv.Tile, is_int8: bool, dtype: jnp.dtype, 
 
 @pytest.mark.parametrize("name", ["nothing", "norm and gate", "norm and onto"])
 @pytest.mark.parametrize(("rows", "parts", "is_left"), [(5, 1, False), (5, 2, True), (16, 1, True)])
-def test_few_rows_equal_numpy(rows: int, parts: int, is_left: bool, name: str) -> None:
-    """A gate is no sum, so that there the inputs are not parted."""
+def test_small_batches_equal_numpy(rows: int, parts: int, is_left: bool, name: str) -> None:
+    """A gated activation is not linear, so its inputs are not split."""
     outputs, inputs = 32, 64
     epilogue = surroundings(rows, inputs, outputs, FLOAT32)[name]
     x, weight = draw(rows, inputs, seed=0), draw(outputs * (2 if epilogue.activation else 1), inputs, seed=1)
@@ -116,7 +116,7 @@ def test_few_rows_equal_numpy(rows: int, parts: int, is_left: bool, name: str) -
 
 
 @pytest.mark.parametrize("numbers", [256, 768])
-def test_the_sum_of_parts_and_its_norm_equal_numpy(numbers: int) -> None:
+def test_split_k_reduction_and_norm_equal_numpy(numbers: int) -> None:
     parts, onto, scale = draw(4, 5, numbers, seed=0), draw(5, numbers, seed=1), draw(numbers, seed=2)
     norm = NormParams(jnp.asarray(scale), offset=1.0, eps=0.1)
     found = row_kernel.reduce_add_norm(jnp.asarray(parts), jnp.asarray(onto), norm, FLOAT32, interpret=True)
@@ -127,8 +127,8 @@ def test_the_sum_of_parts_and_its_norm_equal_numpy(numbers: int) -> None:
     assert row_kernel.is_supported(numbers) and not row_kernel.is_supported(numbers + 64)
 
 
-def test_rows_of_a_table_and_their_norm_equal_numpys() -> None:
-    """A token that the table has not gives no numbers."""
+def test_embedding_lookup_and_norm_equal_numpy() -> None:
+    """A token outside the table gives NaN."""
     table, scale, tokens = draw(7, 768, seed=0), draw(768, seed=1), np.array([6, 0, 7, 3, -1])
     norm = NormParams(jnp.asarray(scale), offset=1.0, eps=0.1)
     stream, normed = embed_norm.embed_and_norm(jnp.asarray(table), jnp.asarray(tokens), norm, interpret=True)
@@ -140,8 +140,8 @@ def test_rows_of_a_table_and_their_norm_equal_numpys() -> None:
 
 
 @pytest.mark.parametrize(("rows", "is_left", "dtype"), [(5, True, jnp.float32), (16, False, jnp.bfloat16)])
-def test_the_largest_output_equals_numpys(rows: int, is_left: bool, dtype: jnp.dtype) -> None:
-    """Outputs that are the same bring the first of them, and one that is no number shows in the largest."""
+def test_argmax_equals_numpy(rows: int, is_left: bool, dtype: jnp.dtype) -> None:
+    """Ties select the first index, and NaN propagates to the maximum."""
     x, weight = draw(rows, 64, seed=0), draw(96, 64, seed=1)
     weight[40], x[2] = weight[7], weight[7]
     tile = small_batch.Tile(16, 32, 1, is_left=is_left, warps=4, stages=2)
@@ -157,7 +157,7 @@ def test_the_largest_output_equals_numpys(rows: int, is_left: bool, dtype: jnp.d
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_without_a_kernel_it_is_the_same(rows: int) -> None:
+def test_reference_path_equals_the_kernel(rows: int) -> None:
     epilogue = surroundings(rows, 64, 16, FLOAT32)["norm and gate"]
     x, weight = draw(rows, 64, seed=0), draw(32, 64, seed=1)
     found = fused_linear(jnp.asarray(x), jnp.asarray(weight), None, epilogue, dtype=jnp.float32)
@@ -165,7 +165,7 @@ def test_without_a_kernel_it_is_the_same(rows: int) -> None:
 
 
 def model(is_int8: bool) -> ModelDef:
-    """Two layers that can be fused, and between or behind them one that cannot: it has norms behind its parts."""
+    """Two layers that can be fused, and between or after them one with post-norms, which cannot."""
     sizes = {"num_layers": 3, "emb_dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     kinds = {"plain": config.Kind(), "sandwich": config.Kind(norms=config.Norms.sandwich)}
     pattern = ["plain", "sandwich", "plain"] if is_int8 else ["plain", "plain", "sandwich"]
@@ -177,7 +177,7 @@ def model(is_int8: bool) -> ModelDef:
 
 
 def tokens_drawn(model: ModelDef, params: dict, rows: int) -> list[list[int]]:
-    """Six tokens of each row, each the likeliest after those before it, over pages."""
+    """Six greedy tokens of each row, with a paged cache."""
     cache = model.empty_cache(PagedCacheSpec(2 * rows, 4, slots=rows, storage=None))
     place = PageTable(jnp.arange(2 * rows).reshape(rows, 2), jnp.arange(rows))
     last, drawn = jnp.arange(1, rows + 1)[:, None], []
@@ -200,7 +200,7 @@ def tokens_drawn(model: ModelDef, params: dict, rows: int) -> list[list[int]]:
 
 @pytest.mark.slow
 def test_fused_block_equals_block() -> None:
-    """The same weights and inputs, with the norm handed in and the next layer's norm handed out, and without."""
+    """The same weights and inputs, with the norm of the input and of the next layer fused or not."""
     spec = BlockSpec.of(model(is_int8=False).config, "plain")
     matmul = MatmulSpec(compute=np.dtype(np.float32), layout=Layout.joined)
     assert block_class(spec, matmul) is FusedBlock
@@ -224,11 +224,10 @@ def test_fused_block_equals_block() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "is_int8", "normed"), [(1, True, 0), (3, False, 3)])
-def test_greedy_tokens_are_the_same_with_and_without(
+def test_greedy_tokens_equal_the_unfused_model(
     rows: int, is_int8: bool, normed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two layers of four products each; of several rows some leave the norm that comes next: after attention, and
-    before a layer that takes it."""
+    """Two layers of four matmuls each; with several rows some also compute the following norm."""
     packed = model(is_int8)
     plain = packed.base.init(jax.random.key(0))
     params = map_leaves(plain, partial(store_weight, packed)) if is_int8 else plain
@@ -245,9 +244,8 @@ def test_greedy_tokens_are_the_same_with_and_without(
 
 
 @pytest.mark.slow
-def test_greedy_tokens_are_the_same_from_parts_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Query, key and value come as parts of a sum, which the kernel over pages adds up, from rows that come with their
-    norm; all as interpreted."""
+def test_greedy_tokens_equal_with_split_k_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paged attention kernel reduces split-K partial sums of query, key and value; all in interpret mode."""
     packed, asked = model(is_int8=False), []
     params = packed.base.init(jax.random.key(0))
     plain = tokens_drawn(packed, params, 3)

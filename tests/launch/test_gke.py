@@ -13,7 +13,8 @@ from maxhydra.cli import main
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.schema.hardware import Hardware
 from maxhydra.launch.gke import GkeSettings
-from maxhydra.launch.gke.cluster import Cluster, api_error
+from maxhydra.launch.gke.api_errors import api_error
+from maxhydra.launch.gke.cluster import Cluster
 from maxhydra.launch.gke.jobs import describe_progress, leader_pod, run_result
 from maxhydra.launch.gke.manifests import (
     JobDescription,

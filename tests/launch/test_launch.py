@@ -143,3 +143,13 @@ def test_an_invalid_job_file_lists_every_problem(tmp_path: Path) -> None:
         read_job_spec(tmp_path / "job.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_job_spec(tmp_path / "nothing.yaml")
+
+
+def test_plugins_do_not_import_the_clients_of_clusters() -> None:
+    """Hydra imports all plugins for every composed config; the Kubernetes client alone takes a second."""
+    check = """
+import sys
+import hydra_plugins.maxhydra_launcher, hydra_plugins.maxhydra_optuna
+assert not {"kubernetes", "optuna", "jax", "numpy"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", check], check=True, env=environment())

@@ -1,4 +1,4 @@
-"""Gated DeltaNet as a layer: with caches of either kind, packed rows, several devices, and in the engine."""
+"""The Gated DeltaNet layer: dense and paged caches, packed rows, several devices, and the engine."""
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +51,8 @@ def logits(model: ModelDef, params, tokens, *, segments=None, positions=None, sh
 
 @pytest.mark.slow
 @pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
-def test_parts_of_a_prompt_and_then_token_by_token_equal_one_forward(paged):
-    """Rows of 13 and 9 tokens: parts of 5 and 3, padded, then single tokens, over what others left behind."""
+def test_chunked_prefill_and_decode_equal_one_forward_pass(paged):
+    """Rows of 13 and 9 tokens: chunks of 5 and 3, padded, then single tokens, in a cache with stale contents."""
     model = make()
     params, tokens, lengths = weights(model), ids(2, 13), np.array([13, 9])
     cache_spec = PagedCacheSpec(pages=11, page_size=4, slots=3, storage=None) if paged else DenseCacheSpec(2, 13)
@@ -88,7 +88,7 @@ def test_parts_of_a_prompt_and_then_token_by_token_equal_one_forward(paged):
 
 
 @pytest.mark.slow
-def test_documents_in_one_row_do_not_see_each_other():
+def test_packed_documents_do_not_attend_to_each_other():
     model = make()
     params, tokens = weights(model), ids(1, 20)
     segments = np.repeat([1, 2, 0], [7, 11, 2])[None]
@@ -101,7 +101,7 @@ def test_documents_in_one_row_do_not_see_each_other():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2, "sequence": 2}])
-def test_several_devices_give_the_result_of_one(axes):
+def test_sharded_output_equals_one_device(axes):
     model = make()
     params, tokens = weights(model), ids(2, 16)
     sharder = Sharder(build_mesh(Mesh(**axes)), RULES)
@@ -110,8 +110,8 @@ def test_several_devices_give_the_result_of_one(axes):
 
 
 @pytest.mark.slow
-def test_the_engine_writes_what_one_forward_after_the_other_writes():
-    """Three prompts share two places, and are read in parts: the third takes a place with another's state in it."""
+def test_engine_tokens_equal_repeated_forward_passes():
+    """Three prompts share two slots with chunked prefill: the third reuses a slot that holds another's state."""
     model = make(num_layers=2, vocab_size=264)
     params = weights(model)
     sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)

@@ -1,4 +1,4 @@
-"""Weights in four bits against Qwix and NumPy, training for them, and rules that choose among formats."""
+"""int4 weights against Qwix and NumPy, quantization-aware training, and rules that select formats."""
 
 from functools import partial
 from typing import Any
@@ -40,14 +40,14 @@ def four_bits(kind: QuantizationKind, ends: QuantizationRule, **changes: Any) ->
 
 
 def numpys(kernel: np.ndarray, group: int) -> np.ndarray:
-    """[inputs, outputs] in groups: the largest magnitude is seven steps."""
+    """Quantize and dequantize [inputs, outputs] in groups, whose largest magnitude maps to 7."""
     blocks = kernel.reshape(-1, group, kernel.shape[-1])
     scales = np.abs(blocks).max(1, keepdims=True) / 7
     return (np.round(blocks / scales) * scales).reshape(kernel.shape)
 
 
 @pytest.mark.slow
-def test_a_kernel_and_back_is_what_qwix_makes_of_it() -> None:
+def test_quantize_and_dequantize_equal_qwix() -> None:
     qwix = import_optional("qwix", extra="parity")
     kernel = draw(64, 24)
     parts = quantized(kernel, inputs=1, leading=0, groups=4)
@@ -61,7 +61,7 @@ def test_a_kernel_and_back_is_what_qwix_makes_of_it() -> None:
     assert parts.nibbles.nbytes == kernel.size // 2 and parts.scales.shape == (4, 24)
 
 
-def test_inputs_are_flattened_and_leading_dimensions_stay() -> None:
+def test_inputs_are_flattened_and_leading_dimensions_kept() -> None:
     kernel = draw(3, 2, 4, 8, 5)
     parts = quantized(kernel, inputs=2, leading=2, groups=2)
     found = parts.kernel(jnp.dtype(jnp.float32), leading=2)
@@ -70,7 +70,7 @@ def test_inputs_are_flattened_and_leading_dimensions_stay() -> None:
 
 
 def rounded_tree(params: Any) -> Any:
-    """Every matrix of a tree rounded by NumPy as the rules say: layers in groups of 16 inputs, ends by rows."""
+    """Every matrix of a tree quantized by NumPy: layers in groups of 16 inputs, embedding and head by rows."""
     inputs = {"query": 1, "key": 1, "value": 1, "out": 2, "gate": 1, "up": 1, "down": 1}
 
     def one(path: tuple, leaf: jax.Array) -> np.ndarray:
@@ -89,8 +89,8 @@ def rounded_tree(params: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_model_computes_what_its_rounded_weights_would() -> None:
-    """As it is, and as the engine lays it out on each platform."""
+def test_quantized_model_equals_dequantized_weights() -> None:
+    """In the training layout, and in the decode layout of each platform."""
     packed = model(four_bits(QuantizationKind.int4_weights, ENDS), head=config.Head.separate)
     plain = packed.base.init(jax.random.key(0))
     expected = logits(packed.base, rounded_tree(plain))
@@ -137,7 +137,7 @@ QAT = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", QAT)
-def test_decoding_repeats_the_forward_pass_that_was_trained(bits: str) -> None:
+def test_decode_equals_the_forward_pass_of_training(bits: str) -> None:
     trained, packed = (model(quantization) for quantization in QAT[bits])
     params = trained.init(jax.random.key(0))
     expected = logits(trained, params)
@@ -146,8 +146,8 @@ def test_decoding_repeats_the_forward_pass_that_was_trained(bits: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_gradient_is_straight_through() -> None:
-    """To the weights, as if they were the rounded ones: the same gradient as the plain model has there."""
+def test_gradient_is_straight_through() -> None:
+    """The gradient of the weights is that of an unquantized model at the dequantized weights."""
     trained = model(four_bits(QuantizationKind.qat_int4, QAT_ENDS))
     plain, params = model(Quantization()), trained.init(jax.random.key(0))
     tokens, positions = jnp.arange(12).reshape(1, 12), jnp.arange(12).reshape(1, 12)
@@ -161,7 +161,7 @@ def test_the_gradient_is_straight_through() -> None:
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-3), found, expected)
 
 
-def test_the_first_rule_that_matches_holds() -> None:
+def test_first_matching_rule_applies() -> None:
     others = "{down:{kind:int8_weights,targets:[mlp/down]},out:{kind:none,targets:[attention/out]}}"
     quantization = compose(["quantization=int4_weights", f"+quantization.overrides={others}"]).config.quantization
     layer = model(quantization, emb_dim=64, mlp_dim=64, num_heads=8).shapes["pattern"]["0"]
@@ -187,12 +187,12 @@ def test_unsupported_combinations_are_rejected(overrides: list[str], match: str)
         compose(overrides)
 
 
-def test_weights_under_an_adapter_are_not_trained_for_rounding() -> None:
+def test_frozen_weights_reject_quantization_aware_training() -> None:
     with pytest.raises(ConfigError, match=r"quantization\.kind=qat_int4: (?s:.*)fp8 or int8 with an adapter"):
         plan_states(compose(["quantization=qat_int4", "adapter=lora"]).config, SINGLE)
 
 
-def test_a_group_that_does_not_divide_names_the_projection() -> None:
+def test_group_size_error_names_the_projection() -> None:
     with pytest.raises(ConfigError, match=r"quantization\.group=40.*layer/attention/query has 32 inputs"):
         _ = model(four_bits(QuantizationKind.int4_weights, ENDS, group=40)).shapes
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Weights in int8 against the same rounding by NumPy, and decoding with them."""
+"""int8 weights against the same quantization in NumPy, and decoding with them."""
 
 import dataclasses
 from functools import partial
@@ -29,12 +29,12 @@ def draw(*shape: int, seed: int) -> np.ndarray:
 
 
 def rounded(weight: np.ndarray, axis: int | tuple[int, ...]) -> np.ndarray:
-    """What int8 with a scale along an axis makes of a weight."""
+    """Quantize a weight to int8 with scales along an axis, and dequantize it."""
     scale = np.abs(weight).max(axis=axis, keepdims=True) / 127
     return np.round(weight / scale) * scale
 
 
-def test_codes_are_numpys_and_zeros_stay() -> None:
+def test_codes_equal_numpy_and_zero_columns_stay_zero() -> None:
     weight = draw(6, 5, 4, seed=0)
     weight[:, 2, 3] = 0
     parts = quantized(jnp.asarray(weight), (0,))
@@ -46,7 +46,7 @@ def test_codes_are_numpys_and_zeros_stay() -> None:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("rows", [2, 19])
 @pytest.mark.parametrize(("outputs", "inputs"), [(48, 192), (16, 512)])
-def test_the_kernel_equals_numpy(rows: int, outputs: int, inputs: int, dtype: jnp.dtype) -> None:
+def test_kernel_equals_numpy(rows: int, outputs: int, inputs: int, dtype: jnp.dtype) -> None:
     x = jnp.asarray(draw(rows, inputs, seed=1), dtype)
     parts = quantized(jnp.asarray(draw(outputs, inputs, seed=2)), (1,))
     found = triton.small_batch_matmul(x, parts.codes, parts.scales, jnp.dtype(jnp.float32), interpret=True)
@@ -55,7 +55,7 @@ def test_the_kernel_equals_numpy(rows: int, outputs: int, inputs: int, dtype: jn
 
 
 @pytest.mark.parametrize("layout", Layout)
-def test_the_matmul_over_several_dimensions_equals_numpy(layout: Layout) -> None:
+def test_matmul_over_several_dimensions_equals_numpy(layout: Layout) -> None:
     x, weight = draw(2, 1, 4, 8, seed=0), draw(4, 8, 3, 5, seed=1)
     parts = quantized(jnp.asarray(weight), (0, 1))
     found = int8_weight_matmul(jnp.asarray(x), parts.codes, parts.scales, layout=layout, is_single_device=True)
@@ -79,7 +79,7 @@ def logits(model: ModelDef, params: dict) -> np.ndarray:
 
 
 def rounded_tree(params: dict) -> dict:
-    """Every matrix of a tree rounded by NumPy along what its products sum over."""
+    """Every matrix of a tree quantized by NumPy along its contracted dimensions."""
     sums = {"query": (1,), "key": (1,), "value": (1,), "out": (1, 2), "gate": (1,), "up": (1,), "down": (1,)}
 
     def one(path: tuple, leaf: jax.Array) -> np.ndarray:
@@ -97,8 +97,8 @@ ALL = ["attention/", "mlp/", "^(embedding|head)$"]
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("head", config.Head)
-def test_a_model_computes_what_its_rounded_weights_would(head: config.Head, platform: str) -> None:
-    """As it is, and as the engine lays it out on each platform."""
+def test_quantized_model_equals_dequantized_weights(head: config.Head, platform: str) -> None:
+    """In the training layout, and in the decode layout of each platform."""
     packed = model(head, ALL)
     plain = packed.base.init(jax.random.key(0))
     expected = logits(packed.base, rounded_tree(plain))
@@ -112,7 +112,7 @@ def test_a_model_computes_what_its_rounded_weights_would(head: config.Head, plat
 
 
 @pytest.mark.slow
-def test_targets_choose_and_formats_may_differ_within_a_layer() -> None:
+def test_targets_select_weights_and_formats_mix_within_a_layer() -> None:
     packed = model(config.Head.tied, ["attention/query", "mlp/up"])
     params = map_leaves(packed.base.init(jax.random.key(0)), partial(store_weight, packed))
     layer = params["pattern"]["0"]
@@ -123,7 +123,7 @@ def test_targets_choose_and_formats_may_differ_within_a_layer() -> None:
     np.testing.assert_allclose(found, logits(packed, params), atol=1e-4)
 
 
-def test_a_tied_model_has_no_head_to_round() -> None:
+def test_tied_model_has_no_head_to_quantize() -> None:
     with pytest.raises(ConfigError, match=r"quantization\.targets.*no projection's name matches '\^head\$'"):
         _ = model(config.Head.tied, ["^head$"]).shapes
     with pytest.raises(ConfigError, match="no projection's name matches 'embedding'"):
@@ -133,7 +133,7 @@ def test_a_tied_model_has_no_head_to_round() -> None:
         _ = fp8.shapes
 
 
-def test_it_is_no_way_to_train() -> None:
+def test_training_with_int8_weights_is_rejected() -> None:
     requested = compose(["quantization=int8_weights"]).config
     with pytest.raises(ConfigError, match=r"quantization\.kind.*is for inference only; it cannot be trained"):
         plan_states(requested, SINGLE)

@@ -1,4 +1,4 @@
-"""Each mechanism against its formula, written out in NumPy."""
+"""Each layer against its formula in NumPy."""
 
 import math
 from functools import partial
@@ -66,7 +66,7 @@ def test_rms_norm_in_half_precision_does_not_overflow():
     np.testing.assert_allclose(out, 1, rtol=1e-3)
 
 
-def test_rope_turns_pairs_of_the_two_halves_as_complex_numbers():
+def test_rope_rotates_pairs_of_the_two_halves_as_complex_numbers():
     x = np.random.default_rng(0).normal(size=(2, 5, 3, 8))
     positions = np.array([[0, 1, 2, 3, 4], [7, 100, 3000, 0, 1]])
     rates = frequencies(config.Rope(theta=100.0), 8)
@@ -82,7 +82,7 @@ def test_rope_none_has_no_frequencies():
     assert frequencies(config.Rope(kind=config.RopeKind.none), 8) is None
 
 
-def test_rope_turns_neighbours_in_a_share_of_a_head():
+def test_partial_interleaved_rope_rotates_neighbouring_pairs():
     x = np.random.default_rng(0).normal(size=(2, 5, 3, 12))
     positions = np.array([[0, 1, 2, 3, 4], [7, 9, 3, 0, 1]])
     rope = config.Rope(theta=100.0, share=0.67, pairs=config.Pairs.neighbours)
@@ -94,8 +94,8 @@ def test_rope_turns_neighbours_in_a_share_of_a_head():
 
 
 @pytest.mark.parametrize("truncate", [True, False])
-def test_yarn_interpolates_by_the_periods_of_a_pair(truncate):
-    """The ramp of Peng et al. (2023), from the pair that turns 32 times over the original context to that of once."""
+def test_yarn_interpolates_by_wavelength(truncate):
+    """The ramp of Peng et al. (2023), between pairs that rotate 32 times and once over the original context."""
     size, theta, context, factor = 64, 10000.0, 2048, 4.0
     rope = config.Rope(kind=config.RopeKind.yarn, factor=factor, original_context=context, truncate=truncate)
     rotation = Rotation.of(rope, size)
@@ -107,7 +107,7 @@ def test_yarn_interpolates_by_the_periods_of_a_pair(truncate):
     assert rotation.amplitude == pytest.approx(0.1 * math.log(factor) + 1)
 
 
-def test_layer_norm_takes_the_mean_away_and_adds_a_bias():
+def test_layer_norm_subtracts_the_mean_and_adds_a_bias():
     x = np.random.default_rng(0).normal(3.0, size=(2, 3, 24)).astype(np.float32)
     norm = LayerNorm(24, eps=1e-2, dtypes=Dtypes.of(config.Dtypes(**FLOAT32)), make=maker())
     norm.scale[...], norm.bias[...] = jnp.arange(24.0), jnp.arange(24.0) ** 2
@@ -116,7 +116,7 @@ def test_layer_norm_takes_the_mean_away_and_adds_a_bias():
     np.testing.assert_allclose(norm(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_queries_grow_with_the_logarithm_of_their_position():
+def test_query_temperature_grows_with_log_position():
     positions = np.array([[0, 6, 7, 8, 100]])
     factors = 1 + 0.1 * np.log(np.floor((positions + 1) / 8) + 1)
     out = scale_queries(jnp.ones((1, 5, 2, 4)), jnp.asarray(positions), 8, 0.1)
@@ -124,7 +124,7 @@ def test_queries_grow_with_the_logarithm_of_their_position():
     assert out[0, 0, 0, 0] == 1 and out[0, 2, 0, 0] > 1
 
 
-def test_llama3_rope_keeps_short_stretches_long_and_blends_between():
+def test_llama3_rope_keeps_short_wavelengths_scales_long_ones_and_blends():
     rope = {"theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_context": 8192}
     plain = np.array(frequencies(config.Rope(theta=500000.0), 128))
     scaled = np.array(frequencies(config.Rope(kind=config.RopeKind.llama3, **rope), 128))
@@ -185,7 +185,7 @@ def test_gradients_of_float32_matmuls_have_the_dtype_of_their_inputs(dtype):
         assert np.linalg.norm(got.astype(np.float32) - expected) < 1e-2 * np.linalg.norm(expected)
 
 
-def test_attention_resolves_what_a_kind_overrides():
+def test_attention_resolves_overrides_of_a_layer_kind():
     own = config.Attention(num_heads=6, num_kv_heads=3, head_dim=8, window=5, softcap=9.0, scale=0.5)
     spec = AttentionSpec.of(make_model(), config.Kind(attention=own))
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (6, 3, 8)
@@ -195,7 +195,7 @@ def test_attention_resolves_what_a_kind_overrides():
     assert (plain.window, plain.softcap, plain.scale) == (None, None, 6**-0.5)
 
 
-def test_a_backend_that_cannot_serve_is_a_config_error():
+def test_unsupported_backend_is_a_config_error():
     model = make_model(kernels=config.ModelKernels(attention=config.AttentionBackend.cudnn))
     layer = Attention(AttentionSpec.of(model, model.kinds["layer"]), maker())
     with pytest.raises(ConfigError) as error:
@@ -209,7 +209,7 @@ def test_a_backend_that_cannot_serve_is_a_config_error():
     assert "float32" in problem.reason
 
 
-def test_weights_have_the_variance_that_keeps_activations_at_unit_scale():
+def test_init_variance_keeps_activations_at_unit_scale():
     make = maker()
     wide = make.projection("out", (20, 30), (400,), ("heads", "head_dim", "embed"), scale=0.5).kernel
     assert wide.shape == (20, 30, 400)
@@ -218,14 +218,14 @@ def test_weights_have_the_variance_that_keeps_activations_at_unit_scale():
     assert not np.any(np.asarray(wide[...]) == np.asarray(again[...]))
 
 
-def test_stacked_weights_differ_from_layer_to_layer():
+def test_stacked_weights_differ_between_layers():
     weight = maker(layers=3).projection("query", (8,), (4, 4), ("embed", "heads", "head_dim"), scale=1.0).kernel
     assert weight.shape == (3, 8, 4, 4)
     assert weight.get_metadata("axes") == ("layers", "embed", "heads", "head_dim")
     assert len(np.unique(weight[...])) == weight[...].size
 
 
-def test_cache_writes_at_positions_and_leaves_padding_out():
+def test_cache_writes_at_positions_and_skips_padding():
     rng = np.random.default_rng(0)
     key, value = (jnp.asarray(rng.normal(size=(2, 3, 2, 4)), jnp.float32) for _ in range(2))
     whole = DenseCacheSpec(2, 6).keys_and_values(layers=3, kv_heads=2, head_dim=4, dtype=jnp.dtype("float32"))
@@ -267,7 +267,7 @@ def test_context_is_a_tree_with_a_static_sharder():
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
-def test_weights_keep_their_format_and_compute_has_its_own(weights):
+def test_weight_and_compute_dtypes_are_independent(weights):
     model = make_model(dtypes={"weights": config.Dtype(weights), "compute": config.Dtype.float16})
     layer = Attention(AttentionSpec.of(model, model.kinds["layer"]), maker(weights, compute="float16"))
     out, *_ = layer(jnp.zeros((1, 4, 24), jnp.float16), make_context(1, 4))
@@ -281,7 +281,7 @@ def test_weights_keep_their_format_and_compute_has_its_own(weights):
 )
 @pytest.mark.parametrize("layout", [Layout.outputs_first, Layout.joined])
 @pytest.mark.parametrize("rows", [(1, 1), (2, 3)])
-def test_the_weight_layout_does_not_change_a_matmul(equation, layout, rows):
+def test_weight_layout_does_not_change_a_matmul(equation, layout, rows):
     sizes = {"B": rows[0], "T": rows[1], "D": 8, "F": 5, "N": 4, "H": 6, "V": 7}
     of_x, of_weight = equation.split("->")[0].split(",")
     rng = np.random.default_rng(0)

@@ -84,14 +84,14 @@ def tokens(batch: int = 2) -> jax.Array:
 
 @functools.cache
 def whole() -> tuple[ModelDef, Any, np.ndarray]:
-    """The model, its weights, and what it makes of two rows."""
+    """The model, its weights, and its logits of two rows."""
     model = build(EVERYTHING)
     params = random_weights(model)
     return model, params, np.asarray(jax.jit(model.hidden)(params, tokens(), context(in_order()))[0])
 
 
 @pytest.mark.slow
-def test_chunks_and_positions_begin_anew_with_every_sequence_of_a_row() -> None:
+def test_chunks_and_positions_restart_with_each_packed_sequence() -> None:
     model, params, expected = whole()
     first, second = 9, LENGTH - 11
     ids = tokens()
@@ -104,7 +104,7 @@ def test_chunks_and_positions_begin_anew_with_every_sequence_of_a_row() -> None:
 
 
 @pytest.mark.slow
-def test_pages_give_what_the_whole_forward_gives() -> None:
+def test_paged_decode_equals_the_full_forward_pass() -> None:
     model, params, expected = whole()
     rows = PageTable(jnp.asarray([[7, 2, 5, 4], [1, 0, 3, 6]]), jnp.arange(2))
     cache = model.empty_cache(PagedCacheSpec(pages=8, page_size=PAGE, slots=2, storage=None))
@@ -116,7 +116,7 @@ def test_pages_give_what_the_whole_forward_gives() -> None:
 
 
 @pytest.mark.slow
-def test_devices_change_nothing() -> None:
+def test_sharded_output_equals_one_device() -> None:
     model, params, expected = whole()
     mesh = Mesh(fsdp=2, sequence=2, tensor=2)
     sharder = Sharder(build_mesh(mesh, jax.devices()[:8]), mesh.rules)
@@ -126,7 +126,7 @@ def test_devices_change_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_an_adapter_is_merged_into_projections_with_biases() -> None:
+def test_adapter_merges_into_projections_with_biases() -> None:
     adapter = Adapter(kind=AdapterKind.lora, rank=2, alpha=4.0, dropout=0.0, targets=["attention/query", "mlp/down"])
     model = build(EVERYTHING, adapter)
     params = random_weights(model)
@@ -138,8 +138,8 @@ def test_an_adapter_is_merged_into_projections_with_biases() -> None:
 
 
 @pytest.mark.slow
-def test_a_constant_of_a_layer_stays_as_it_came() -> None:
-    """Nothing trains it, and weight decay, which needs no gradient, does not reach it."""
+def test_constant_parameters_are_not_trained() -> None:
+    """Neither gradients nor weight decay change them."""
     kind = dataclasses.replace(GLOBAL, is_scaled=True)
     model = build(
         dataclasses.replace(EVERYTHING, num_layers=3, prefix=["global"], kinds={"local": LOCAL, "global": kind})
@@ -157,7 +157,7 @@ def test_a_constant_of_a_layer_stays_as_it_came() -> None:
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_a_layout_for_decoding_loses_nothing(platform: str) -> None:
+def test_decode_layout_equals_the_training_layout(platform: str) -> None:
     model, params, _ = whole()
     arrangement = choose_weight_layout(model, SINGLE, platform)
     used = arrangement.use(arrangement.keep(params))
@@ -182,11 +182,11 @@ def test_a_layout_for_decoding_loses_nothing(platform: str) -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_named(section: Any, path: str, reason: str) -> None:
+def test_invalid_settings_are_named(section: Any, path: str, reason: str) -> None:
     assert [(problem.path, problem.reason) for problem in section.check()] == [(path, reason)]
 
 
-def test_a_share_of_a_head_is_made_of_pairs() -> None:
+def test_partial_rope_needs_an_even_number_of_dimensions() -> None:
     kind = config.Kind(attention=config.Attention(rope=config.Rope(share=0.4)))
     sizes = {"num_layers": 1, "emb_dim": 16, "mlp_dim": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     model = config.Model(**sizes, vocab_size=8, context_length=8, kinds={"layer": kind})

@@ -1,4 +1,4 @@
-"""Latent attention and its indexer against their papers' formulas, written out in NumPy; caches and devices."""
+"""Multi-head latent attention and its indexer against the papers' formulas in NumPy; caches and devices."""
 
 import dataclasses
 from functools import partial
@@ -88,7 +88,7 @@ def rms(x, scale):
 
 
 def turned(x, positions, *, neighbours: bool):
-    """x [..., T, H] as complex numbers, turned by 100^(-2i/H) radians a token."""
+    """Rotate x [..., T, H] as complex numbers by 100^(-2i/H) radians per token."""
     half = x.shape[-1] // 2
     real, imaginary = (x[..., ::2], x[..., 1::2]) if neighbours else (x[..., :half], x[..., half:])
     whole = (real + 1j * imaginary) * np.exp(1j * positions[:, None] * 100.0 ** (-np.arange(half) / half))
@@ -150,7 +150,7 @@ def transcribed(layer: Mla, x: np.ndarray) -> Transcription:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 @pytest.mark.parametrize("kind", [{}, {"q_lora_rank": NARROW}, SPARSE], ids=["plain", "narrow", "sparse"])
-def test_the_layer_is_the_papers(kind):
+def test_layer_equals_the_formulas_of_the_paper(kind):
     layer, x = random_layer(make_model(**kind)), inputs()
     found = run(layer, x, make_context())
     expected = [transcribed(layer, row) for row in x]
@@ -165,8 +165,8 @@ def test_the_layer_is_the_papers(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [{}, SPARSE], ids=["plain", "sparse"])
 @pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
-def test_a_cache_of_latents_gives_what_the_whole_sequence_gives(kind, is_paged):
-    """The first tokens at once, by their keys and values; then two, then one, in the space of the latents."""
+def test_latent_cache_equals_the_full_forward_pass(kind, is_paged):
+    """Prefill with expanded keys and values, then steps of two tokens and of one with absorbed projections."""
     layer, x = random_layer(make_model(**kind)), inputs()
     expected = run(layer, x, make_context()).out_BTD
     cache_spec = PagedCacheSpec(pages=9, page_size=4, slots=2, storage=None) if is_paged else DenseCacheSpec(BATCH, 16)
@@ -192,7 +192,7 @@ def test_a_cache_of_latents_gives_what_the_whole_sequence_gives(kind, is_paged):
 
 
 @pytest.mark.slow
-def test_the_indexer_learns_from_its_loss_alone():
+def test_indexer_is_trained_by_its_own_loss_only():
     layer, x = random_layer(make_model(**SPARSE)), inputs()
     graphdef, weights = nnx.split(layer)
     segments = jnp.asarray(np.array([[1] * 9 + [0] * 5, [0] * 2 + [1] * 5 + [2] * 7]))
@@ -211,7 +211,7 @@ def test_the_indexer_learns_from_its_loss_alone():
         assert not any(np.any(leaf) for leaf in (still if is_aux else of_indexer))
 
 
-def test_padding_teaches_the_indexer_nothing_in_rows_of_one_document_either():
+def test_padding_does_not_train_the_indexer_in_unpacked_rows():
     layer, x = random_layer(make_model(**SPARSE)), inputs()
     segments = jnp.asarray(np.array([[1] * 9 + [0] * 5, [1] * LENGTH]))
     expected = run(layer, x, make_context(segments=segments)).aux["loss"]
@@ -221,7 +221,7 @@ def test_padding_teaches_the_indexer_nothing_in_rows_of_one_document_either():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cached", ["adapter", "int8"])
-def test_other_weights_count_in_both_forms(cached):
+def test_adapters_and_int8_weights_apply_in_both_forms(cached):
     model, x = make_model(q_lora_rank=NARROW), inputs()
     if cached == "adapter":
         spec = LoraSpec(rank=2, scale=0.5, dropout=0.0, targets=(".*",), over_nf4=False)
@@ -238,7 +238,7 @@ def test_other_weights_count_in_both_forms(cached):
     np.testing.assert_allclose(last.out_BTD, expected[:, -1:], atol=2e-5)
 
 
-def test_eight_devices_give_what_one_gives():
+def test_sharded_output_equals_one_device():
     layer, x = random_layer(make_model(**SPARSE)), inputs()
     sharder = Sharder(build_mesh(Mesh(fsdp=2, sequence=2, tensor=2), jax.devices()[:8]), RULES)
     segments = jnp.asarray(np.array([[1] * 9 + [0] * 5, [1] * 5 + [2] * 9]))
@@ -249,14 +249,14 @@ def test_eight_devices_give_what_one_gives():
 
 
 @pytest.mark.slow
-def test_a_kernel_that_cannot_is_refused_by_name():
+def test_unsupported_kernel_is_rejected_by_name():
     model = make_model(q_lora_rank=NARROW)
     model = dataclasses.replace(model, kernels=config.ModelKernels(attention=config.AttentionBackend.cudnn))
     with pytest.raises(ConfigError, match="takes values of the size of keys, not 5 and 10"):
         random_layer(model)(jnp.asarray(inputs()), make_context())
 
 
-def test_settings_that_contradict_each_other_are_refused():
+def test_contradictory_settings_are_rejected():
     requested = config.Mla(qk_rope_head_dim=7, mscale=1.0, indexer=config.Indexer(top_k=4, head_dim=4))
     problems = {problem.path: problem.reason for problem in requested.check()}
     assert set(problems) == {"qk_rope_head_dim", "mscale", "q_lora_rank", "indexer.head_dim"}

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing, dispatch, balance; against evaluations that meet every expert with every token."""
+"""Mixtures of experts: routing, dispatch and balance, against dense evaluation of every expert."""
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ SIX = config.Moe(experts=6, top_k=2)
 
 
 def densely(weights, x, shares):
-    """Every expert on every token."""
+    """Evaluate every expert on every token."""
     return sum(shares[..., index, None] * expert(weights, index, x) for index in range(shares.shape[-1]))
 
 
 def gradients(function, weights, x):
-    """Of a fixed random projection of the output, by weights and tokens."""
+    """Gradients of a fixed random projection of the output, by weights and tokens."""
     towards = np.random.default_rng(0).normal(size=x.shape)
     return jax.jit(jax.value_and_grad(lambda w, x: jnp.sum(function(w, x) * towards), (0, 1)))(weights, x)
 
@@ -44,13 +44,13 @@ def test_grouped_matmuls_equal_numpy(backend):
     np.testing.assert_allclose(dw, by_hand, rtol=1e-5, atol=1e-6)
 
 
-def test_a_backend_that_cannot_serve_is_an_error():
+def test_unsupported_backend_is_an_error():
     with pytest.raises(UnsupportedError, match="takes float32 or bfloat16 or float16, not float64"), jax.enable_x64():
         grouped_matmul(jnp.ones((2, 2), "float64"), jnp.ones((1, 2, 2), "float64"), jnp.array([2]), backend="xla")
 
 
 @pytest.mark.slow
-def test_dropless_is_the_dense_evaluation_of_the_chosen_experts():
+def test_dropless_equals_dense_evaluation_of_the_selected_experts():
     mixture = Mixture(SIX)
     x = mixture.inputs(2, 9)
     found = gradients(lambda w, x: mixture(w, x).out_BTD, mixture.weights, x)
@@ -59,8 +59,8 @@ def test_dropless_is_the_dense_evaluation_of_the_chosen_experts():
 
 
 @pytest.mark.slow
-def test_capacity_drops_the_overflow_in_token_order_and_nothing_else():
-    """Six places for twelve tokens: those who come seventh or later at an expert go without it. Padding takes none."""
+def test_capacity_drops_only_overflow_in_token_order():
+    """Capacity six for twelve tokens: an expert drops its seventh and later tokens. Padding uses no capacity."""
     mixture = Mixture(config.Moe(experts=4, top_k=2, capacity_factor=1.0))
     x = mixture.inputs(2, 12)
     segments = np.ones((2, 12), np.int32)
@@ -79,7 +79,7 @@ def test_capacity_drops_the_overflow_in_token_order_and_nothing_else():
 
 @pytest.mark.slow
 @pytest.mark.parity
-def test_the_balance_loss_is_that_of_transformers():
+def test_balance_loss_equals_transformers():
     """transformers counts a token once per expert, we once: a factor of top_k. The last third is padding."""
     torch = import_optional("torch", extra="parity")
     expected = import_optional("transformers.models.mixtral.modeling_mixtral", extra="parity")
@@ -99,7 +99,7 @@ SPLIT = [(None, {"expert": 2, "sequence": 2, "tensor": 2}), (1.0, {"fsdp": 2, "e
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("capacity", "axes"), SPLIT, ids=["dropless", "capacity"])
-def test_experts_over_eight_devices_are_those_of_one(capacity, axes):
+def test_expert_parallelism_equals_one_device(capacity, axes):
     mixture = Mixture(config.Moe(**FULL, capacity_factor=capacity, balance_weight=0.1))
     x = mixture.inputs(8, 6)
     sharder = Sharder(build_mesh(Mesh(**axes), jax.devices()), Mesh().rules)

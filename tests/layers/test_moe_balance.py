@@ -1,4 +1,4 @@
-"""An even load on experts, in training: by a bias that no gradient moves, and by a loss."""
+"""Load balancing of experts in training: by a router bias that gets no gradient, and by an auxiliary loss."""
 
 import dataclasses
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def model_of(moe: config.Moe) -> ModelDef:
 
 
 def started(model: ModelDef) -> TrainState:
-    """Where most tokens like the same two experts: all have something in common, to which these answer."""
+    """Weights with which most tokens prefer the same two experts, by a component that all tokens share."""
     params = model.init(jax.random.key(0))
     router = params["pattern"]["0"]["mlp"]["router"]
     params["embedding"]["table"] = params["embedding"]["table"].at[:, 0].add(2.0)
@@ -89,7 +89,7 @@ BIASED = model_of(config.Moe(experts=EXPERTS, top_k=2, dim=8, router=ROUTER))
 
 
 @pytest.mark.slow
-def test_a_bias_brings_the_load_from_over_three_times_the_mean_to_a_tenth_over_it(whole):
+def test_bias_reduces_the_largest_load_from_three_times_the_mean_to_1_1(whole):
     _, seen = trained(BIASED, whole, 90)
     loads = [row["moe/load_max_mean"] for row in seen]
     assert loads[0] > 3
@@ -97,8 +97,8 @@ def test_a_bias_brings_the_load_from_over_three_times_the_mean_to_a_tenth_over_i
 
 
 @pytest.mark.slow
-def test_the_bias_moves_by_its_rate_alone_and_micro_batches_move_it_once(whole):
-    """Whole multiples of the rate: no decay, no gradient. The load of all micro-batches counts, not of each."""
+def test_bias_moves_by_its_rate_once_per_step(whole):
+    """In whole multiples of the rate, without decay or gradient, by the load of all microbatches together."""
     moved, in_parts = (correction(trained(BIASED, step, 3)[0]) for step in (whole, step_of(BIASED, 2)))
     np.testing.assert_allclose(moved / RATE, np.round(moved / RATE), atol=1e-4)
     assert np.any(moved < 0) and np.any(moved > 0)
@@ -106,7 +106,7 @@ def test_the_bias_moves_by_its_rate_alone_and_micro_batches_move_it_once(whole):
 
 
 @pytest.mark.slow
-def test_the_bias_of_a_router_that_is_not_trained_stays():
+def test_bias_of_a_frozen_router_does_not_change():
     shapes, axes = BIASED.shapes, BIASED.axes
     fields = {"kind": OptimizerKind.adamw, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "trainable": ["attention"]}
     schedule = Schedule(kind=ScheduleKind.constant)
@@ -120,8 +120,8 @@ def test_the_bias_of_a_router_that_is_not_trained_stays():
 
 
 @pytest.mark.slow
-def test_padding_does_not_count_in_rows_of_one_document_either():
-    """Rows of packing=none, of pairs and of answers say by their positions alone where padding begins."""
+def test_padding_is_not_counted_in_unpacked_rows():
+    """Rows of packing=none, preference pairs and completions mark padding by positions only."""
     model = model_of(config.Moe(experts=EXPERTS, top_k=2, dim=8, router=ROUTER, balance_weight=0.5))
     marked, step = batch(), step_of(model)
     alone = {name: column for name, column in marked.items() if name != "segments"}
@@ -133,8 +133,8 @@ def test_padding_does_not_count_in_rows_of_one_document_either():
 
 
 @pytest.mark.slow
-def test_the_balance_loss_is_trained_on_and_not_evaluated():
-    """Even, it is 1 in the one layer there is; evaluated is what the loss is without it."""
+def test_balance_loss_is_part_of_training_only():
+    """With an even load it is 1 in the single layer; evaluation reports the loss without it."""
     model = model_of(config.Moe(experts=EXPERTS, top_k=2, dim=8, balance_weight=0.5))
     _, seen = trained(model, step_of(model), 30)
     assert seen[0]["side_loss"] > 0.5 * 1.5

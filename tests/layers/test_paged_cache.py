@@ -1,4 +1,4 @@
-"""The paged cache: the same numbers as without one, near ones in 8 bits, and a step that does not pay for the pool."""
+"""The paged cache equals no cache, is close to it in 8 bits, and is updated in place."""
 
 import re
 from functools import partial
@@ -38,8 +38,7 @@ def cache_spec(storage: str | None = None, pages: int = 11) -> PagedCacheSpec:
 def through_pages(
     model: ModelDef, params, ids: np.ndarray, where: PagedCacheSpec, sharder: Sharder = SINGLE
 ) -> np.ndarray:
-    """Logits of two rows of 13 and 9 tokens: a chunk that begins them, one that goes on, then token by token, in pages
-    handed out crosswise."""
+    """Logits of two rows of 13 and 9 tokens: two prefill chunks, then single tokens, in interleaved pages."""
     lengths, tables = [13, 9], np.array([[7, 2, 9, 4], [1, 10, 0, 0]])
 
     @partial(jax.jit, static_argnums=4)
@@ -93,8 +92,8 @@ def test_pages_equal_the_forward_without_cache_and_the_dense_cache(shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("storage", "bits"), [("int8", 7), ("float8_e4m3fn", 4)])
-def test_eight_bits_stay_near(storage, bits):
-    """The error of a stored number is half of its last bit; that of the logits is of that order, and not nothing."""
+def test_eight_bit_cache_is_close(storage, bits):
+    """The rounding error is half of the last bit; that of the logits is of this order and not zero."""
     model = make()
     params, ids = weights(model), tokens()
     expected = whole(model, params, ids)
@@ -105,7 +104,7 @@ def test_eight_bits_stay_near(storage, bits):
 
 
 @pytest.mark.slow
-def test_pages_over_devices_equal_one_device():
+def test_sharded_pages_equal_one_device():
     model = make(num_kv_heads=4)
     params, ids = weights(model), tokens()
     mesh = Mesh(fsdp=2, tensor=4)
@@ -120,7 +119,7 @@ def test_pages_over_devices_equal_one_device():
 
 @pytest.mark.parametrize("shape", [{}, {"prefix": ["layer"] * 3}], ids=["scanned", "written out"])
 def test_a_step_never_copies_the_pool(shape):
-    """In the compiled program no array of the pool's size is made: it is updated in place, in the buffers donated."""
+    """The compiled program creates no array of the pool's size: donated buffers are updated in place."""
     model, pages = make(**shape), 977
 
     def step(params, cache, tokens, positions, table):

@@ -1,4 +1,4 @@
-"""Training in int8 and in float8 with delayed scales, against Qwix and NumPy; and training for four bits."""
+"""Training in int8 and in float8 with delayed scaling against Qwix and NumPy; quantization-aware training."""
 
 import dataclasses
 from functools import cache, partial
@@ -69,8 +69,8 @@ def test_int8_matmul_and_its_gradients_equal_qwix(is_wide_back: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "bits"), [(QuantizationKind.qat_int8, jnp.int8), (QuantizationKind.qat_int4, jnp.int4)]
 )
-def test_training_for_rounded_activations_is_that_of_qwix(kind: QuantizationKind, bits: Any) -> None:
-    """Values and gradients of a projection; a token has a scale, and the gradient is that of what was rounded."""
+def test_fake_quantized_activations_equal_qwix(kind: QuantizationKind, bits: Any) -> None:
+    """Values and straight-through gradients of a projection with one scale per token."""
     qt = import_optional("qwix._src.core.dot_general_qt", extra="parity")
     x, kernel, d_out = (
         jnp.asarray(sample(*shape, seed=i, size=1.0)) for i, shape in enumerate([(3, 2, 32), (32, 16), (3, 2, 16)])
@@ -103,7 +103,7 @@ def test_training_for_rounded_activations_is_that_of_qwix(kind: QuantizationKind
     assert 1e-4 < np.abs(out - weights_alone).max() / np.abs(weights_alone).max() < 0.02
 
 
-def test_experts_say_that_they_take_activations_as_they_are() -> None:
+def test_experts_reject_quantized_activations() -> None:
     moe = config.Kind(feed_forward=config.FeedForward.moe, moe=config.Moe(experts=4, dim=32))
     rounds = Quantization(kind=QuantizationKind.qat_int8, targets=LAYERS, activations=Activations.int8)
     message = r"quantization\.activations=int8: layer/mlp/experts/gate is a projection of experts"
@@ -114,7 +114,7 @@ def test_experts_say_that_they_take_activations_as_they_are() -> None:
 
 
 def narrowed(x: np.ndarray, dtype: Any, before: np.ndarray) -> np.ndarray:
-    """x in a float8 format at the power of two that suits the largest number before; larger ones are clipped."""
+    """Quantize x to float8 with the power-of-two scale of an earlier amax; larger values are clipped."""
     most = float(ml_dtypes.finfo(dtype).max)
     scale = 1.0 if before.max() == 0 else 2.0 ** np.ceil(np.log2(before.max() / most))
     return np.clip(x / scale, -most, most).astype(dtype).astype(np.float64) * scale
@@ -148,8 +148,8 @@ def test_delayed_scaling_uses_the_amax_history_and_updates_it(before: float) -> 
 
 
 @pytest.mark.slow
-def test_a_run_with_a_history_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    """On the same device to the last bit; on four, where heads are split, nearly."""
+def test_a_run_with_an_amax_history_resumes_bit_identically(tmp_path: Path) -> None:
+    """Bit-identical on the same device; close on four devices, which split the heads."""
     sizes = ["model.num_layers=2", "model.emb_dim=32", "model.mlp_dim=48", "model.num_heads=2", "model.head_dim=16"]
     requested = ["quantization=fp8_delayed", "quantization.history=3", "train.grad_accum=2"]
     alone, split = ([*sizes, *requested, *mesh] for mesh in ([], ["mesh.fsdp=2", "mesh.tensor=2"]))
@@ -225,7 +225,7 @@ def program(kind: QuantizationKind) -> Any:
 
 
 def trained(kind: QuantizationKind, params: Any, first: int) -> tuple[Any, float]:
-    """Weights after so many steps, and the mean loss of the last 20."""
+    """Weights after STEPS steps, and the mean loss of the last 20."""
     key = jax.random.key_data(jax.random.key(1))
     state = TrainState(jnp.zeros((), jnp.int32), params, {}, OPTIMIZER.transform.init(params), key, Guard.fresh())
     state, metrics = program(kind)(state, text(STEPS, 32, first=first))
@@ -233,7 +233,7 @@ def trained(kind: QuantizationKind, params: Any, first: int) -> tuple[Any, float
 
 
 def with_outliers(params: Any) -> Any:
-    """The same model, with a few inputs of which the weights are large and the norm before them small."""
+    """The same function, with large weights for a few input channels and correspondingly small norm scales."""
     layer = params["pattern"]["0"]
     large = jnp.ones(32).at[:3].set(20.0)
     names = {"attention": ("query", "key", "value"), "mlp": ("gate", "up")}
@@ -253,8 +253,8 @@ def held_out(own: Any, params: Any) -> float:
 
 
 @pytest.mark.slow
-def test_integers_train_as_well_and_training_for_four_bits_pays() -> None:
-    """On real text: int8 ends within 2 % of float32, and what was trained for four bits loses less by them."""
+def test_int8_training_converges_and_qat_reduces_the_int4_loss() -> None:
+    """On real text, int8 ends within 2 % of float32, and int4 costs less after quantization-aware training."""
     kinds = QuantizationKind
     start = model(Quantization()).init(jax.random.key(0))
     plain, in_int8 = ([start, 0.0] for _ in range(2))

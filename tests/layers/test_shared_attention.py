@@ -1,4 +1,4 @@
-"""Layers that see the keys and values of an earlier one, and embeddings for each layer: pages, devices, bad configs."""
+"""Layers that share an earlier layer's keys and values, and per-layer embeddings: pages, devices, bad configs."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def whole(model: ModelDef, params, ids: np.ndarray, sharder: Sharder = SINGLE) -
 
 @pytest.mark.slow
 def test_pages_equal_the_forward_without_cache():
-    """A part of 8 tokens, then single ones, in pages that were used before; the layers that share keep nothing."""
+    """A prefill chunk of 8 tokens, then single ones, in reused pages; sharing layers have no cache of their own."""
     model, params = tiny()
     ids = np.random.default_rng(1).integers(0, 48, (2, 12)).astype(np.int32)
 
@@ -58,7 +58,7 @@ def test_pages_equal_the_forward_without_cache():
 
 
 @pytest.mark.slow
-def test_several_devices_give_the_result_of_one():
+def test_sharded_output_equals_one_device():
     model, params = tiny()
     ids = np.random.default_rng(1).integers(0, 48, (2, 8)).astype(np.int32)
     sharder = Sharder(build_mesh(Mesh(fsdp=2, tensor=2, sequence=2)), RULES)
@@ -66,7 +66,7 @@ def test_several_devices_give_the_result_of_one():
     np.testing.assert_allclose(whole(model, placed, ids, sharder), whole(model, params, ids), atol=1e-4)
 
 
-def test_a_layer_shares_with_a_kind_of_the_prefix_alone():
+def test_layers_share_only_with_kinds_of_the_prefix():
     with pytest.raises(ConfigError, match=r"(?s)local_shared.attention.shares.*accepted: local, global") as error:
         compose([*TINY, "model.kinds.local_shared.attention.shares=global_shared"])
     assert len(error.value.problems) == 1

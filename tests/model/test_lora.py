@@ -1,4 +1,4 @@
-"""Low-rank adapters against their formula, and what becomes of the weights under them."""
+"""LoRA adapters against their formula, and the frozen weights under them."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def context(batch: int, length: int, **changes: Any) -> Context:
 
 
 def noisy(params: Any) -> Any:
-    """The weights with an adapter that does something."""
+    """The weights with a nonzero adapter."""
     trained, frozen = split_trainable(params)
     leaves, tree = jax.tree.flatten(trained)
     noise = [0.1 * jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)]
@@ -42,7 +42,7 @@ def noisy(params: Any) -> Any:
 
 
 def added(params: Any, scale: float) -> Any:
-    """The weights of the model alone, each with its addition written out in NumPy."""
+    """The base weights with the low-rank product added in NumPy."""
 
     def walk(node: Any) -> Any:
         if not isinstance(node, dict):
@@ -61,7 +61,7 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 50, (2, 7)))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("targets", [["attention/", "mlp/"], ["attention/(query|value)"], ["layer/mlp/down"]])
-def test_the_addition_is_that_of_the_formula(targets: list[str]) -> None:
+def test_adapter_equals_the_formula(targets: list[str]) -> None:
     model = build(model_config(), lora(targets=targets))
     params = noisy(model.init(jax.random.key(0)))
     hidden, _ = model.hidden(params, TOKENS, context(2, 7))
@@ -70,7 +70,7 @@ def test_the_addition_is_that_of_the_formula(targets: list[str]) -> None:
     assert np.abs(hidden - model.base.hidden(split_trainable(params)[1], TOKENS, context(2, 7))[0]).max() > 0.01
 
 
-def test_training_begins_at_the_model_and_its_weights_do_not_depend_on_the_adapter() -> None:
+def test_fresh_adapter_changes_neither_outputs_nor_base_weights() -> None:
     plain, adapted = build(model_config()), build(model_config(), lora())
     base, params = plain.init(jax.random.key(1)), adapted.init(jax.random.key(1))
     jax.tree.map(np.testing.assert_array_equal, split_trainable(params)[1], base)
@@ -78,7 +78,7 @@ def test_training_begins_at_the_model_and_its_weights_do_not_depend_on_the_adapt
     np.testing.assert_allclose(adapted.hidden(params, TOKENS, context(2, 7))[0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_adapter_can_be_disabled() -> None:
+def test_adapter_can_be_disabled() -> None:
     model = build(model_config(), lora())
     params = noisy(model.init(jax.random.key(0)))
     plain, _ = model.hidden(params, TOKENS, context(2, 7, is_adapted=False))
@@ -87,7 +87,7 @@ def test_the_adapter_can_be_disabled() -> None:
 
 
 @pytest.mark.slow
-def test_dropout_zeroes_inputs_of_the_addition_alone() -> None:
+def test_dropout_applies_to_the_adapter_only() -> None:
     model = build(model_config(), lora(dropout=0.5))
     params = noisy(model.init(jax.random.key(0)))
 
@@ -102,7 +102,7 @@ def test_dropout_zeroes_inputs_of_the_addition_alone() -> None:
     np.testing.assert_array_equal(off, model.hidden(silent, TOKENS, context(2, 7))[0])
 
 
-def test_split_and_join_are_each_others_undoing() -> None:
+def test_split_and_merge_are_inverse() -> None:
     model = build(model_config(), lora(targets=["mlp/up"]))
     trained, frozen = split_trainable(model.shapes)
     assert set(trained) == {"pattern"} and set(trained["pattern"]["0"]["mlp"]) == {"up"}
@@ -111,7 +111,7 @@ def test_split_and_join_are_each_others_undoing() -> None:
     assert split_trainable(base) == (base, {})
 
 
-def test_a_target_that_names_nothing_is_refused() -> None:
+def test_target_without_a_match_is_rejected() -> None:
     with pytest.raises(ConfigError) as caught:
         _ = build(model_config(), lora(targets=["attention/", "mpl/"])).shapes
     (problem,) = caught.value.problems

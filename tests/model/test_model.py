@@ -1,4 +1,4 @@
-"""The decoder: what must not change the result (scan, remat, cache, packing) does not, and what must be exact is."""
+"""The decoder: scan, remat, cache and packing do not change its results; dtypes, caps and dropout do as configured."""
 
 import functools
 import math
@@ -41,7 +41,7 @@ def tokens(batch: int = BATCH, length: int = LENGTH, seed: int = 0) -> jax.Array
 
 
 def weights(model: ModelDef):
-    """Weights of about the right size, by NumPy: unlike `init` they need no compilation."""
+    """Weights of about the scale of `init`, drawn by NumPy, which needs no compilation."""
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), model.shapes)
 
@@ -102,8 +102,8 @@ def initial_weights(head: config.Head = config.Head.separate) -> tuple[ModelDef,
 
 
 @pytest.mark.slow
-def test_initial_weights_have_the_documented_spread():
-    """1 / fan-in; the last projection of a branch smaller by the number of branches, 2 x 8."""
+def test_initial_weights_have_the_documented_variance():
+    """1 / fan-in; the output projection of a branch is divided by the number of branches, 2 x 8."""
     _, params = initial_weights()
     layer = params["pattern"]["0"]
     fan_in = {("attention", "query"): 64, ("attention", "key"): 64, ("attention", "value"): 64, ("mlp", "gate"): 64}
@@ -128,7 +128,7 @@ def test_initial_loss_is_that_of_unit_logits(head):
     np.testing.assert_allclose(loss, math.log(512) + 0.5, atol=0.12)
 
 
-def test_model_can_first_be_used_inside_a_trace():
+def test_model_can_be_built_inside_a_trace():
     model = make()
     hidden_of(model, weights(make()), tokens(), make_context())
     assert jax.tree.structure(model.shapes) == jax.tree.structure(jax.eval_shape(model.init, jax.random.key(0)))
@@ -136,7 +136,7 @@ def test_model_can_first_be_used_inside_a_trace():
 
 @pytest.mark.slow
 def test_stacked_layers_equal_layers_applied_one_by_one():
-    """A model of the pattern against one that spells the same layers out as prefix, with the same weights."""
+    """A scanned pattern against the same layers as an unrolled prefix, with the same weights."""
     model = make(**MIXED)
     kinds = [*MIXED["prefix"], *MIXED["pattern"] * 2, "local"]
     flat = make(num_layers=9, kinds=TWO_KINDS, prefix=kinds, pattern=["local"])
@@ -189,8 +189,8 @@ def test_remat_and_unrolling_change_neither_loss_nor_gradients(variant):
         (None, ["mlp_up"]),
     ],
 )
-def test_remat_keeps_what_its_policy_says(remat, kept, capsys):
-    """By the residuals of a model whose activations can be told apart by their last dimensions."""
+def test_remat_saves_the_residuals_of_its_policy(remat, kept, capsys):
+    """By the residuals of a model whose activations differ in their last dimensions."""
     changes = {"num_layers": 1, "prefix": ["layer"], "pattern": []}
     model = make(**changes, remat=config.Remat(**REMATS[remat]) if remat else config.Remat())
     params, shapes = weights(model), {}
@@ -221,7 +221,7 @@ def equations(jaxpr: jax.extend.core.Jaxpr) -> Iterator[jax.extend.core.JaxprEqn
                 yield from equations(value.jaxpr)
 
 
-def test_matrices_reach_the_layers_in_the_compute_format_and_norms_as_they_are():
+def test_matrices_are_cast_to_the_compute_dtype_and_norms_are_not():
     """The gradients of stacked matrices leave the scan in bfloat16, half the bytes, and are widened once outside."""
     model = make(dtypes={"compute": config.Dtype.bfloat16})
     program = jax.make_jaxpr(jax.grad(lambda p: logits_of(model, p, tokens(), make_context()).sum()))(model.shapes)
@@ -231,8 +231,8 @@ def test_matrices_reach_the_layers_in_the_compute_format_and_norms_as_they_are()
     assert stacked[3, 16] == "float32"
 
 
-def test_policies_that_keep_attention_know_the_kernel_by_its_name_in_jax():
-    """Its backward pass needs more than its result, so that keeping the result alone would run it twice."""
+def test_policies_that_save_attention_match_the_kernel_name_in_jax():
+    """Its backward pass also needs its residuals; saving only the output would run the forward kernel twice."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     policies = {name: Remat.of(config.Remat(**remat))._saveable() for name, remat in REMATS.items()}
@@ -241,7 +241,7 @@ def test_policies_that_keep_attention_know_the_kernel_by_its_name_in_jax():
         assert kept == {"full": False, "minimal": True, "save": True, "offload": True}
 
 
-def test_offloaded_activations_go_to_host_memory_and_back():
+def test_offloaded_activations_are_stored_in_host_memory():
     model = make(num_layers=2, **VARIANTS["offload"])
     program = str(jax.make_jaxpr(lambda p: loss_and_gradients(model, p))(model.shapes))
     for shape in ("4,4", "24"):
@@ -250,7 +250,7 @@ def test_offloaded_activations_go_to_host_memory_and_back():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [{}, MIXED], ids=["plain", "mixed"])
-def test_prefill_and_steps_equal_the_whole_forward(shape):
+def test_prefill_and_decode_equal_the_full_forward_pass(shape):
     model = make(**shape)
     params, ids = weights(model), tokens()
     whole = logits_of(model, params, ids, make_context())
@@ -360,7 +360,7 @@ def test_dropout_differs_between_layers_and_is_the_same_unrolled():
         ({"compute": "float32", "logits": "float16"}, ("float32", "float32", "float16")),
     ],
 )
-def test_dtypes_are_those_of_their_role(dtypes, expected):
+def test_dtypes_follow_their_settings(dtypes, expected):
     model = make(dtypes={role: config.Dtype(name) for role, name in dtypes.items()})
     weights_dtype, compute_dtype, logits_dtype = expected
     ctx = make_context()
@@ -386,7 +386,7 @@ def test_softmax_dtype_reaches_the_kernel():
     assert f"bf16{attention_logits}" in products(config.Dtype.bfloat16)
 
 
-def test_bfloat16_is_near_float32():
+def test_bfloat16_is_close_to_float32():
     params = weights(make())
     exact = logits_of(make(), params, tokens(), make_context())
     near = logits_of(make(dtypes={}), params, tokens(), make_context())
@@ -395,7 +395,7 @@ def test_bfloat16_is_near_float32():
 
 
 @pytest.mark.slow
-def test_the_program_does_not_grow_with_depth():
+def test_program_size_is_independent_of_depth():
     def program(depth: int) -> int:
         model = make(num_layers=depth)
         lowered = jax.jit(lambda p: loss_and_gradients(model, p)).lower(model.shapes)
@@ -404,7 +404,7 @@ def test_the_program_does_not_grow_with_depth():
     assert program(64) == program(4)
 
 
-def test_shapes_of_a_giant_cost_nothing():
+def test_shapes_of_a_large_model_allocate_nothing():
     giant = {"num_layers": 126, "emb_dim": 16384, "mlp_dim": 53248, "num_heads": 128, "num_kv_heads": 8}
     model = make(**giant, head_dim=128, vocab_size=128256)
     assert parameter_count(model.shapes) == 405_853_388_800
@@ -412,7 +412,7 @@ def test_shapes_of_a_giant_cost_nothing():
 
 
 @pytest.mark.slow
-def test_a_mesh_changes_nothing():
+def test_sharded_output_equals_one_device():
     """Eight devices: the batch over two, the sequence over two, heads, feed-forward and vocabulary over two."""
     model = make(num_layers=2)
     mesh = Mesh(fsdp=2, sequence=2, tensor=2)
@@ -425,8 +425,8 @@ def test_a_mesh_changes_nothing():
 
 
 @pytest.mark.slow
-def test_gradients_by_cast_weights_are_those_by_the_weights():
-    """In the compute format for the layers' matrices, as they are for all else; a part of the weights is cast alike."""
+def test_gradients_of_cast_weights_equal_those_of_the_weights():
+    """In the compute dtype for the layers' matrices, unchanged otherwise; a subset of the weights is cast alike."""
     model = make(dtypes={"compute": config.Dtype.bfloat16}, scan_unroll=3)
     params = weights(model)
     cast = model.cast(params)

@@ -1,4 +1,4 @@
-"""Published sizes: weights of every option, and arithmetic per token."""
+"""Published sizes: parameters of every model option, and FLOPs per token."""
 
 import functools
 from importlib import resources
@@ -97,7 +97,7 @@ load = functools.cache(model_option)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_every_option_is_a_model_of_its_published_size(name):
+def test_every_option_has_its_published_size(name):
     count = parameter_count(build(load(name)).shapes)
     if name in PUBLISHED:
         assert count == PUBLISHED[name]
@@ -105,13 +105,13 @@ def test_every_option_is_a_model_of_its_published_size(name):
         assert ("tiny" in name or name == "micro") and count < 1_000_000
 
 
-def test_the_default_model_holds_the_bytes_in_float32():
+def test_default_model_is_a_byte_model_in_float32():
     tiny = load("tiny")
     assert tiny.vocab_size >= 259
     assert tiny.dtypes.compute is config.Dtype.float32
 
 
-def test_active_weights_of_mixtures_are_the_published_ones():
+def test_active_parameters_of_mixtures_are_the_published_ones():
     """12.9, 3.3, 22 and 5.1 billion (their model cards; that of the last leaves out the embedding). Dense: all."""
     assert active_parameters(load("mixtral-8x7b")) == 46_702_792_704 - 32 * 6 * 3 * 4096 * 14336 == 12_879_925_248
     assert active_parameters(load("qwen3-30b-a3b")) // 10**8 == 33
@@ -120,7 +120,7 @@ def test_active_weights_of_mixtures_are_the_published_ones():
     assert active_parameters(load("llama3-8b")) == PUBLISHED["llama3-8b"]
 
 
-def test_flops_of_a_mixture_count_the_experts_that_a_token_meets():
+def test_flops_of_a_mixture_count_the_active_experts():
     matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 4096 * 8 + 2 * 3 * 4096 * 14336) + 4096 * 32000
     assert flops_per_token(load("mixtral-8x7b"), 4096) == 6 * matrices + 12 * 32 * 4096 * 2048.5
 
@@ -133,7 +133,7 @@ def test_flops_of_llama3_8b_by_hand():
     assert flops_per_token(load("llama3.1-8b"), 8192) == 6 * matrices + attention
 
 
-def test_flops_of_a_window_count_the_keys_that_are_seen():
+def test_flops_of_a_window_count_the_attended_keys():
     """Of 16384 tokens the first 4096 see 2048.5 on average, the others 4096 each."""
     matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 32000
     keys = (4096 * 2048.5 + 12288 * 4096) / 16384

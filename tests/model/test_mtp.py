@@ -1,4 +1,4 @@
-"""Multi-token prediction: each document by itself, token by token, as DeepSeek-V3's equations 21 to 25 have it."""
+"""Multi-token prediction against equations 21 to 25 of DeepSeek-V3, for each document separately."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def make_model(**changes) -> config.Model:
 
 
 def make_params(model: ModelDef):
-    """Weights all drawn anew, scales of norms too."""
+    """Random weights, norm scales included."""
     leaves, structure = jax.tree.flatten(model.shapes)
     rng = np.random.default_rng(0)
     drawn = [jnp.asarray(rng.normal(size=leaf.shape) * 0.3 + (len(leaf.shape) < 2), jnp.float32) for leaf in leaves]
@@ -51,13 +51,12 @@ def rms(x: np.ndarray, scale) -> np.ndarray:
 
 
 def alone(model: ModelDef, count: int) -> Callable:
-    """A model of one layer, whose embedding is what its block is given at so many places."""
+    """A model of one layer, whose embedding is the input of its block."""
     return jax.jit(build(dataclasses.replace(model.config, num_layers=1, vocab_size=count, mtp=config.Mtp())).hidden)
 
 
 def further(runs: list[Callable], params, tokens: np.ndarray) -> list[np.ndarray]:
-    """Of one document: -log p of the token k after the next at each place that has one, by depth. `runs`: the model,
-    and the blocks behind it alone."""
+    """For one document, -log p of the token k after the next by depth. `runs`: the main model and its MTP blocks."""
     table, head = (np.asarray(x, np.float64) for x in (params["embedding"]["table"], params["head"]["kernel"]))
     h, found = hidden(runs[0], params, tokens[:-1]), []
     for k in range(1, DEPTH + 1):
@@ -76,7 +75,7 @@ def further(runs: list[Callable], params, tokens: np.ndarray) -> list[np.ndarray
 
 
 @pytest.mark.slow
-def test_the_loss_is_that_of_every_document_by_itself():
+def test_loss_equals_that_of_separate_documents():
     model = build(make_model())
     params, rng = make_params(model), np.random.default_rng(1)
     documents = rng.integers(0, VOCAB, (3, LENGTH + 1))
@@ -104,7 +103,7 @@ def test_the_loss_is_that_of_every_document_by_itself():
 
 
 @pytest.mark.slow
-def test_decoding_and_the_model_itself_know_nothing_of_it():
+def test_decoding_and_the_main_model_ignore_mtp_layers():
     model, plain = build(make_model()), build(make_model(mtp=config.Mtp()))
     params = make_params(model)
     rest = {name: part for name, part in params.items() if name != "mtp"}
@@ -116,7 +115,7 @@ def test_decoding_and_the_model_itself_know_nothing_of_it():
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, {name: fresh[name] for name in without}, without)))
 
 
-def test_what_a_layer_behind_the_last_costs():
+def test_flops_and_parameters_of_an_mtp_layer():
     model = make_model(mtp=config.Mtp(depth=1))
     layer = parameter_count(build(model).shapes["mtp"])
     block = 2 * (16 * 16) + 2 * (16 * 8) + 3 * 16 * 24 + 2 * 16

@@ -1,4 +1,4 @@
-"""Weights in four bits against NumPy and SciPy, and adapters over them."""
+"""NF4 weights against NumPy and SciPy, and QLoRA adapters over them."""
 
 import dataclasses
 from typing import Any
@@ -29,7 +29,7 @@ def qlora(**changes: Any) -> Any:
 
 
 def test_levels_are_quantiles_of_a_normal_distribution() -> None:
-    """Two halves that meet in zero, from the quantile at which a uniform grid of sixteen would end."""
+    """Two halves that meet at zero, from the outermost quantile of a uniform grid of sixteen."""
     end = 0.5 * ((1 - 1 / 32) + (1 - 1 / 30))
     positive = norm.ppf(np.linspace(end, 0.5, 9)[:-1])
     negative = -norm.ppf(np.linspace(end, 0.5, 8)[:-1])
@@ -40,7 +40,7 @@ def test_levels_are_quantiles_of_a_normal_distribution() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(128, 5), (192, 3, 4), (64, 300)])
-def test_a_kernel_and_back_against_numpy(shape: tuple[int, ...]) -> None:
+def test_quantize_and_dequantize_equal_numpy(shape: tuple[int, ...]) -> None:
     kernel = np.random.default_rng(0).normal(size=shape).astype(np.float32) * 0.02
     kernel[:BLOCK, 0] = 0
     blocks = kernel.reshape(-1, BLOCK, *shape[1:])
@@ -60,7 +60,7 @@ def test_a_kernel_and_back_against_numpy(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_the_model_is_that_of_its_unpacked_weights_and_so_are_the_gradients_of_its_adapter() -> None:
+def test_outputs_and_adapter_gradients_equal_those_of_dequantized_weights() -> None:
     config = model_config(**SIZES)
     plain, packed = build(config, lora()), build(config, qlora())
     base = jax.jit(plain.base.init)(jax.random.key(0))
@@ -90,8 +90,8 @@ def test_the_model_is_that_of_its_unpacked_weights_and_so_are_the_gradients_of_i
 
 
 @pytest.mark.slow
-def test_no_layer_waits_unpacked_for_the_backward_pass() -> None:
-    """What the backward pass keeps of the forward pass holds no kernel of full size."""
+def test_residuals_hold_no_dequantized_weights() -> None:
+    """No residual of the forward pass has the size of a full-precision kernel."""
     config = dataclasses.replace(model_config(**SIZES), num_layers=4)
     model = build(config, qlora(targets=["attention/value"]))
     trained, frozen = split_trainable(model.init(jax.random.key(0)))
@@ -104,15 +104,15 @@ def test_no_layer_waits_unpacked_for_the_backward_pass() -> None:
     assert max(sizes) < 4 * SIZES["emb_dim"] * SIZES["mlp_dim"]
 
 
-def test_inputs_that_blocks_do_not_divide_are_refused() -> None:
+def test_inputs_not_divisible_by_the_block_size_are_rejected() -> None:
     with pytest.raises(ConfigError, match="layer/attention/query has 24 inputs"):
         _ = build(model_config(), qlora()).shapes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AdapterKind.lora, AdapterKind.qlora])
-def test_the_engine_answers_with_an_adapter_as_with_merged_weights(kind: AdapterKind) -> None:
-    """Through its own layout of weights, in which layers are apart and turned round."""
+def test_engine_tokens_with_an_adapter_equal_merged_weights(kind: AdapterKind) -> None:
+    """In the decode layout, with unstacked and transposed weights."""
     model = build(model_config(**SIZES, vocab_size=264), lora(kind=kind))
     weights = noisy(model.init(jax.random.key(0)))
     sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import maxhydra
 from maxhydra.record import (
     MetricsWriter,
     NullMetricsWriter,
@@ -26,6 +27,8 @@ from maxhydra.record import (
     scan_metrics,
     series,
 )
+from maxhydra.record.formats import NewerFormatError
+from maxhydra.record.run_dir import RUN_FORMAT
 
 ROOT = Path(__file__).parents[2]
 
@@ -205,6 +208,7 @@ def test_environment_contains_no_secret(tmp_path):
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path, check=True)
 
     shutil.copytree(ROOT / "maxhydra" / "record", tmp_path / "maxhydra" / "record")
+    shutil.copy(ROOT / "maxhydra" / "__init__.py", tmp_path / "maxhydra")
     (tmp_path / "settings.py").write_text("x = 1\n")
     (tmp_path / ".gitignore").write_text("outputs/\n__pycache__/\n")
     git("init", "-q", "-b", "work")
@@ -376,3 +380,21 @@ def test_the_log_file_has_timestamps_and_stderr_has_not(tmp_path, capsys):
     assert [line.split(" ", 3)[3] for line in lines] == ["session 1", "hidden", "session 2", "hidden"]
     assert all(line[:2] == "20" and " INFO " in line for line in lines)
     assert not logging.getLogger("maxhydra").handlers
+
+
+def test_run_json_carries_its_format(tmp_path):
+    run = RunDirectory(tmp_path / "a")
+    run.start("", {})
+    run.finish("finished")
+    facts = json.loads(run.facts_path.read_text())
+    assert (facts["format"], facts["maxhydra"]) == (RUN_FORMAT, maxhydra.__version__)
+    for earlier in ("format", "maxhydra"):
+        del facts[earlier]
+    run.facts_path.write_text(json.dumps(facts))
+    assert RunDirectory(tmp_path / "a").read()["status"] == "finished"
+    run.start("", {})
+    run.finish("finished")
+    assert json.loads(run.facts_path.read_text())["format"] == RUN_FORMAT
+    run.facts_path.write_text(json.dumps({**facts, "format": 9, "maxhydra": "3.0.0"}))
+    with pytest.raises(NewerFormatError, match=r"has format 9, written by maxhydra 3\.0\.0"):
+        RunDirectory(tmp_path / "a").read()

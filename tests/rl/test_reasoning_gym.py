@@ -10,7 +10,11 @@ from maxhydra.data.sources import RecordSource, open_source
 from maxhydra.rl.rewards import Sample, build_score
 from tests.support.skips import import_optional
 
-import_optional("reasoning_gym", extra="rl")
+
+@pytest.fixture(scope="module", autouse=True)
+def reasoning_gym() -> None:
+    """Imported by the process that runs these tests, not by every one that collects them: it takes seconds."""
+    import_optional("reasoning_gym", extra="rl")
 
 
 def source(*overrides: str) -> RecordSource:

@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+import struct
 import urllib.parse
 
 import pytest
@@ -97,6 +98,26 @@ def test_other_host_names_are_rejected(server, host):
     status, _, content = get(server, "/api/runs", host=host or " ")
     assert status == 403 and "lr/" not in content
     assert get(server, "/", host=f"localhost:{server.server_port}")[0] == 200
+
+
+@pytest.mark.parametrize("target", ["http://[::1", "//[", "/api/runs?" + "a=1&" * 2000, "\x00", "/api/log?run=%00"])
+def test_malformed_targets_get_an_error_and_print_nothing(server, target, capfd):
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as connection:
+        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n".encode("latin-1"))
+        assert connection.recv(100).startswith((b"HTTP/1.1 400", b"HTTP/1.1 404"))
+    assert capfd.readouterr().err == ""
+
+
+def test_clients_that_hang_up_print_nothing(server, capfd):
+    reset = struct.pack("ii", 1, 0)
+    request = f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n".encode()
+    for data in (b"", b"GET / HT", request, request * 20):
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            connection.sendall(data)
+    assert get(server, "/")[0] == 200
+    server.shutdown()
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,16 @@ COMMANDS: list[list[str]] = [
         )
     ),
 ]
+# earlier_runs.tar.xz holds outputs/back_200 and outputs/back_300: this command with the code of 7cdb491~200 (4788010)
+# and 7cdb491~300 (f58502c), both of 2026-11-15. Checkpoint 8 is removed, and the metrics of all steps are kept.
+EARLIER_ARCHIVE = Path(__file__).parent / "earlier_runs.tar.xz"
+EARLIER = [
+    *("model.num_layers=1", "model.emb_dim=8", "model.mlp_dim=8", "model.num_heads=1", "model.num_kv_heads=1"),
+    *("model.head_dim=8", "model.vocab_size=260", "model.context_length=64", "model.dtypes.compute=float32"),
+    *("train.seq_len=16", "train.per_device_batch_size=2", "train.log_every=1", "train.eval_every=3"),
+    *("train.eval_batches=1", "train.sample.tokens=0", "optimizer/schedule=constant"),
+    *("optimizer.schedule.warmup_steps=0", "mesh=ddp", "checkpoint.every=3", "checkpoint.keep=2", "train.steps=8"),
+]
 # Configs of tasks that have no run folder, as `maxhydra job` reads them.
 JOBS: dict[str, list[str]] = {
     "decode": [*DECODE, *MODEL, BASE],

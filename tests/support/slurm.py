@@ -7,12 +7,13 @@ import signal
 import socket
 import subprocess
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.support.polling import wait_for
 
 COMMANDS = ("munged", "mungekey", "munge", "slurmctld", "slurmd", "sinfo", "sbatch", "srun", "squeue", "scancel")
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -130,10 +131,3 @@ def _free_ports(count: int) -> list[int]:
     for each in sockets:
         each.close()
     return ports
-
-
-def wait_for(condition: Callable[[], object], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.1)

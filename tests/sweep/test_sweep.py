@@ -2,13 +2,13 @@
 does, in a fraction of a second."""
 
 import dataclasses
+import json
 import math
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -19,9 +19,10 @@ from maxhydra.launch.base import Trial
 from maxhydra.launch.local import LocalJobs, LocalSettings
 from maxhydra.record import RunDirectory
 from maxhydra.sweep.controller import Controller, TrialStatus
-from maxhydra.sweep.plan import Settings, SweepPlan, read_plan, write_plan
+from maxhydra.sweep.plan import SWEEP_FORMAT, Settings, SweepPlan, read_plan, write_plan
 from maxhydra.sweep.run import _listed_trials, cancel, resume_sweep, start_sweep, status
 from maxhydra.sweep.search import SearchTrials, distributions, grid_values
+from tests.support.polling import wait_for
 from tests.support.skips import import_optional
 
 optuna = import_optional("optuna", extra="sweep")
@@ -235,17 +236,19 @@ def test_a_cancelled_sweep_can_be_resumed(tmp_path: Path) -> None:
     assert sorted(len(path.read_text()) for path in plan.folder.glob("started-*")) == [1, 2, 2]
 
 
-def wait_for(condition: object, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
-
-
 def test_plans_round_trip_and_settings_are_validated(tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "s", {"rate": "0.1,0.3"}, fixed=("steps=3",))
     write_plan(plan)
     assert read_plan(plan.folder) == plan
+    path = plan.folder / "sweep.json"
+    stored = json.loads(path.read_text())
+    assert stored.pop("format") == SWEEP_FORMAT and stored.pop("maxhydra")
+    path.write_text(json.dumps(stored))
+    assert read_plan(plan.folder) == plan
+    path.write_text(json.dumps({**stored, "format": 9, "maxhydra": "3.0.0"}))
+    with pytest.raises(ConfigError, match=r"has format 9, written by maxhydra 3\.0\.0.*install maxhydra 3\.0\.0"):
+        read_plan(plan.folder)
+    write_plan(plan)
     with pytest.raises(ConfigError, match="is an existing sweep with different settings"):
         start_sweep(dataclasses.replace(plan, space={"rate": "1,2"}), print)
     with pytest.raises(ConfigError, match="is not a sweep"):

@@ -1,7 +1,6 @@
 """task=grpo end to end: learning from rewards, uninformative rewards, kills, and invalid configs."""
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,8 @@ from maxhydra.rl.evaluate import majority, pass_at
 from maxhydra.rl.reward_pool import RewardResult
 from maxhydra.rl.rollout import Group, columns
 from maxhydra.rl.setup import check
-from tests.support import skips
-from tests.support.cli import ROOT, SMALL, facts, losses, parameter_hash, run, run_ok, start_silent
+from tests.support.cli import ROOT, SMALL, facts, losses, parameter_hash, run_ok, start_silent
 
-# Also run the tests that take minutes.
-FULL = "MAXHYDRA_FULL" in os.environ
 PATHS = f"{ROOT}:{ROOT / 'tests/support'}"
 TASK = ["task=grpo", "data=arithmetic", "data.record_type=prompts", "task.max_tokens=8", "task.group_size=4"]
 TASK += [*SMALL, "train.seq_len=20", "train.per_device_batch_size=16", "train.eval_batches=1"]
@@ -181,29 +177,3 @@ def test_the_majority_decides_and_ties_are_shared() -> None:
     assert majority(["7", "8", "8"], [True, False, False]) == 0
     assert majority(["7", "8", None], [True, False, False]) == 0.5
     assert majority([None, None], [False, False]) == 0
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the runs that experiment=arithmetic_grpo starts from."""
-    folder = tmp_path_factory.mktemp("sums")
-    for name in ("arithmetic_pretrain", "arithmetic_sft"):
-        run_long(f"experiment={name}", "train.eval_batches=0", "train.sample.tokens=0", cwd=folder)
-    return folder
-
-
-def run_long(*overrides: str, cwd: Path) -> None:
-    """Run a command that takes minutes, with full compiler optimization."""
-    done = run(*overrides, cwd=cwd, timeout=1800, XLA_FLAGS="")
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not FULL, reason=skips.FULL)
-@pytest.mark.parametrize(("steps", "rise"), [(200, 0.08), (500, 0.2)])
-def test_rewards_teach_sums_that_were_held_out(steps: int, rise: float, start: Path) -> None:
-    """Starting from the fine-tuned model: a shortened and the full experiment."""
-    arguments = [f"train.steps={steps}", "train.eval_every=0", f"run.name=grpo_{steps}"]
-    run_long("experiment=arithmetic_grpo", *arguments, cwd=start)
-    first, last = rows(start / "outputs" / f"grpo_{steps}", "eval/pass@1")
-    assert first < 0.6 and last >= first + rise

@@ -148,8 +148,7 @@ def test_a_damaged_checkpoint_of_another_run_is_reported(tmp_path: Path) -> None
     for field in ("load_full_state", "load_parameters"):
         done = run(*RUN, "run.name=second", f"checkpoint.{field}=outputs/first", cwd=tmp_path)
         assert done.returncode == 2
-        reason = "cannot be read: the list of arrays in params is missing or damaged"
-        assert f"checkpoint.{field}={newest}: {reason}" in done.stderr
+        assert f"checkpoint.{field}={newest}: is damaged: " in done.stderr and "bytes instead of" in done.stderr
 
 
 @pytest.mark.slow

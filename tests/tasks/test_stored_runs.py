@@ -8,16 +8,19 @@ import dataclasses
 import json
 import platform
 import shutil
+import tarfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from maxhydra.config import Config
+from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.serialize import from_yaml
+from maxhydra.convert.orbax_io import read_parameters
 from maxhydra.runs.rerun import rerun_arguments
 from tests.stored import make
 from tests.support.cli import facts, losses, run_ok
@@ -287,3 +290,31 @@ def test_a_student_learns_from_stored_logits(stored: Path) -> None:
     given += ["checkpoint=none", "train.eval_batches=0", "run.name=student"]
     run_ok(*make.MODEL, *make.TRAIN, *given, cwd=stored)
     assert list(losses(stored / "outputs" / "student")) == [1]
+
+
+# Checkpoints of 200 and 300 commits before the archive: other names of arrays, other nodes in the optimizer's state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["back_200", "back_300"])
+def test_checkpoints_of_hundreds_of_commits_ago_are_resumed(name: str, tmp_path: Path) -> None:
+    with tarfile.open(make.EARLIER_ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+        archive.extractall(tmp_path / "whole", filter="data")
+    folder = tmp_path / "outputs" / name
+    done = run_ok(*make.EARLIER, f"run.name={name}", cwd=tmp_path)
+    assert "resuming from step 6" in done.stderr
+    assert f"checkpoint {folder / 'checkpoints/6'} was written before checksums existed, not verified" in done.stderr
+    found, expected = losses(folder), losses(tmp_path / "whole/outputs" / name)
+    assert list(found) == list(expected) == list(range(1, 9))
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-6)
+
+
+def test_a_checkpoint_that_does_not_match_names_the_commit_that_wrote_it(tmp_path: Path) -> None:
+    with tarfile.open(make.EARLIER_ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    path = tmp_path / "outputs/back_300/checkpoints/6"
+    with pytest.raises(
+        ConfigError, match=r"written by commit f58502c\w+ of maxhydra \(2026-11-\d\d\), which can read it"
+    ):
+        read_parameters("checkpoint.load_parameters", path, {"other": jax.ShapeDtypeStruct((3,), "float32")})

@@ -245,3 +245,34 @@ def test_sources_that_cannot_be_tokenized_are_rejected(texts: Path, values: dict
 def test_more_shards_than_records_are_rejected(texts: Path) -> None:
     with pytest.raises(ConfigError, match=r"task.shards=601: is more than the 600 records"):
         Shards(data_of(texts), texts.parent, 601)
+
+
+def test_a_folder_that_a_kill_left_without_an_index_is_completed(texts: Path, tmp_path: Path) -> None:
+    """As after a kill between the rename of the first shard and the first index of an older version."""
+    data, folder = data_of(texts), tmp_path / "out"
+    folder.mkdir()
+    shards = Shards(data, folder, 4)
+    shards.write(1, [0] * 8)
+    with open_index(folder, data, shards, 4) as index:
+        written = json.loads((folder / "index.json").read_text())
+        assert written["shards"] == index.done == {} and not written["complete"]
+    with open_index(folder, data, shards, 4) as index:
+        for shard in range(4):
+            index.add(shards.name(shard), shards.write(shard, [0] * 8))
+    assert tokens_in(folder) == expected() and json.loads((folder / "index.json").read_text())["complete"]
+
+
+@pytest.mark.parametrize("name", ["tokens-00001-of-00004.array_record", "tokens-00001-of-00008.array_record"])
+def test_shards_of_another_source_without_an_index_are_rejected(texts: Path, tmp_path: Path, name: str) -> None:
+    other, folder = tmp_path / "other.jsonl", tmp_path / "out"
+    other.write_text("".join(json.dumps({"text": text[::-1]}) + "\n" for text in TEXTS))
+    folder.mkdir()
+    Shards(data_of(other), folder, 4).write(1, [0] * 8)
+    (folder / "tokens-00001-of-00004.array_record").rename(folder / name)
+    data = data_of(texts)
+    with (
+        pytest.raises(ConfigError, match=f"already holds {name}, which this command did not write"),
+        open_index(folder, data, Shards(data, folder, 4), 4),
+    ):
+        pass
+    assert [path.name for path in folder.glob("*.array_record")] == [name] and not (folder / "index.json").exists()

@@ -2,7 +2,10 @@
 
 import dataclasses
 import math
+import os
 import shutil
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +20,13 @@ from maxhydra.config import ConfigError
 from maxhydra.config.schema.run import Checkpoint, EarlyStop, Nonfinite, Progress, Train
 from maxhydra.optim import Optimizer
 from maxhydra.record import MetricsWriter, RunDirectory, read_metrics, series
+from maxhydra.runtime import signals
 from maxhydra.runtime.progress import open_step_progress
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.evaluate import held_out_loss
-from maxhydra.train.loop import LoopContext, TrainResult, fit
+from maxhydra.train.loop import LoopContext, TrainResult, end_reason, fit, is_evaluation_missing
 from maxhydra.train.loss import LossFn
-from maxhydra.train.metrics import LearningMonitor, MetricsLogger, StepCost
-from maxhydra.train.preemption import PreemptionSignal
+from maxhydra.train.metrics import LearningMonitor, MetricsHistory, MetricsLogger, StepCost
 from maxhydra.train.state import Guard, TrainState
 from maxhydra.train.step import make_step
 from maxhydra.train.trackers import _Trackers
@@ -32,13 +35,15 @@ OPTIMIZER = Optimizer(transform=optax.sgd(0.1), schedule=lambda step: 0.1)
 
 
 class Batches:
-    """Points on a line; `poison` is the number of the batch that contains a NaN."""
+    """Points on a line; `poison` is the number of the batch that contains a NaN, `signal_at` of that with a signal."""
 
-    def __init__(self, poison: int | None = None):
-        self._count, self._poison = 0, poison
+    def __init__(self, poison: int | None = None, signal_at: int | None = None):
+        self._count, self._poison, self._signal_at = 0, poison, signal_at
 
     def take(self, state: TrainState) -> dict[str, np.ndarray]:
         self._count += 1
+        if self._count == self._signal_at:
+            os.kill(os.getpid(), signal.SIGTERM)
         x = np.random.default_rng(self._count).normal(size=(4,)).astype(np.float32)
         return {"x": x * (np.nan if self._count == self._poison else 1.0)}
 
@@ -59,21 +64,24 @@ def run_loop(
     train: Train,
     checkpoint: Checkpoint,
     *,
-    evals: list[float],
+    evals: list[float] | Iterator[float],
     past: tuple[float, ...] = (),
     loss_fn: LossFn = loss,
+    start: int = 0,
     **batches: Any,
 ) -> TrainResult:
-    """Run the loop with the given sequence of eval losses."""
+    """Run the loop with the given sequence of eval losses, and those of earlier sessions."""
     run = RunDirectory(folder, writes=False)
     eval_losses: Iterator[float] = iter(evals)
     params = {"w": jnp.zeros(())}
     key = jax.random.key_data(jax.random.key(0))
     state = TrainState(jnp.zeros((), jnp.int32), params, {}, OPTIMIZER.transform.init(params), key, Guard.fresh())
+    history = MetricsHistory.read(run.metrics_path, start=start)
+    history.evaluations.update({number - len(past): {"eval/loss": loss} for number, loss in enumerate(past)})
     writer = MetricsWriter(run.metrics_path)
     progress = open_step_progress(Progress.none, total=train.steps, start=0, shown=False)
     cost = StepCost(tokens=1, flops=2.0, devices=1, peak_tflops=1.0)
-    checkpointer = open_checkpointer(run.checkpoints, checkpoint)
+    checkpointer = open_checkpointer(run.checkpoints, checkpoint, history.evaluations)
     context = LoopContext(
         train=train,
         checkpoint=checkpoint,
@@ -81,11 +89,11 @@ def run_loop(
         batches=Batches(**batches),  # type: ignore[arg-type]
         evaluate=lambda state: {"eval/loss": next(eval_losses)},
         checkpointer=checkpointer,
-        metrics=MetricsLogger(cost, run=run, writer=writer, tracker=_Trackers(), progress=progress, step=0),
-        past_eval_losses=past,
+        metrics=MetricsLogger(cost, run=run, writer=writer, tracker=_Trackers(), progress=progress, step=start),
+        history=history,
     )
-    with PreemptionSignal() as preemption:
-        result = fit(context, state, start=0, preemption=preemption)
+    with signals.Deferral() as deferral:
+        result = fit(context, state, start=start, deferral=deferral)
     checkpointer.close()
     return result
 
@@ -142,6 +150,20 @@ def test_keeps_the_newest_and_the_best(tmp_path: Path, third: float) -> None:
     train = Train(steps=60, eval_every=10)
     run_loop(tmp_path, train, Checkpoint(every=10, keep=2, keep_best=1), evals=[3.0, 1.0, third, 2.5, 2.6, 2.7])
     assert saved_steps(tmp_path) == [20, 50, 60]
+
+
+def test_the_best_checkpoint_may_be_evaluated_after_its_save(tmp_path: Path) -> None:
+    """The evaluation of step 10 was interrupted, and the session that resumed at step 10 repeated it."""
+    checkpoint, train = Checkpoint(every=10, keep=1, keep_best=1), Train(steps=10, eval_every=0)
+    run_loop(tmp_path, train, checkpoint, evals=interrupted_evaluation())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10, "eval/loss": 1.0}\n')
+    run_loop(tmp_path, Train(steps=30, eval_every=10), checkpoint, evals=[2.0, 3.0], start=10)
+    assert saved_steps(tmp_path) == [10, 30]
+
+
+def interrupted_evaluation() -> Iterator[float]:
+    raise signals.Interrupted
+    yield 0.0
 
 
 @pytest.mark.parametrize(
@@ -242,3 +264,91 @@ def test_held_out_batches_without_a_loss_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"train.eval_batches=2: evaluates 2 held-out batches in which no token"):
         held_out_loss(masked, lambda: iter([batch] * 3), limit=2, parts=1)
     assert held_out_loss(masked, lambda: iter([batch] * 3), limit=0, parts=1) is None
+
+
+@pytest.fixture
+def handled_signals() -> Iterator[None]:
+    with signals.installed():
+        yield
+        # Without this, the process would have to end soon.
+        signals.dismiss()
+
+
+def interrupted_after(losses: list[float]) -> Iterator[float]:
+    """Eval losses, then an evaluation during which a signal arrives."""
+    yield from losses
+    os.kill(os.getpid(), signal.SIGTERM)
+    while True:
+        signals.check()
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("handled_signals")
+@pytest.mark.parametrize("evals", [[3.0, 2.0], [3.0, 2.0, 2.5]])
+def test_an_interrupted_evaluation_is_repeated_after_the_resume(tmp_path: Path, evals: list[float]) -> None:
+    """The second case is interrupted at the last step: something remains to be done, the evaluation."""
+    train = Train(steps=30, eval_every=10, log_every=10, early_stop=EarlyStop(patience=2))
+    settings = Checkpoint(every=1000, keep=5)
+    step = 10 * len(evals)
+    result = run_loop(tmp_path, train, settings, evals=interrupted_after(evals[:-1]))
+    assert (result.status, result.step, result.reason) == (
+        "preempted",
+        step,
+        f"SIGTERM at step {step}, during its evaluation",
+    )
+    assert saved_steps(tmp_path) == [step]
+    assert series(tmp_path / "metrics.jsonl", "eval/loss")[1] == evals[:-1]
+
+
+def test_a_session_starts_with_the_evaluation_that_was_interrupted(tmp_path: Path) -> None:
+    """Here, that evaluation is the second one without improvement, so the session ends with it."""
+    train = Train(steps=40, eval_every=10, log_every=10, early_stop=EarlyStop(patience=2))
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    rows = [(10, {"eval/loss": 1.0}), (20, {"eval/loss": 1.2}), (30, {"loss": 3.0, "grad_norm": 0.5})]
+    for step, metrics in rows:
+        writer.write(step, metrics)
+    writer.close()
+    result = run_loop(tmp_path, train, Checkpoint(every=1000), evals=[1.1], start=30)
+    assert (result.status, result.step) == ("finished", 30)
+    assert result.metrics == {"loss": 3.0, "grad_norm": 0.5, "eval/loss": 1.1}
+    assert series(tmp_path / "metrics.jsonl", "eval/loss") == ([10, 20, 30], [1.0, 1.2, 1.1])
+
+
+@pytest.mark.usefixtures("handled_signals")
+def test_a_signal_during_the_last_step_changes_nothing(tmp_path: Path) -> None:
+    result = run_loop(tmp_path, Train(steps=7, eval_every=0), Checkpoint(), evals=[1.0], signal_at=7)
+    assert (result.status, result.reason, saved_steps(tmp_path)) == ("finished", "all 7 steps done", [7])
+
+
+@pytest.mark.usefixtures("handled_signals")
+def test_a_signal_ends_the_run_after_its_step(tmp_path: Path) -> None:
+    result = run_loop(tmp_path, Train(steps=7, eval_every=0), Checkpoint(), evals=[1.0], signal_at=5)
+    assert (result.status, result.reason, saved_steps(tmp_path)) == ("preempted", "SIGTERM at step 5", [5])
+
+
+def test_every_evaluation_is_judged_once(tmp_path: Path) -> None:
+    """Versions before this one logged the evaluation of step 0 at every start."""
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step, loss in [(0, 2.0), (0, 2.0), (2, 2.1), (4, 1.0)]:
+        writer.write(step, {"eval/loss": loss})
+    writer.close()
+    train = Train(steps=12, eval_every=2, eval_start=True, early_stop=EarlyStop(patience=2))
+    history = MetricsHistory.read(tmp_path / "metrics.jsonl", start=2)
+    assert list(history.evaluations) == [0, 2] and end_reason(train, history, 2) is None
+    history.evaluations[4] = {"eval/loss": 2.0}
+    assert end_reason(train, history, 4) == "eval loss did not improve in 2 evaluations"
+    assert MetricsHistory.read(tmp_path / "metrics.jsonl", start=0).is_empty
+
+
+def test_a_run_that_ended_is_recognized(tmp_path: Path) -> None:
+    history = MetricsHistory(4, {"loss": 1.0}, {2: {"eval/loss": 2.0}, 4: {"eval/loss": 0.9}})
+    target = Train(steps=12, eval_every=2, target_eval_loss=1.0)
+    assert end_reason(target, history, 4) == "eval loss 0.9000 reached train.target_eval_loss"
+    assert end_reason(Train(steps=4), history, 4) == "all 4 steps done"
+    assert end_reason(Train(steps=12), history, 4) is None
+    assert not is_evaluation_missing(target, history, evaluates=True)
+    del history.evaluations[4]
+    assert is_evaluation_missing(target, history, evaluates=True)
+    assert not is_evaluation_missing(target, history, evaluates=False)
+    # A new run that starts from the state of another run has no history.
+    assert not is_evaluation_missing(target, MetricsHistory(4, {}, {}), evaluates=True)

@@ -42,14 +42,15 @@ def test_sizes_that_do_not_fit_the_mesh() -> None:
 
 @pytest.mark.slow
 def test_a_ramped_run_resumes_at_its_batch_size(tmp_path: Path) -> None:
-    ramp = ["train.ramp.start=2", "train.ramp.increment=2", "train.ramp.sequences=24", "train.eval_batches=0"]
+    ramp = ["train.ramp.start=2", "train.ramp.increment=3", "train.ramp.sequences=16", "train.eval_batches=0"]
     arguments = [*SMALL, *ramp, "optimizer/schedule=constant", "checkpoint.every=100"]
-    run_ok(*arguments, "run.name=whole", "train.steps=12", cwd=tmp_path)
-    for steps in (5, 8, 12):
+    run_ok(*arguments, "run.name=whole", "train.steps=9", cwd=tmp_path)
+    # Within the second size, and before the last.
+    for steps in (5, 6, 9):
         run_ok(*arguments, "run.name=parts", f"train.steps={steps}", cwd=tmp_path)
     whole, parts = tmp_path / "outputs/whole", tmp_path / "outputs/parts"
     assert losses(whole) == losses(parts)
-    assert parameter_hash(whole, 12) == parameter_hash(parts, 12)
+    assert parameter_hash(whole, 9) == parameter_hash(parts, 9)
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    # Eight sequences by twos, then by fours, then by sixes, of 32 tokens each.
-    assert [int(row["tokens"]) // 32 for row in rows] == [2] * 4 + [4] * 2 + [6] * 2 + [8] * 4
+    # At least eight sequences by twos, then by fives, of 32 tokens each.
+    assert [int(row["tokens"]) // 32 for row in rows] == [2] * 4 + [5] * 2 + [8] * 3

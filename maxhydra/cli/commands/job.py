@@ -3,8 +3,8 @@
 maxhydra job outputs/lr/3/job.yaml --run-dir outputs/lr/3      the same command again resumes
 maxhydra job outputs/first/config.yaml                         config.yaml of a run, in the folder that it names
 
-Works without Hydra. Exit codes: 0 finished, 1 failed, 2 invalid config; 143 and 138 mean that the run saved and
-stopped on SIGTERM or SIGUSR1, and that the launcher should start it again.
+Works without Hydra. Exit codes: 0 finished, 1 failed, 2 invalid config; 143, 138 and 129 mean that the run saved
+and stopped on SIGTERM, SIGUSR1 or SIGHUP, and that the launcher should start it again.
 """
 
 from pathlib import Path

@@ -200,7 +200,7 @@ class Checkpoint(Schema):
     mode: SaveMode = SaveMode.asynchronous
     """asynchronous saves in the background, synchronous blocks training, off never saves."""
     every: int = option(1000, ge=1)
-    """Steps between checkpoints; the end of the run, SIGTERM and SIGUSR1 also save one."""
+    """Steps between checkpoints; the end of the run, SIGTERM, SIGUSR1 and SIGHUP also save one."""
     keep: int = option(3, ge=1)
     """Number of newest checkpoints to keep."""
     keep_best: int = option(0, ge=0)

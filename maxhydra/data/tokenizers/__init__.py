@@ -7,10 +7,11 @@ source, blocks of text, id dtypes.
 import dataclasses
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import lru_cache, wraps
+from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,11 @@ from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.data import Tokenizer as Config
 from maxhydra.config.values import nearby_files
 from maxhydra.data.rows import RowSpec
+
+P = ParamSpec("P")
+T = TypeVar("T")
+# The largest published vocabularies have 300,000 tokens.
+MAX_VOCAB_SIZE = 2**24
 
 
 class Tokenizer(Protocol):
@@ -34,6 +40,11 @@ class Tokenizer(Protocol):
     """Ids of special tokens, such as the end of a turn."""
     special_token_ids: Mapping[str, int]
     """Ids of special tokens by name, as `encode_with_special_tokens` recognizes them in text."""
+
+    @property
+    def max_token_bytes(self) -> int | None:
+        """Longest text of one token, in UTF-8 bytes; None if a token can stand for text of any length."""
+        ...
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text; names of special tokens in it are plain text."""
@@ -76,8 +87,48 @@ class _Key:
 
 @lru_cache(maxsize=4)
 def _load(key: _Key) -> Tokenizer:
-    built: Tokenizer = importlib.import_module(f"{__name__}.{key.config.kind}").build(key.config)
+    module = importlib.import_module(f"{__name__}.{key.config.kind}")
+    try:
+        built: Tokenizer = module.build(key.config)
+        if not 0 < built.vocab_size <= MAX_VOCAB_SIZE:
+            raise ValueError(f"its largest token id is {built.vocab_size - 1}; accepted: 0 to {MAX_VOCAB_SIZE - 1}")
+    except BaseException as error:  # a damaged file fails anywhere in our code or in that of the library
+        if isinstance(error, ConfigError) or not is_failure(error):
+            raise
+        reason = f"cannot be read as a tokenizer: {describe(error)}"
+        raise ConfigError(Problem("data.tokenizer.path", reason, value=key.config.path)) from None
     return built
+
+
+class TokenizerError(ConfigError):
+    """A text on which the tokenizer's library fails, for example because a regex of the tokenizer backtracks."""
+
+
+def report_failures(method: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a method that calls a tokenizer library, so that its failures become TokenizerErrors."""
+
+    @wraps(method)
+    def reporting(*args: P.args, **options: P.kwargs) -> T:
+        try:
+            return method(*args, **options)
+        except BaseException as error:
+            if isinstance(error, ConfigError) or not is_failure(error):
+                raise
+            reason = f"the tokenizer failed on a text: {describe(error)}"
+            raise TokenizerError(Problem("data.tokenizer.path", reason)) from None
+
+    return reporting
+
+
+def is_failure(error: BaseException) -> bool:
+    """Return True for an exception, or a panic of a library in Rust, which is not an Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def describe(error: BaseException) -> str:
+    """First line of an error, shortened: it may contain a part of the file."""
+    kind = "" if type(error) is Exception else f"{type(error).__name__}: "
+    return kind + (str(error).strip().splitlines() or ["no reason given"])[0][:200]
 
 
 def check_vocabulary(tokenizer: Tokenizer, data: Data, spec: RowSpec) -> None:
@@ -89,7 +140,7 @@ def check_vocabulary(tokenizer: Tokenizer, data: Data, spec: RowSpec) -> None:
 
 
 # Chat templates that ship with the package.
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parents[1] / "templates"
 # A file is tokenized in blocks of this many characters: a tokenizer needs a few hundred bytes of memory per character.
 BLOCK = 1_000_000
 
@@ -123,7 +174,7 @@ def chat_template(config: Config, own: str | None) -> str | None:
         return own
     path = Path(config.chat_template).expanduser()
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return read_template(path)
     built_in = {template.stem: template for template in TEMPLATES.glob("*.jinja")}
     if config.chat_template not in built_in:
         accepted = f"a file, or {', '.join(sorted(built_in))}"
@@ -138,6 +189,15 @@ def chat_template(config: Config, own: str | None) -> str | None:
             )
         )
     return built_in[config.chat_template].read_text(encoding="utf-8")
+
+
+def read_template(path: Path) -> str:
+    """Read a template file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        reason = f"is not UTF-8: byte {error.start} of the file is {error.object[error.start]:#04x}"
+        raise ConfigError(Problem("data.tokenizer.chat_template", reason, value=str(path))) from None
 
 
 def wrong(config: Config, field: str, reason: str, value: object, *, accepted: str = "", hint: str = "") -> ConfigError:
@@ -165,10 +225,24 @@ def smallest_id_dtype(vocab_size: int) -> type[np.unsignedinteger]:
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
-def special_token_pattern(names: Mapping[str, int]) -> re.Pattern[str] | None:
-    """Regex that finds the special tokens in a text, the longest first; None if there are none."""
-    ordered = sorted(names, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+def special_token_pattern(names: Collection[str]) -> re.Pattern[str] | None:
+    """Regex that finds the special tokens in a text, the longest first; None if there are none.
+
+    Tokens with a common beginning share it: as plain alternatives, the 256 reserved tokens of Llama 3 would take 256
+    attempts at every `<` of a text.
+    """
+    return re.compile(_prefix_tree(sorted(names))) if names else None
+
+
+def _prefix_tree(names: Sequence[str]) -> str:
+    """Regex of sorted, distinct texts that branches where they differ."""
+    if len(names) == 1:
+        return re.escape(names[0])
+    first, last = names[0], names[-1]
+    common = next((index for index, letter in enumerate(first) if letter != last[index : index + 1]), len(first))
+    rest = [name[common:] for name in names]
+    groups = [list(group) for _, group in groupby(filter(None, rest), key=lambda text: text[0])]
+    return f"{re.escape(first[:common])}(?:{'|'.join(map(_prefix_tree, groups))}){'?' if '' in rest else ''}"
 
 
 def character_spans(text: str, widths: np.ndarray) -> np.ndarray:

@@ -20,6 +20,8 @@ class ByteTokenizer:
     special = frozenset({bos, eos, pad})
     special_token_ids: Mapping[str, int] = MappingProxyType({"<|begin|>": bos, "<|end|>": eos, "<|pad|>": pad})
 
+    max_token_bytes = max(map(len, special_token_ids))
+
     def __init__(self, chat_template: str | None = None):
         self.chat_template = chat_template
 

@@ -16,12 +16,27 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from maxhydra.config.schema.data import Tokenizer as Config
 from maxhydra.config.values import nearby_files
 from maxhydra.data.records import need
-from maxhydra.data.tokenizers import blocks, chat_template, find_special_tokens, smallest_id_dtype, wrong
+from maxhydra.data.tokenizers import (
+    blocks,
+    chat_template,
+    describe,
+    find_special_tokens,
+    read_template,
+    report_failures,
+    smallest_id_dtype,
+    wrong,
+)
 
+# A space as a visible character, as in tokenizers converted from SentencePiece.
+_NEUTRAL_STEPS = (
+    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    {"type": "Prepend", "prepend": "▁"},
+)
 ROLES = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token"}
 
 
@@ -45,9 +60,9 @@ class HuggingFaceTokenizer:
         self.special = frozenset(self.special_token_ids.values())
         self.chat_template = chat_template(config, settings.get("chat_template"))
         self._description = {**description, "post_processor": None, "truncation": None, "padding": None}
+        self._plain = self._make_plain()
 
-    @cached_property
-    def _plain(self) -> Tokenizer:
+    def _make_plain(self) -> Tokenizer:
         random_names = {text: f"{secrets.token_hex(16)}{id}" for text, id in self.special_token_ids.items()}
         plain = Tokenizer.from_str(json.dumps(_rename_tokens(self._description, random_names)))
         for text, id in self.special_token_ids.items():
@@ -58,6 +73,11 @@ class HuggingFaceTokenizer:
     @cached_property
     def _with_special_tokens(self) -> Tokenizer:
         return Tokenizer.from_str(json.dumps(self._description))
+
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        tokens = _vocabulary(self._description)
+        return max(len(text.encode()) for text in tokens) if _covers_all_text(self._description) else None
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json."""
@@ -75,10 +95,12 @@ class HuggingFaceTokenizer:
         content = json.dumps({key: value for key, value in settings.items() if value is not None}, indent=1)
         (folder / "tokenizer_config.json").write_text(content, encoding="utf-8")
 
+    @report_failures
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
         return ids
 
+    @report_failures
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encodings = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
@@ -88,12 +110,14 @@ class HuggingFaceTokenizer:
         parts = [ids.astype(dtype) for ids in self.encode_batch(list(blocks(data.decode())))]
         return np.concatenate([np.empty(0, dtype), *parts])
 
+    @report_failures
     def encode_with_special_tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         encoding = self._with_special_tokens.encode(text, add_special_tokens=False)
         # Three times as fast as np.array of a list of pairs.
         spans = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding))
         return np.array(encoding.ids, np.int32), spans.reshape(-1, 2)
 
+    @report_failures
     def decode(self, ids: Sequence[int]) -> str:
         known = [int(id) for id in ids if id not in self.special]
         text: str = self._plain.decode(known, skip_special_tokens=False)
@@ -117,7 +141,10 @@ def _add_tokens(description: dict[str, Any], settings: dict[str, Any]) -> None:
     """Add tokens that only the settings list."""
     added = description["added_tokens"]
     known = {token["id"] for token in added}
-    for id, token in settings.get("added_tokens_decoder", {}).items():
+    listed = settings.get("added_tokens_decoder", {})
+    if not isinstance(listed, dict) or not all(isinstance(token, dict) for token in listed.values()):
+        raise ValueError("added_tokens_decoder does not map ids to objects")
+    for id, token in listed.items():
         if int(id) not in known:
             added.append(_added_token(int(id), **token))
     added.sort(key=lambda token: token["id"])
@@ -153,19 +180,63 @@ def _rename_tokens(description: dict[str, Any], new_names: dict[str, str]) -> di
     return {**description, "model": model, "added_tokens": added}
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def _covers_all_text(description: dict[str, Any]) -> bool:
+    """Return True if every character of a text is part of a token: no step removes any, and none is unknown."""
+    model = description["model"]
+    kinds = {str(step.get("type")) for step in _steps(description)}
+    removes = any(step.get("behavior") == "Removed" for step in _steps(description))
+    strips = any(token.get("lstrip") or token.get("rstrip") for token in description["added_tokens"])
+    if model.get("type") != "BPE" or removes or strips or not kinds <= {"ByteLevel", "Split", "Digits", "Metaspace"}:
+        return False
+    if "ByteLevel" not in kinds and model.get("byte_fallback") is not True:
+        return False
+    letters = ByteLevel.alphabet() if "ByteLevel" in kinds else [f"<0x{byte:02X}>" for byte in range(256)]
+    return all(name in model["vocab"] for name in letters)
+
+
+def _steps(description: dict[str, Any]) -> list[dict[str, Any]]:
+    """Normalizers and pre-tokenizers, without those that replace characters of a text by as many others."""
+    found: list[dict[str, Any]] = []
+    steps = [description.get("normalizer"), description.get("pre_tokenizer")]
+    while steps:
+        step = steps.pop()
+        if isinstance(step, dict) and step.get("type") == "Sequence":
+            inner = step.get("normalizers") or step.get("pretokenizers")
+            steps += inner if isinstance(inner, list) else []
+        elif isinstance(step, dict) and step not in _NEUTRAL_STEPS:
+            found.append(step)
+    return found
+
+
+def _read_object(config: Config, path: Path) -> dict[str, Any]:
+    """Read a JSON file with an object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise wrong(config, "path", f"cannot be read as a tokenizer: {describe(error)}", str(path)) from None
+    if not isinstance(value, dict):
+        raise wrong(
+            config, "path", f"cannot be read as a tokenizer: found a {type(value).__name__}, not an object", str(path)
+        )
+    return value
+
+
+def _settings(config: Config, folder: Path) -> dict[str, Any]:
     """Read the settings files next to tokenizer.json; newer formats override older ones."""
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / name
         if path.is_file():
-            settings |= json.loads(path.read_text(encoding="utf-8"))
+            settings |= _read_object(config, path)
     template = folder / "chat_template.jinja"
     if template.is_file():
-        settings["chat_template"] = template.read_text(encoding="utf-8")
+        settings["chat_template"] = read_template(template)
     if isinstance(templates := settings.get("chat_template"), list):
         default = (entry["template"] for entry in templates if entry["name"] == "default")
         settings["chat_template"] = next(default, None)
+    if not isinstance(settings.get("chat_template"), str | None):
+        reason = f"chat_template must be a text, found a value of type {type(settings['chat_template']).__name__}"
+        raise wrong(config, "path", reason, str(folder / "tokenizer_config.json"))
     return settings
 
 
@@ -195,11 +266,4 @@ def build(config: Config) -> HuggingFaceTokenizer:
         raise wrong(config, "path", "no such file or folder", config.path, accepted=accepted, hint=nearby_files(path))
     if not file.is_file():
         return HuggingFaceTokenizer(config, *_convert(config, path))
-    try:
-        description = json.loads(file.read_text(encoding="utf-8"))
-        settings = _settings(file.parent)
-        tokenizer = HuggingFaceTokenizer(config, description, settings)
-        tokenizer.encode("")
-    except (ValueError, KeyError, TypeError) as error:
-        raise wrong(config, "path", f"cannot be read as a tokenizer: {error!r}", str(file)) from None
-    return tokenizer
+    return HuggingFaceTokenizer(config, _read_object(config, file), _settings(config, file.parent))

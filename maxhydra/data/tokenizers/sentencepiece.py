@@ -17,6 +17,7 @@ from maxhydra.data.tokenizers import (
     blocks,
     chat_template,
     find_special_tokens,
+    report_failures,
     smallest_id_dtype,
     special_token_pattern,
     wrong,
@@ -50,6 +51,10 @@ class SentencePieceTokenizer:
         self.special = frozenset(self.special_token_ids.values())
         self._pattern = special_token_pattern(self.special_token_ids)
         self._processor = library.SentencePieceProcessor(model_proto=model.SerializeToString())
+        # Normalization can remove text, and an unknown word of any length is one token.
+        is_exact = model.normalizer_spec.name == "identity" and model.trainer_spec.byte_fallback
+        is_exact = is_exact and not model.normalizer_spec.remove_extra_whitespaces
+        self.max_token_bytes = max(len(piece.encode()) for piece in ids) if is_exact else None
         # Text after a special token is in the middle of the whole, so no space is put before it.
         model.normalizer_spec.add_dummy_prefix = False
         self._continuation = library.SentencePieceProcessor(model_proto=model.SerializeToString())
@@ -57,10 +62,12 @@ class SentencePieceTokenizer:
     def _is_in_template(self, name: str) -> bool:
         return self.chat_template is not None and name[:1] in ("<", "[") and name in self.chat_template
 
+    @report_failures
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._processor.encode(text)
         return ids
 
+    @report_failures
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         batch: list[Any] = self._processor.encode(list(texts))
         return [np.array(ids, np.int32) for ids in batch]
@@ -70,6 +77,7 @@ class SentencePieceTokenizer:
         parts = [ids.astype(dtype) for ids in self.encode_batch(list(blocks(data.decode())))]
         return np.concatenate([np.empty(0, dtype), *parts])
 
+    @report_failures
     def encode_with_special_tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         ids: list[int] = []
         spans: list[tuple[int, int]] = []

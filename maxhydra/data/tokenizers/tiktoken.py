@@ -20,6 +20,7 @@ from maxhydra.data.tokenizers import (
     character_spans,
     chat_template,
     find_special_tokens,
+    report_failures,
     smallest_id_dtype,
     wrong,
 )
@@ -35,7 +36,8 @@ SETTINGS = ("pattern", "special_tokens", "bos", "eos", "pad")
 class TiktokenTokenizer:
     """Tokenizer over a tiktoken encoding, which releases the GIL and is stateless between calls."""
 
-    def __init__(self, config: Config, encoding: Any, special_names: dict[str, str | None]):
+    def __init__(self, config: Config, encoding: Any, special_names: dict[str, str | None], *, has_own_pattern: bool):
+        """`has_own_pattern`: its pattern comes from a file, and may skip text that it does not match."""
         self._encoding = encoding
         self.special_token_ids = {name: encoding.encode_single_token(name) for name in encoding.special_tokens_set}
         special_tokens = find_special_tokens(config, special_names, self.special_token_ids.get)
@@ -45,11 +47,15 @@ class TiktokenTokenizer:
         self._text_ids = frozenset(map(encoding.encode_single_token, encoding.token_byte_values()))
         self.vocab_size: int = encoding.n_vocab
         self.chat_template = chat_template(config, None)
+        longest = max(len(text) for text in (*encoding.token_byte_values(), *map(str.encode, self.special_token_ids)))
+        self.max_token_bytes = None if has_own_pattern else longest
 
+    @report_failures
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._encoding.encode_ordinary(text)
         return ids
 
+    @report_failures
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.array(ids, np.int32) for ids in self._encoding.encode_ordinary_batch(list(texts))]
 
@@ -58,6 +64,7 @@ class TiktokenTokenizer:
         parts = [ids.astype(dtype) for ids in self.encode_batch(list(blocks(data.decode())))]
         return np.concatenate([np.empty(0, dtype), *parts])
 
+    @report_failures
     def encode_with_special_tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         ids = self._encoding.encode(text, allowed_special="all")
         widths = np.array([len(piece) for piece in self._encoding.decode_tokens_bytes(ids)], np.int64)
@@ -104,7 +111,8 @@ def build(config: Config) -> TiktokenTokenizer:
             mergeable_ranks=_ranks(config, path),
             special_tokens=settings.get("special_tokens", {}),
         )
-        return TiktokenTokenizer(config, encoding, {role: settings.get(role) for role in ("bos", "eos", "pad")})
+        names = {role: settings.get(role) for role in ("bos", "eos", "pad")}
+        return TiktokenTokenizer(config, encoding, names, has_own_pattern="pattern" in settings)
     names = library.list_encoding_names()
     if config.path not in names:
         accepted = f"a .tiktoken file, or one of {', '.join(names)}"
@@ -116,4 +124,4 @@ def build(config: Config) -> TiktokenTokenizer:
     except Exception as error:  # errors of the download: no network, a proxy, a bad hash
         hint = "download it on a machine with network access and set TIKTOKEN_CACHE_DIR, or use a .tiktoken file"
         raise wrong(config, "path", f"cannot be downloaded ({type(error).__name__})", config.path, hint=hint) from None
-    return TiktokenTokenizer(config, encoding, {"eos": "<|endoftext|>"})
+    return TiktokenTokenizer(config, encoding, {"eos": "<|endoftext|>"}, has_own_pattern=False)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from maxhydra.config import ConfigError
 from maxhydra.decode.openai_server.auth import Access
-from maxhydra.decode.openai_server.http11 import RETRY, Connection, HttpError, RequestHead
+from maxhydra.decode.openai_server.http11 import JSON_TYPE, RETRY, Connection, HttpError, RequestHead, dump_slices
 from maxhydra.decode.openai_server.request_schema import CompletionRequest, ServerDefaults, bad_field, parse
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder
 from maxhydra.decode.prompts import PromptEncoder, PromptError
@@ -17,8 +17,12 @@ from maxhydra.decode.request import Completion, Delta, Engine, Handle, RequestRe
 from maxhydra.decode.sampling_params import make_requests
 
 T = TypeVar("T")
-# Threads for JSON and tokenizers, which would stall every stream if they ran in the event loop.
+# Threads for JSON and tokenizers, which would stall every stream if they ran in the event loop. A large request may
+# take seconds to tokenize: it waits for other large requests only, and no small one waits for it.
 THREADS = 2
+LARGE_BODY = 32 * 1024
+# A body of this size is parsed in the event loop: that takes less time than to wait for a thread.
+SMALL_BODY = 4 * 1024
 
 
 class Service:
@@ -40,7 +44,7 @@ class Service:
         self._num_sequences = self._num_prompts = 0
         self._failure: str | None = None
         self._statuses: dict[int, int] = {}
-        self._pool = ThreadPoolExecutor(THREADS, "tokenize")
+        self._pool, self._large_pool = ThreadPoolExecutor(THREADS, "small"), ThreadPoolExecutor(THREADS, "large")
         self._created = int(time.time())
         self._paths: dict[str, tuple[str, Callable[[RequestHead, bytes, Connection], Coroutine[Any, Any, None]]]] = {
             "/v1/chat/completions": ("POST", self._complete),
@@ -69,6 +73,7 @@ class Service:
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+        self._large_pool.shutdown(cancel_futures=True)
 
     async def _health(self, head: RequestHead, body: bytes, connection: Connection) -> None:
         self._require_engine()
@@ -91,7 +96,11 @@ class Service:
 
     async def _complete(self, head: RequestHead, body: bytes, connection: Connection) -> None:
         is_chat = head.path.endswith("/chat/completions")
-        request = await self._in_thread(lambda: parse(body, self._defaults, is_chat=is_chat))
+        is_large = len(body) > LARGE_BODY
+        if len(body) > SMALL_BODY:
+            request = await self._in_thread(lambda: parse(body, self._defaults, is_chat=is_chat), is_large=is_large)
+        else:
+            request = parse(body, self._defaults, is_chat=is_chat)
         count = request.sequences
         if self._num_sequences + count > self._max_sequences:
             reason = f"{self._num_sequences} sequences are running or queued, the limit of task.queue; retry later"
@@ -99,7 +108,7 @@ class Service:
         self._num_sequences += count
         queue = _DeltaQueue(self._on_finish)
         try:
-            prompts = await self._in_thread(lambda: self._encode(request))
+            prompts = await self._in_thread(lambda: self._encode(request), is_large=is_large)
             self._submit(request, prompts, queue)
         finally:
             self._num_sequences -= count - len(queue.handles)
@@ -121,19 +130,25 @@ class Service:
             # Frees the slots of a client that disconnected; finished sequences are not affected.
             queue.cancel()
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+    async def _in_thread(self, work: Callable[[], T], *, is_large: bool) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._large_pool if is_large else self._pool, work)
 
     def _encode(self, request: CompletionRequest) -> list[list[int]]:
         """Encode the prompts; runs in a thread of the pool."""
+        encoder, limit = self._prompts, self._defaults.max_context
+        param = "messages" if request.is_chat else "prompt"
         try:
             if request.is_chat:
-                return [self._prompts.encode_messages(request.messages)]
-            return [self._prompts.encode_text(each) if isinstance(each, str) else each for each in request.prompts]
+                return [encoder.encode_messages(request.messages, max_tokens=limit)]
+            return [
+                encoder.encode_text(each, max_tokens=limit) if isinstance(each, str) else each
+                for each in request.prompts
+            ]
         except PromptError as error:
-            raise bad_field("messages" if request.is_chat else "prompt", f"is invalid: {error}") from None
+            raise bad_field(param, f"is invalid: {error}") from None
         except ConfigError as error:
-            raise bad_field("messages", f"is invalid: {error.problems[0]}") from None
+            # The tokenizer has no chat template, or fails on this text.
+            raise bad_field(param, f"is invalid: {error.problems[0]}") from None
 
     def _submit(self, request: CompletionRequest, prompts: Sequence[list[int]], queue: "_DeltaQueue") -> None:
         for prompt in prompts:
@@ -171,8 +186,11 @@ class Service:
                 _raise_failure(delta)
                 deltas[index].append(delta)
         # In a thread: log-probabilities call the tokenizer for every alternative of every token.
-        value = await self._in_thread(lambda: builder.response([Completion.from_deltas(each) for each in deltas]))
-        await connection.send_json(200, value, headers={})
+        is_large = builder.has_logprobs
+        body = await self._in_thread(
+            lambda: dump_slices(builder.response([Completion.from_deltas(each) for each in deltas])), is_large=is_large
+        )
+        await connection.send(200, body, headers=JSON_TYPE)
 
     async def _send_stream(
         self, head: RequestHead, connection: Connection, queue: "_DeltaQueue", builder: ResponseBuilder

@@ -4,7 +4,9 @@ import asyncio
 import dataclasses
 import errno
 import logging
+import resource
 import socket
+import sys
 from collections.abc import Coroutine
 from typing import Any
 
@@ -17,6 +19,11 @@ BACKLOG = 512
 # Time for cancelled connections to close.
 CLOSE_SECONDS = 5.0
 ACCEPT_SECONDS = 0.01
+# A small request waits for other threads about ten times; with Python's 5 ms each, a client that sends large requests
+# without pause would delay it by 50 ms.
+SWITCH_SECONDS = 0.0005
+# Open files in addition to connections: weights, pipes, and connections that are being rejected.
+RESERVED_FILES = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +60,33 @@ def listen(host: str, port: int) -> socket.socket:
     return server
 
 
+def allow_connections(count: int) -> None:
+    """Raise the soft limit of open files to what `count` connections need; ConfigError if the hard limit is lower.
+
+    At the limit, a server could not even accept a connection to reject it, and clients would wait.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + RESERVED_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    except (OSError, ValueError):
+        reason = f"needs {needed} open files, but this process may only have {hard} (ulimit -Hn)"
+        accepted = f"1 to {hard - RESERVED_FILES}" if hard > RESERVED_FILES else ""
+        hint = f"raise the limit of open files to {needed}, or set task.max_connections lower"
+        problem = Problem("task.max_connections", reason, value=count, accepted=accepted, hint=hint)
+        raise ConfigError(problem) from None
+
+
 async def serve(listener: socket.socket, service: Service, limits: Limits, *, stop: asyncio.Event) -> None:
     """Serve until `stop` is set, then let running requests finish for up to limits.drain seconds."""
-    await _Server(service, limits).run(listener, stop)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        await _Server(service, limits).run(listener, stop)
+    finally:
+        sys.setswitchinterval(before)
 
 
 class _Server:

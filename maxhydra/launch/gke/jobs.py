@@ -17,7 +17,7 @@ from maxhydra.config.compose.composer import Composer
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.launch.base import CLAIM, CONSOLE, Job, SweepContext, Trial
 from maxhydra.launch.compose import compose_job
-from maxhydra.launch.gke.cluster import ClusterApiError
+from maxhydra.launch.gke.api_errors import ClusterApiError
 from maxhydra.launch.gke.manifests import (
     CONTAINER,
     JOB_INDEX,

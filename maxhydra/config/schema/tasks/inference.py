@@ -92,7 +92,8 @@ class ServeTask(Task):
     keep_alive: float = option(75.0, gt=0)
     """Seconds that an idle connection stays open between requests."""
     drain: float = option(10.0, ge=0)
-    """Seconds that running requests may take to finish after SIGTERM, SIGUSR1 or Ctrl-C; then they are cancelled."""
+    """Seconds that running requests may take to finish after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C; then they are
+    cancelled."""
     sampling: Sampling = section(Sampling)
     engine: Engine = section(Engine)
 

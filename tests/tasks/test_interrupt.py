@@ -1,0 +1,165 @@
+"""Interrupted and repeated commands end where one uninterrupted command ends, and record truthfully what ended them."""
+
+import importlib.util
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import cli
+from tests.support.cli import ROOT, SMALL, facts, parameter_hash, run_ok
+
+RUN = [*SMALL, "data=arithmetic", "train.steps=6", "checkpoint.every=2", "optimizer/schedule=constant", "run.name=it"]
+RUN += ["train.eval_every=2"]
+SAMPLE = ["train.sample.tokens=8", "train.sample.prompt='1+1='"]
+
+
+def rows(folder: Path) -> list[tuple[int, Any, Any]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line.get("loss"), line.get("eval/loss")) for line in lines]
+
+
+def signal_when(
+    arguments: Sequence[str], is_due: Callable[[], bool], number: int, *, cwd: Path, **extra: str
+) -> tuple[int, float]:
+    """Start a command and send it a signal at a moment; returns the exit code and the seconds until the exit."""
+    process = cli.start_silent(*arguments, cwd=cwd, **extra)
+    while process.is_running() and not is_due():
+        time.sleep(0.002)
+    assert process.is_running(), "the process ended before the signal"
+    start_time = time.monotonic()
+    process.signal(number)
+    return process.wait(120), time.monotonic() - start_time
+
+
+def forget_the_end(folder: Path, *names: str) -> None:
+    """Turn run.json into that of a run that was killed after its last save."""
+    content = {name: value for name, value in facts(folder).items() if name not in names}
+    content.update(status="running", reason=None, finished=None)
+    content["sessions"][-1] |= {"status": "running", "ended": None, "pid": 2**22, "pid_started": None}
+    del content["sessions"][-1]["seconds"]
+    (folder / "run.json").write_text(json.dumps(content))
+
+
+@pytest.mark.slow
+def test_the_same_command_on_a_finished_run_or_sweep_changes_nothing(tmp_path: Path) -> None:
+    sweep = [*RUN, "-m", "run.name=sweep", "train.steps=2", "optimizer.learning_rate=1e-3,3e-3"]
+    for arguments in ([*RUN, *SAMPLE], sweep):
+        run_ok(*arguments, cwd=tmp_path)
+        files = [*tmp_path.glob("outputs/**/run.json"), *tmp_path.glob("outputs/**/metrics.jsonl")]
+        before = {path: path.read_bytes() for path in files}
+        run_ok(*arguments, cwd=tmp_path)
+        assert {path: path.read_bytes() for path in files} == before
+    status = run_ok("sweep", "status", "sweep", cwd=tmp_path).stdout
+    assert status.count("finished  eval/loss") == 2, status
+
+
+@pytest.mark.slow
+def test_a_run_killed_after_its_last_save_is_completed_with_its_values(tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / "it"
+    run_ok(*RUN, *SAMPLE, cwd=tmp_path)
+    whole = facts(folder)
+    assert whole["objective"]["value"] is not None and whole["sample"]
+    forget_the_end(folder, "objective", "metrics", "sample")
+    run_ok(*RUN, *SAMPLE, cwd=tmp_path)
+    for name in ("status", "reason", "objective", "metrics", "sample", "end_step", "trained_parameters"):
+        assert facts(folder)[name] == whole[name], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "end", [["train.early_stop.patience=2", "train.early_stop.min_delta=100"], ["train.target_eval_loss=1000"]]
+)
+def test_a_run_that_ended_early_does_not_train_on(tmp_path: Path, end: list[str]) -> None:
+    """The first kill is after the evaluation of step 0, the second after the last save."""
+    arguments = [*RUN, *end, "train.eval_start=true", "checkpoint.every=100"]
+    folder = tmp_path / "outputs" / "it"
+    run_ok(*arguments, "run.name=whole", cwd=tmp_path)
+    whole = tmp_path / "outputs" / "whole"
+    last_step = facts(whole)["end_step"]
+    assert last_step < 6
+    process = cli.start_silent(*arguments, cwd=tmp_path)
+    while process.is_running() and not has_row(folder, 0):
+        time.sleep(0.002)
+    assert process.is_running(), "the process ended before it could be killed"
+    process.kill()
+    process.wait()
+    run_ok(*arguments, cwd=tmp_path)
+    assert rows(folder) == rows(whole)
+    forget_the_end(folder, "objective", "metrics")
+    run_ok(*arguments, cwd=tmp_path)
+    assert rows(folder) == rows(whole)
+    assert parameter_hash(folder, last_step) == parameter_hash(whole, last_step)
+    for name in ("status", "reason", "objective", "end_step"):
+        assert facts(folder)[name] == facts(whole)[name]
+
+
+def has_row(folder: Path, step: int) -> bool:
+    return (folder / "metrics.jsonl").exists() and f'"step": {step}' in (folder / "metrics.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_a_signal_abandons_an_evaluation_which_is_repeated(tmp_path: Path) -> None:
+    number = signal.SIGHUP
+    arguments = [*RUN, "train.eval_batches=40", "data.eval_fraction=0.9", "checkpoint.every=100"]
+    folder, whole = tmp_path / "outputs" / "it", tmp_path / "outputs" / "whole"
+    code, seconds = signal_when(arguments, lambda: has_row(folder, 2), number, cwd=tmp_path)
+    assert code == 128 + number and seconds < 30
+    assert facts(folder)["status"] == "preempted"
+    assert facts(folder)["reason"] == f"{number.name} at step 2, during its evaluation"
+    run_ok(*arguments, cwd=tmp_path)
+    run_ok(*arguments, "run.name=whole", cwd=tmp_path)
+    assert rows(folder) == rows(whole)
+    assert parameter_hash(folder, 6) == parameter_hash(whole, 6)
+
+
+def blocked(record: dict[str, Any]) -> dict[str, Any]:
+    """A formatting function that never returns."""
+    time.sleep(600)
+    return record
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
+    """The data never arrives, so that neither the main thread nor the thread it waits for can react."""
+    (tmp_path / "r.jsonl").write_text('{"text": "a"}\n' * 400)
+    data = ["data=grain", "data.path=r.jsonl", "data.formatting=tests.tasks.test_interrupt:blocked"]
+    folder = tmp_path / "outputs" / "it"
+    code, seconds = signal_when(
+        [*RUN[: RUN.index("data=arithmetic")], *RUN[RUN.index("data=arithmetic") + 1 :], *data],
+        lambda: (folder / "run.json").exists(),
+        signal.SIGUSR1,
+        cwd=tmp_path,
+    )
+    assert code == 138 and seconds < 20
+    assert facts(folder)["status"] == "preempted" and facts(folder)["reason"].startswith("SIGUSR1")
+
+
+@pytest.mark.slow
+def test_a_signal_during_the_sample_leaves_only_the_sample_to_be_done(tmp_path: Path) -> None:
+    arguments, folder = [*RUN, *SAMPLE, "train.sample.tokens=100"], tmp_path / "outputs" / "it"
+    checkpoint = folder / "checkpoints" / "6"
+    code, _ = signal_when(arguments, checkpoint.exists, signal.SIGTERM, cwd=tmp_path)
+    assert code == 143 and facts(folder)["reason"] == "SIGTERM during the final sample"
+    before = rows(folder)
+    run_ok(*arguments, cwd=tmp_path)
+    assert facts(folder)["status"] == "finished" and facts(folder)["sample"] and rows(folder) == before
+
+
+@pytest.mark.slow
+def test_random_kills(tmp_path: Path) -> None:
+    """The short form of scripts/kill_runs.py."""
+    spec = importlib.util.spec_from_file_location("kill_runs", ROOT / "scripts" / "kill_runs.py")
+    assert spec is not None and spec.loader is not None
+    kill_runs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kill_runs)
+    harness = kill_runs.Harness(tmp_path, lambda arguments, cwd: cli.start_silent(*arguments, cwd=cwd))
+    harness.prepare()
+    for task in ("early_stop", "tokenize", "train_tokenizer"):
+        trial = harness.trial(task, harness.reference(task), os.getpid())
+        assert not trial.differences, trial
