@@ -6,7 +6,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -16,11 +16,8 @@ from maxhydra.config.schema.reward import OnFault, Reward
 from maxhydra.record.processes import KILL_TIMEOUT, spawn_context
 from maxhydra.rl.reward_process import LoadFailure, Score, supervise
 from maxhydra.rl.rewards import Sample
-from maxhydra.runtime import signals
 
 log = logging.getLogger("maxhydra")
-# Seconds between looks at the signals that the run has received.
-SIGNAL_INTERVAL = 0.5
 
 
 class RewardError(Exception):
@@ -53,14 +50,12 @@ class RewardPool:
             raise
 
     def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """The results of the samples, in order. A signal to the run is heard while a reward hangs."""
+        """The results of the samples, in order."""
         count = len(self._workers)
-        parts = [
-            self._threads.submit(worker.score, samples[start::count]) for start, worker in enumerate(self._workers)
-        ]
-        while wait(parts, timeout=SIGNAL_INTERVAL).not_done:
-            signals.check()
-        scores = [iter(part.result()) for part in parts]
+        worker_scores = self._threads.map(
+            _Worker.score, self._workers, [samples[start::count] for start in range(count)]
+        )
+        scores = [iter(part) for part in worker_scores]
         return [self._result(next(scores[index % count])) for index in range(len(samples))]
 
     def close(self) -> None:
