@@ -1,11 +1,15 @@
 """Model files: resolve a location from the config, and read GGUF, the file format of llama.cpp. Does not import jax.
 
 GGUF holds metadata (including the tokenizer) and tensors, often quantized. It is read with the `gguf` package, which
-memory-maps the file and dequantizes; such a file contains no code.
+memory-maps the file and dequantizes; such a file contains no code. The counts in its header are checked first, because
+the package allocates what a header announces.
 """
 
 import importlib
 import importlib.util
+import math
+import mmap
+import struct
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +20,12 @@ import numpy as np
 from maxhydra.config import ConfigError, Problem
 
 PREFIX = "package:"
+# Limits of a GGUF header, ten times those of any published model: metadata entries, items of an array (the vocabulary),
+# tensors, dimensions (GGML_MAX_DIMS), and numbers of one tensor.
+MAX_ENTRIES, MAX_ITEMS, MAX_TENSORS, MAX_DIMS, MAX_NUMBERS = 2**16, 2**22, 2**20, 4, 2**44
+# GGUF value type -> bytes; types 8 and 9 are a text and an array.
+SCALAR_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+STRING, ARRAY = 8, 9
 
 
 def locate(key: str, location: str) -> Path:
@@ -79,7 +89,7 @@ def open_gguf(key: str, path: Path) -> GgufFile:
             raise
         reason = "needs the package gguf, which is not installed"
         raise ConfigError(Problem(key, reason, value=path, hint="pip install 'maxhydra[gguf]'")) from None
-    except (OSError, ValueError, KeyError, IndexError, OverflowError, MemoryError) as error:
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError) as error:
         raise ConfigError(Problem(key, f"cannot be read as a GGUF file: {error}", value=path)) from None
 
 
@@ -98,4 +108,84 @@ def _open(path: Path, _mtime: int) -> GgufFile:
         def data(self, mapped: np.ndarray) -> None:
             self._plain = mapped.view(np.ndarray)
 
+    check_gguf_header(path)
     return GgufFile(path, Reader(path), importlib.import_module("gguf.quants").dequantize)
+
+
+def check_gguf_header(path: Path) -> None:
+    """Raise ValueError if the header announces more than the file holds, or more than the limits of this module."""
+    if path.stat().st_size < HEADER_BYTES:
+        raise ValueError("is too small for a GGUF header")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        # A version whose lower half is zero was written by a machine of the other byte order.
+        header = _Header(view, ">" if view[4:6] == b"\0\0" else "<")
+        header.check()
+
+
+# Magic, version, number of tensors, number of metadata entries.
+HEADER_BYTES = 24
+
+
+class _Header:
+    """A walk over the header of a GGUF file that checks every count before it is used."""
+
+    def __init__(self, view: mmap.mmap, order: str):
+        self._view, self._at = view, HEADER_BYTES
+        self._formats = {code: struct.Struct(order + code) for code in "IQ"}
+
+    def check(self) -> None:
+        tensors, entries = (self._formats["Q"].unpack_from(self._view, at)[0] for at in (8, 16))
+        self._limit("tensors", tensors, MAX_TENSORS)
+        self._limit("metadata entries", entries, MAX_ENTRIES)
+        for _ in range(entries):
+            self._skip_string()
+            self._skip_value(self._number("I"))
+        for _ in range(tensors):
+            self._check_tensor()
+
+    def _check_tensor(self) -> None:
+        self._skip_string()
+        dims = self._number("I")
+        self._limit("dimensions of a tensor", dims, MAX_DIMS)
+        self._limit("numbers of a tensor", math.prod(self._number("Q") for _ in range(dims)), MAX_NUMBERS)
+        self._number("I")
+        self._limit("the offset of a tensor", self._number("Q"), len(self._view))
+
+    def _skip_value(self, kind: int) -> None:
+        if kind == STRING:
+            self._skip_string()
+        elif kind == ARRAY:
+            item, count = self._number("I"), self._number("Q")
+            self._limit("items of an array", count, MAX_ITEMS)
+            if item == STRING:
+                for _ in range(count):
+                    self._skip_string()
+            else:
+                # No model uses an array of arrays, and the gguf package flattens it.
+                self._skip(count * self._size(item))
+        else:
+            self._skip(self._size(kind))
+
+    def _size(self, kind: int) -> int:
+        if kind not in SCALAR_SIZES:
+            name = "an array of arrays" if kind == ARRAY else f"a value of unknown type {kind}"
+            raise ValueError(f"has {name} before byte {self._at}")
+        return SCALAR_SIZES[kind]
+
+    def _skip_string(self) -> None:
+        self._skip(self._number("Q"))
+
+    def _number(self, code: str) -> int:
+        at = self._at
+        self._skip(self._formats[code].size)
+        (number,) = self._formats[code].unpack_from(self._view, at)
+        return int(number)
+
+    def _skip(self, size: int) -> None:
+        if size > len(self._view) - self._at:
+            raise ValueError(f"announces {size} bytes at byte {self._at}, but has only {len(self._view)} bytes")
+        self._at += size
+
+    def _limit(self, what: str, number: int, limit: int) -> None:
+        if number > limit:
+            raise ValueError(f"{what}: {number} before byte {self._at}, at most {limit} are accepted")

@@ -1,6 +1,7 @@
 """Command line flags: those of Hydra, without the ones that maxhydra replaces."""
 
 import argparse
+from collections.abc import Iterator
 from typing import NoReturn
 
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
@@ -50,4 +51,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         raise ConfigError(Problem("maxhydra", "takes one of --run, --multirun, --cfg, --info and --shell-completion"))
     if flags.resolve and flags.cfg is None:
         raise ConfigError(Problem("--resolve", "is only used with --cfg"))
+    if problems := list(_repeated(flags.overrides)):
+        raise ConfigError(problems)
     return flags
+
+
+def _repeated(overrides: list[str]) -> Iterator[Problem]:
+    """Yield the keys that one command sets more than once. Deleting a key and adding it again is not a repetition."""
+    given: dict[str, list[str]] = {}
+    for override in overrides:
+        if "=" in override and not override.startswith("~"):
+            given.setdefault(override.lstrip("+").partition("=")[0], []).append(override)
+    for key, settings in given.items():
+        if len(settings) > 1:
+            times = "twice" if len(settings) == 2 else f"{len(settings)} times"
+            yield Problem(key, f"is set {times}: {' and '.join(settings)}", hint="keep one of them")

@@ -1,5 +1,6 @@
 """Entry point: arguments to help, a subcommand or a run; failures to a message and an exit code."""
 
+import errno
 import importlib
 import sys
 
@@ -10,6 +11,21 @@ from maxhydra.config.errors import ConfigError, Problem, did_you_mean
 from maxhydra.record.log import printable
 
 OK, FAILED, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
+
+
+# Errors of the file system, which a traceback does not explain, and what to do about them.
+_FULL = "free some space and run the same command again to resume"
+_PROTECTED = "make it writable, or choose another folder (run.outputs, task.output, data.cache)"
+_OCCUPIED = "a file is in the way: move it, or choose another folder"
+FILE_ERRORS = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _FULL),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), _PROTECTED),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST, errno.EISDIR), _OCCUPIED),
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f) and run the same command again to resume",
+    errno.ENAMETOOLONG: "choose shorter names",
+    errno.EIO: "the disk or the network file system failed",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
+}
 
 
 class RunFailed(Exception):
@@ -32,6 +48,17 @@ def run(arguments: list[str]) -> int:
         # the same error again at exit.
         sys.stderr.close()
         return OK
+    except OSError as error:
+        if error.errno not in FILE_ERRORS:
+            raise
+        print(f"maxhydra: {describe_file_error(error)}", file=sys.stderr)
+        return FAILED
+
+
+def describe_file_error(error: OSError) -> str:
+    """Return one line about an error in FILE_ERRORS: what failed, the file, and what to do."""
+    file = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror}{file}; {FILE_ERRORS[error.errno or 0]}"
 
 
 def report(error: ConfigError) -> int:

@@ -13,6 +13,7 @@ from maxhydra.config.compose.hydra_loader import BASIC_SWEEPER, Hydra, job_folde
 from maxhydra.config.compose.overrides import expand, parse
 from maxhydra.config.compose.validate import instantiate
 from maxhydra.config.errors import ConfigError, quoted
+from maxhydra.config.schema.run import new_name_problem
 from maxhydra.launch.base import LauncherSettings
 from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import launcher_settings
@@ -27,6 +28,10 @@ def run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
     """Validate all jobs, fix their folders, and call Hydra's sweeper and launcher."""
     parsed = _parse(composer, overrides)
     controller, plan = _plan_jobs(composer, overrides, parsed)
+    folder = Path(controller.hydra.sweep.dir)
+    problem = new_name_problem(controller.run.name or "")
+    if problem is not None and not folder.exists():
+        raise ConfigError(problem)
     if plan is not None:
         write_plan(plan)
     fixed = ["hydra.mode=MULTIRUN", *_folder_overrides(controller, parsed)]

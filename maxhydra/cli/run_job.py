@@ -1,6 +1,5 @@
 """Runs a task, then prints how it ended, where its files are, and what to run next."""
 
-import errno
 import shlex
 import sys
 from collections.abc import Iterator
@@ -8,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from maxhydra import tasks
-from maxhydra.cli.main import RunFailed
+from maxhydra.cli.main import FILE_ERRORS, RunFailed, describe_file_error
 from maxhydra.config import Config
-from maxhydra.config.compose.provenance import display_path
+from maxhydra.config.yaml_files import display_path
 from maxhydra.record import RunDirectory
 from maxhydra.runs import write_report
 from maxhydra.runtime import signals
@@ -27,7 +26,7 @@ def execute(
     """
     with signals.installed():
         try:
-            with _explain_disk_errors():
+            with _explain_file_errors():
                 result = tasks.run(config, choices=choices, overrides=overrides, path=path, config_dir=config_dir)
         except signals.Interrupted as error:
             print(f"maxhydra: {error}; run the same command again to resume", file=sys.stderr)
@@ -55,15 +54,14 @@ def _report(result: Result, folder: RunDirectory, config: Config, overrides: lis
 
 
 @contextmanager
-def _explain_disk_errors() -> Iterator[None]:
-    """Report a full disk in one line instead of a traceback. Files that were written before are complete."""
+def _explain_file_errors() -> Iterator[None]:
+    """Report a full or protected disk in one line instead of a traceback. Files that were written are complete."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FILE_ERRORS:
             raise
-        file = f" ({error.filename})" if error.filename else ""
-        raise RunFailed(f"{error.strerror}{file}; free some space and run the same command again to resume") from error
+        raise RunFailed(describe_file_error(error)) from error
 
 
 def _outcome(result: Result, folder: RunDirectory, config: Config) -> Iterator[str]:

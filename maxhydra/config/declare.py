@@ -17,6 +17,11 @@ T = TypeVar("T")
 # OmegaConf's marker of a required value, without importing OmegaConf, so that the schema imports in milliseconds.
 MISSING: Any = "???"
 
+# Upper bounds of a model's sizes, at least ten times those of any published model. A larger value is a mistake, which
+# is reported instead of filling the memory.
+MAX_LAYERS, MAX_WIDTH, MAX_HEADS, MAX_EXPERTS = 10_000, 2**22, 2**14, 2**16
+MAX_VOCABULARY, MAX_CONTEXT, MAX_PARAMETERS = 2**24, 2**31 - 1, 10**14
+
 
 def option(
     default: Any = MISSING,

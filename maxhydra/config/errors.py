@@ -70,6 +70,17 @@ def quoted(text: str) -> str:
     return "'" + re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + (match[2] and r"\'"), text) + "'"
 
 
+def last_of_each_key(arguments: Iterable[str]) -> list[str]:
+    """Return arguments without the overrides whose key is set again later; flags and deletions (`~key`) stay."""
+    kept: dict[str, str] = {}
+    for number, text in enumerate(arguments):
+        is_setting = "=" in text and not text.startswith(("-", "~"))
+        key = text.lstrip("+").partition("=")[0] if is_setting else f"={number}"
+        kept.pop(key, None)
+        kept[key] = text
+    return list(kept.values())
+
+
 def options_shown(group: str, options: list[str], near: str = "") -> str:
     """List the options of a group; of many, those most similar to a name and the command that lists all."""
     if len(options) <= SHOWN:

@@ -74,10 +74,15 @@ def defaults() -> Iterator[tuple[str, str]]:
 
 def description(path: Path) -> str:
     """Return the first comment line of an option file."""
-    comments = (line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#"))
+    comments = (line[1:].strip() for line in _text(path).splitlines() if line.startswith("#"))
     return next((comment for comment in comments if comment and not comment.startswith("@")), "")
 
 
 def is_overlay(path: Path) -> bool:
     """Return whether an option file can set any key, rather than only those of its section."""
-    return GLOBAL in path.read_text()
+    return GLOBAL in _text(path)
+
+
+def _text(path: Path) -> str:
+    """Return the text of an option file; `--help` also lists one that is not UTF-8."""
+    return path.read_text(encoding="utf-8", errors="replace")

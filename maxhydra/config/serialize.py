@@ -76,6 +76,8 @@ def with_overrides(config: Config, overrides: list[str]) -> Config:
 def _merge(text: str, source: str, *, is_run: bool) -> ConfigMerge:
     """Merge the values of a config's YAML over the schema, with renamed keys under their current names."""
     content = _migrate_sourced(parse_yaml(text, source))
+    if not isinstance(content.value, dict):
+        raise ConfigError(Problem(source, "is not a config", accepted="a mapping of sections"))
     merge = ConfigMerge()
     if is_run:
         merge.problems += _hidden_values(content)

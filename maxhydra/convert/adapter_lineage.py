@@ -5,11 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from maxhydra.config import ConfigError, Problem
+from maxhydra.config.compose.provenance import parse_yaml
 from maxhydra.config.migrations import migrate_config
 from maxhydra.config.schema.quantization import Adapter, AdapterKind
+from maxhydra.config.yaml_files import read_yaml_text
+from maxhydra.convert.pinned import describe_weights_change, find_pinned
 from maxhydra.modelfiles import locate
 
 
@@ -53,18 +54,33 @@ def _is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and (folder / "run.json").is_file()
 
 
+def _facts(run: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    return facts
+
+
 def _settings(run: Path) -> dict[str, Any]:
     """The run's config as plain values, not validated: its data or devices may no longer exist."""
-    found = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    found = parse_yaml(read_yaml_text(run / "config.yaml"), str(run / "config.yaml")).plain
     return migrate_config(found) if isinstance(found, dict) else {}
 
 
 def _base(key: str, source: str | Path, run: Path, base: str | None) -> str:
+    """Location of the base weights: the checkpoint that the run recorded, else what its config names."""
     if base is None:
         reason = "holds an adapter that was trained on randomly initialized weights, which were not saved"
         hint = "train adapters on weights loaded with checkpoint.load_parameters"
         raise ConfigError(Problem(key, reason, value=source, hint=hint))
     location = _resolve_location(run, base)
+    recorded = _facts(run).get("inputs", {}).get("base", {}).get("checkpoint.load_parameters")
+    if recorded is not None:
+        if (pinned := find_pinned(key, [] if location is None else [location], recorded)) is not None:
+            return pinned
+        if location is not None:
+            difference = describe_weights_change(key, location, recorded)
+            reason = f"holds an adapter whose base weights, {base}, have changed: {difference}"
+            hint = "restore them, or resume the run with run.accept_changed_inputs=[base] to use what is there now"
+            raise ConfigError(Problem(key, reason, value=source, hint=hint))
     if location is None:
         reason = f"holds an adapter trained on the weights of {base}, which do not exist"
         hint = f"restore them, or set checkpoint.load_parameters in {run / 'config.yaml'} to their new location"
@@ -74,6 +90,6 @@ def _base(key: str, source: str | Path, run: Path, base: str | None) -> str:
 
 def _resolve_location(run: Path, location: str) -> str | None:
     """Resolve a location relative to the run's working directory, else to the current one; None if it is missing."""
-    working_directory = json.loads((run / "run.json").read_text(encoding="utf-8")).get("folder", ".")
+    working_directory = _facts(run).get("folder", ".")
     candidates = [str(Path(working_directory) / Path(location).expanduser()), location]
     return next((path for path in candidates if locate("checkpoint.load_parameters", path).exists()), None)

@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable, Iterator
 from enum import Enum
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.declare import Schema
+from maxhydra.config.resume import ConfigChange, model_changes
 from maxhydra.config.schema import model as config
 from maxhydra.convert.hf_config import layer_names
 from maxhydra.convert.source import Source
@@ -39,6 +41,13 @@ def require_same(source: Source, model: config.Model) -> None:
         problems += _differences(file_model, model, source.location)
     if problems:
         raise ConfigError(problems)
+
+
+def changes_from_run(run: Path, model: config.Model) -> list[ConfigChange]:
+    """Keys in which a model differs from that of a run, other than KEYS_WITHOUT_EFFECT_ON_WEIGHTS."""
+    changes = model_changes((run / "config.yaml").read_text(encoding="utf-8"), model)
+    patterns = KEYS_WITHOUT_EFFECT_ON_WEIGHTS
+    return [change for change in changes if not _matches(change.key.removeprefix("model."), patterns)]
 
 
 def is_same(file_model: config.Model, model: config.Model) -> bool:

@@ -26,7 +26,7 @@ def gguf_source(key: str, location: str, path: Path) -> Source:
     file = open_gguf(key, path)
     architecture = file.values.get("general.architecture")
     tables = {name: table for table in all_tables() if table.gguf for name in table.gguf.architectures}
-    if architecture not in tables:
+    if not isinstance(architecture, str) or architecture not in tables:
         raise unknown_family(key, location, f"GGUF architecture {architecture}", list(tables))
     table = tables[architecture]
     values = to_model_values(key, location, table, _hf_settings(key, location, file, table))

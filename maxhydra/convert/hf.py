@@ -17,6 +17,7 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.convert.hf_config import CONFIG, build_model, find_table, read_settings, to_model_values
 from maxhydra.convert.name_table import Settings, UnsupportedError
 from maxhydra.convert.source import Source
+from maxhydra.record.atomic_io import read_json
 
 Shapes = Mapping[str, tuple[int, ...]]
 Read = Callable[[str], np.ndarray]
@@ -87,6 +88,8 @@ def _dequantize_tiles(weight: np.ndarray, scales: np.ndarray, tile: tuple[int, .
     return weight.astype(np.float32) * factors[:rows, :columns]
 
 
+# The index of a model of 10^5 tensors has 10 MB.
+MAX_INDEX_BYTES = 2**28
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -125,7 +128,9 @@ def _safetensors_files(key: str, location: str, folder: Path) -> list[Path]:
     names = [SINGLE]
     if (folder / INDEX).is_file():
         try:
-            names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(set(read_json(folder / INDEX, max_bytes=MAX_INDEX_BYTES)["weight_map"].values()))
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError("weight_map does not map names to files")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(Problem(key, f"{INDEX} cannot be read: {error}", value=location)) from None
     files = [folder / Path(name).name for name in names]

@@ -4,7 +4,6 @@ The first part reads config.json with the table of its model_type. The second pa
 use by tables. jax is not imported: `model=from_hf` runs this while the config is composed.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,11 +12,19 @@ from typing import Any
 from omegaconf.errors import OmegaConfBaseException
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.config.declare import MAX_LAYERS
 from maxhydra.config.options import model_from
 from maxhydra.config.schema import model as config
 from maxhydra.convert.name_table import Settings, Table, UnsupportedError, all_tables
+from maxhydra.record.atomic_io import read_json
 
 CONFIG = "config.json"
+# Settings that are a number of layers, in addition to those that end in _layers.
+LAYER_COUNTS = ("n_layer", "first_k_dense_replace")
+# Sections of config.json are nested two deep: text_config.rope_parameters.
+MAX_NESTING = 4
+# Larger integers overflow the arrays that are made of them; no setting of a published model is near it.
+MAX_SETTING = 2**62
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -47,7 +54,7 @@ def is_hf_folder(path: Path) -> bool:
 def read_settings(key: str, location: str, folder: Path) -> Settings:
     """Contents of config.json. `key` is the config field whose value is `location`, for errors."""
     try:
-        settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        settings = read_json(folder / CONFIG)
     except (OSError, ValueError) as error:
         raise ConfigError(Problem(key, f"{CONFIG} cannot be read: {error}", value=location)) from None
     if not isinstance(settings, dict):
@@ -59,7 +66,7 @@ def find_table(key: str, location: str, settings: Settings) -> Table:
     """The table of config.json's model_type."""
     tables = {name: table for table in all_tables() for name in table.hf_types}
     model_type = settings.get("model_type")
-    if model_type not in tables:
+    if not isinstance(model_type, str) or model_type not in tables:
         raise unknown_family(key, location, f"model_type {model_type}", list(tables))
     return tables[model_type]
 
@@ -67,14 +74,33 @@ def find_table(key: str, location: str, settings: Settings) -> Table:
 def to_model_values(key: str, location: str, table: Table, settings: Settings) -> dict[str, Any]:
     """Values of the `model` section, as YAML would hold them."""
     try:
+        _check_sizes(settings)
         return table.to_model(settings)
     except KeyError as error:
         reason = f"{CONFIG} lacks {error.args[0]}"
     except UnsupportedError as error:
         reason = f"{CONFIG} has {error}"
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         reason = f"{CONFIG} has values of the wrong type for its model_type: {error}"
     raise ConfigError(Problem(key, reason, value=location))
+
+
+def _check_sizes(settings: Mapping[str, Any], prefix: str = "") -> None:
+    """Reject sizes that no model has, before a table builds a list with an entry per layer."""
+    for name, value in settings.items():
+        size = len(value) if isinstance(value, list) else value
+        if isinstance(value, Mapping) and prefix.count(".") < MAX_NESTING:
+            _check_sizes(value, f"{prefix}{name}.")
+        elif isinstance(size, (int, float)) and size > _largest(name, value):
+            kind = f"with {size} items" if isinstance(value, list) else f"= {size:.6g}"
+            raise UnsupportedError(f"{prefix}{name} {kind} (at most {_largest(name, value)})")
+
+
+def _largest(name: str, value: Any) -> float:
+    """The largest accepted value of a setting, or length of a list."""
+    if name in LAYER_COUNTS or name.endswith("_layers") or (isinstance(value, list) and "layer" in name):
+        return MAX_LAYERS
+    return MAX_SETTING if isinstance(value, int) else math.inf
 
 
 def build_model(key: str, location: str, values: dict[str, Any]) -> config.Model:
@@ -233,9 +259,16 @@ def layer_kinds(model: config.Model) -> list[config.Kind]:
 
 def pattern_of(names: Sequence[str]) -> list[str]:
     """The shortest list whose repetition gives these names; the last repetition may be partial."""
-    lengths = range(1, len(names) + 1)
-    length = next(n for n in lengths if all(name == names[i % n] for i, name in enumerate(names)))
-    return list(names[:length])
+    # The longest proper prefix of names[:i] that is also its suffix (Knuth, Morris and Pratt, 1977): linear in the
+    # number of layers, where trying every length is quadratic.
+    overlap = [0] * (len(names) + 1)
+    length = 0
+    for index in range(1, len(names)):
+        while length and names[index] != names[length]:
+            length = overlap[length]
+        length += names[index] == names[length]
+        overlap[index + 1] = length
+    return list(names[: len(names) - overlap[len(names)]])
 
 
 def layer_types(settings: Settings, *, every: int) -> list[str]:

@@ -18,6 +18,7 @@ from maxhydra.convert.hf import hf_source
 from maxhydra.convert.hf_config import is_hf_folder
 from maxhydra.convert.orbax_io import find_checkpoint, read_format, read_parameters
 from maxhydra.convert.peft import PeftFolder, is_peft_folder, open_peft
+from maxhydra.convert.pinned import ACCEPTED
 from maxhydra.convert.source import Source
 from maxhydra.convert.streaming import Arrays, FileArrays, InMemoryArrays, single_device_shardings, stream_weights
 from maxhydra.model import ModelDef, build, map_leaves, merge_adapter, merge_trees, split_trainable, store_weight
@@ -25,7 +26,6 @@ from maxhydra.modelfiles import locate
 from maxhydra.sharding import is_axes
 
 Tree = Any
-ACCEPTED = "a run or checkpoint folder, a Hugging Face or PEFT folder with safetensors, a .gguf file, or package:NAME"
 log = logging.getLogger("maxhydra")
 
 

@@ -17,6 +17,7 @@ from maxhydra.convert.name_table import Table
 from maxhydra.convert.param_map import Keys, ParamMapping, map_params
 from maxhydra.model import ModelDef
 from maxhydra.model.lora import ADAPTER
+from maxhydra.record.atomic_io import read_json
 
 Tree = Any
 # PEFT's prefix of the wrapped model's tensor names.
@@ -126,7 +127,7 @@ class PeftFolder:
 def open_peft(key: str, location: str, folder: Path) -> PeftFolder:
     """Read an adapter; ConfigError if it cannot be read or is not plain LoRA."""
     try:
-        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        settings = read_json(folder / SETTINGS)
         tensors = load_file(folder / TENSORS)
         if not isinstance(settings, dict):
             raise ValueError(f"{SETTINGS} is not a JSON object")

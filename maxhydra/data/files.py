@@ -1,5 +1,6 @@
 """Resolve file names: a path, a folder, a glob pattern or an fsspec URL. Remote files are cached locally."""
 
+import errno
 import hashlib
 import logging
 import re
@@ -51,12 +52,18 @@ def _remote_files(name: str, cache: str, endings: tuple[str, ...]) -> list[Path]
     try:
         system, root = fsspec.core.url_to_fs(name)
         names = system.glob(root) if fsspec.core.has_magic(root) else system.find(root)
+        if not (len(names) == 1 and names[0] == root):
+            names = [found for found in names if without_shard(found).endswith(endings)]
+        return [_copy(system, found, Path(cache).expanduser() / protocol) for found in sorted(names)]
     except (ImportError, ValueError) as error:
         hint = f"install the fsspec filesystem package for {protocol}://"
         raise ConfigError(Problem("data.path", str(error), value=name, hint=hint)) from None
-    if not (len(names) == 1 and names[0] == root):
-        names = [found for found in names if without_shard(found).endswith(endings)]
-    return [_copy(system, found, Path(cache).expanduser() / protocol) for found in sorted(names)]
+    except Exception as error:  # every fsspec filesystem raises the errors of its own client library
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        reason = f"cannot be read: {type(error).__name__}: {error}".rstrip(": ")
+        hint = "check the address, the network and the credentials"
+        raise ConfigError(Problem("data.path", reason, value=name, hint=hint)) from error
 
 
 def _copy(system: object, name: str, folder: Path) -> Path:
@@ -74,5 +81,5 @@ def _copy(system: object, name: str, folder: Path) -> Path:
 
 
 def _raise_not_found(name: str) -> NoReturn:
-    hint = "" if is_remote(name) else nearby_files(Path(name).expanduser())
+    hint = "or the server cannot be reached" if is_remote(name) else nearby_files(Path(name).expanduser())
     raise ConfigError(Problem("data.path", "no such file", value=name, accepted=ACCEPTED, hint=hint))

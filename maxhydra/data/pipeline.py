@@ -128,7 +128,7 @@ class Pipeline:
     def _stream(self, name: str, split: str, *, share: tuple[int, int], epochs: int | None, shuffle: bool) -> Stream:
         source, opened = self.sources[name], getattr(self.sources[name], split)
         if not isinstance(source, StreamSource):
-            self._check_length(name, len(opened), share[1])
+            self._check_length(name, split, share[1])
         if isinstance(source, RowSource):
             order = ShuffleOrder(len(opened), self.spec.seed, shuffle)
             return RowStream(opened, order, share=share[0], shares=share[1], epochs=epochs)
@@ -141,11 +141,17 @@ class Pipeline:
             epochs=epochs,
         )
 
-    def _check_length(self, name: str, length: int, readers: int) -> None:
-        if length < readers:
-            key = f"data.sources.{name}" if name else "data"
-            reason = f"has {length} records, fewer than the {readers} streams that read it"
-            raise ConfigError(Problem(key, reason, hint="add records, or set data.streams lower"))
+    def _check_length(self, name: str, split: str, readers: int) -> None:
+        length = len(getattr(self.sources[name], split))
+        if length >= readers:
+            return
+        reason = f"has {length} records, fewer than the {readers} streams that read it"
+        hint = "add records, or set data.streams lower"
+        held_out = 0 if split == EVALUATION else len(self.sources[name].evaluation)  # type: ignore[arg-type]
+        if not length and held_out:
+            reason = f"has {held_out} records, and all are held out for evaluation: at least one always is"
+            hint = "add records, or name separate evaluation data in data.eval_path"
+        raise ConfigError(Problem(f"data.sources.{name}" if name else "data", reason, hint=hint))
 
     def _record_type(self, name: str, split: str) -> RecordType:
         source = self.sources[name]

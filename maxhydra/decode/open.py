@@ -20,6 +20,7 @@ from maxhydra.config.errors import show
 from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.quantization import STORED_KINDS, TRAINING_KINDS, Quantization
 from maxhydra.config.serialize import from_yaml
+from maxhydra.config.yaml_files import read_yaml_text
 from maxhydra.convert.adapter_lineage import run_folder
 from maxhydra.convert.compatibility import KEYS_WITHOUT_EFFECT_ON_WEIGHTS
 from maxhydra.convert.load import load_weights, stored_format
@@ -44,7 +45,7 @@ def check_same_model(config: Config, source: str) -> None:
     run = run_folder(source)
     if run is None:
         return
-    trained = from_yaml((run / "config.yaml").read_text(encoding="utf-8"), str(run / "config.yaml"))
+    trained = from_yaml(read_yaml_text(run / "config.yaml"), str(run / "config.yaml"))
     expected, actual = _binding_values(trained), _binding_values(config)
     differing = [key for key in sorted({*expected, *actual}) if expected.get(key) != actual.get(key)]
     if not differing:

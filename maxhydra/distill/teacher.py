@@ -13,12 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from maxhydra import model
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.errors import show
 from maxhydra.config.schema.data import Packing
 from maxhydra.config.schema.hardware import Mesh as MeshConfig
 from maxhydra.config.schema.model import Model
 from maxhydra.config.schema.tasks.training import Teacher
 from maxhydra.config.serialize import from_yaml
 from maxhydra.convert.adapter_lineage import run_folder
+from maxhydra.convert.compatibility import changes_from_run
 from maxhydra.convert.load import load_weights
 from maxhydra.data import BatchSpec, make_batch
 from maxhydra.data.packing import plan_rows
@@ -85,9 +87,14 @@ def _resolve(teacher: Teacher) -> tuple[Model, MeshConfig | None]:
     except ConfigError as error:
         raise ConfigError(problem.under("task.teacher") for problem in error.problems) from None
     mesh = None if teacher.mesh is None else composed.mesh
-    if teacher.model is not None:
-        return composed.model, mesh
     run = run_folder(teacher.weights)
+    if teacher.model is not None:
+        for change in [] if run is None else changes_from_run(run, composed.model):
+            values = f"{change.key} is {show(change.before)} there, here {show(change.now)}"
+            reason = f"differs from the run of the weights: {values}"
+            hint = "omit task.teacher.model and overrides: the model is then that of the run"
+            raise ConfigError(Problem("task.teacher.model", reason, value=teacher.model, hint=hint))
+        return composed.model, mesh
     if run is None:
         reason = "is not a run folder with a config, so its model is unknown"
         hint = "set task.teacher.model=NAME, an option of the group model"

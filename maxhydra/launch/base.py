@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from maxhydra.config.errors import Problem, did_you_mean, quoted
+from maxhydra.config.errors import Problem, did_you_mean, last_of_each_key, quoted
 from maxhydra.record import RunDirectory, scan_metrics, series
 
 KEY = "hydra.launcher"
@@ -100,7 +100,7 @@ class SweepContext:
     def overrides(self, trial: Trial) -> list[str]:
         """All overrides of a job, including those that set its run folder."""
         run_folder = [f"run.outputs={quoted(str(self.folder))}", f"run.name={quoted(trial.folder)}"]
-        return [*self.fixed, *trial.overrides, *run_folder]
+        return last_of_each_key([*self.fixed, *trial.overrides, *run_folder])
 
 
 @dataclasses.dataclass

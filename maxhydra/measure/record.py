@@ -5,15 +5,20 @@ If memory is not enough, the error suggests settings that need less.
 
 import dataclasses
 import datetime
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from maxhydra.config import Config
+from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.schema.hardware import Platform
 from maxhydra.config.schema.model import RematPolicy
+from maxhydra.config.schema.optimizer import OptimizerKind
+from maxhydra.config.schema.quantization import AdapterKind
 from maxhydra.record import redact_argv
 from maxhydra.runtime import Machine, original_environment
 from maxhydra.runtime.flags import flags_in_effect
@@ -21,6 +26,14 @@ from maxhydra.runtime.flags import flags_in_effect
 BenchRecord = dict[str, Any]
 # The data option of a command that does not choose one.
 DEFAULT_DATA = "demo"
+# Parts of XLA's error messages.
+OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
+# Tasks that train all weights of the model, or only load them.
+TRAINING_TASKS = ("pretrain", "sft", "dpo", "grpo", "distill")
+INFERENCE_TASKS = ("decode", "serve", "score", "teacher_logits")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Copies of the weights in the optimizer state, at least; mu_dtype may halve the first one.
+MOMENTS = {OptimizerKind.adamw: 1.5, OptimizerKind.muon: 0.5, OptimizerKind.lion: 0.5}
 # Prefixes of overrides that do not affect the result: measurement and storage settings.
 IRRELEVANT = ("task", "run.")
 
@@ -81,15 +94,67 @@ def peak_gib() -> float | None:
 
 @contextmanager
 def explain_out_of_memory(suggestion: str) -> Iterator[None]:
-    """Turn an out-of-memory error of XLA into an OutOfMemoryError of one line."""
+    """Turn an out-of-memory error of XLA or of NumPy into an OutOfMemoryError of one line."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        first = str(error).splitlines()[0]
-        if "RESOURCE_EXHAUSTED" not in first:
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        first = (str(error).splitlines() or ["on the host"])[0]
+        # XLA on a CPU: `INTERNAL: Error dispatching computation: Out of memory allocating 8 bytes.`
+        if isinstance(error, jax.errors.JaxRuntimeError) and not any(mark in first for mark in OUT_OF_MEMORY):
             raise
-        detail = first.partition("RESOURCE_EXHAUSTED: ")[2].removeprefix("Out of memory").strip(" .:")
-        raise OutOfMemoryError(f"out of memory ({detail}); {suggestion}") from error
+        detail = first.partition("RESOURCE_EXHAUSTED: ")[2] or first.partition("Out of memory ")[2] or first
+        detail = detail.removeprefix("Out of memory").strip(" .:")
+        available = f"{available_bytes() / 2**30:.1f} GiB available"
+        raise OutOfMemoryError(f"out of memory ({detail}; {available}); {suggestion}") from error
+
+
+def available_bytes() -> float:
+    """Free memory of the first device, or of the host if the device does not report it (a CPU)."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return float(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return host_bytes()
+
+
+def host_bytes() -> float:
+    """Memory that the host can still give to this process; infinite if the system does not report it."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        sizes = {name: 1024 * int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
+        free: float = sizes["MemAvailable"] + sizes["SwapFree"]
+        limit = Path("/sys/fs/cgroup/memory.max")
+        return min(free, int(limit.read_text())) if limit.is_file() and limit.read_text().strip() != "max" else free
+    except (OSError, ValueError, LookupError):
+        return math.inf
+
+
+def require_memory(config: Config, machine: Machine) -> None:
+    """Raise ConfigError if the weights and the optimizer state alone exceed the memory, before anything is built.
+
+    The estimate is a lower bound: activations, gradients and caches come on top.
+    """
+    training = config.task.name in TRAINING_TASKS
+    if not training and config.task.name not in INFERENCE_TASKS:
+        return
+    needed = config.model.parameter_estimate() * _bytes_per_weight(config, training=training)
+    is_host = machine.memory_gib is None or machine.hardware.platform is Platform.cpu
+    available = host_bytes() if is_host else (machine.memory_gib or 0) * 2**30 * machine.devices
+    if needed > available:
+        what = "weights and optimizer state" if training else "weights"
+        memory = "this host has" if is_host else f"{machine.devices} x {machine.device_kind} have"
+        sizes = f"{needed / 2**30:.1f} GiB ({needed:.0f} bytes) for {what}, but {memory} {available / 2**30:.1f} GiB"
+        hint = suggest_less_memory(config) if training else "use more devices, or quantization=int8"
+        raise ConfigError(Problem("model", f"needs at least {sizes} ({available:.0f} bytes)", hint=hint))
+
+
+def _bytes_per_weight(config: Config, *, training: bool) -> float:
+    """A lower bound of the bytes that each weight takes, with the optimizer state if all weights are trained."""
+    is_frozen = training and config.adapter.kind is not AdapterKind.none
+    if config.quantization.kinds or is_frozen:
+        return 0.5  # INT4 or NF4
+    dtypes = config.model.dtypes
+    size = DTYPE_BYTES[(dtypes.weights if training else dtypes.compute).value]
+    return size * (1 + MOMENTS.get(config.optimizer.kind, 0)) if training else size
 
 
 def suggest_less_memory(config: Config) -> str:

@@ -1,4 +1,4 @@
-"""Atomic file writes, file locks, strict JSON, and whether the process that holds a lock is alive."""
+"""Atomic file writes, file locks, strict JSON, JSON files of bounded size, and liveness of a process."""
 
 import contextlib
 import datetime
@@ -15,6 +15,8 @@ from typing import Any, SupportsFloat
 
 # JSON cannot represent these numbers; they are stored as strings that float() parses.
 NONFINITE = ("NaN", "Infinity", "-Infinity")
+# Bytes of a JSON file that is read as a whole, by default; the largest config.json known has 0.1 MB.
+MAX_JSON_BYTES = 2**26
 
 
 def replace_file(path: os.PathLike[str] | str, text: str) -> None:
@@ -28,9 +30,11 @@ def replace_file(path: os.PathLike[str] | str, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError):  # an error of write() does not name the file
+            raise type(error)(error.errno, error.strerror, os.fspath(path)) from error
         raise
     _sync_folder(folder)
 
@@ -61,6 +65,33 @@ def acquire_lock(path: Path) -> int | None:
         os.close(handle)
         return None
     return handle
+
+
+def read_json(path: os.PathLike[str] | str, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Read a JSON file that others may have written; ValueError says why its content is rejected."""
+    with open(path, "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"has more than {max_bytes} bytes")
+    return parse_json(content)
+
+
+def parse_json(content: bytes) -> Any:
+    """Parse JSON in UTF-8; every failure is a ValueError whose message is one line.
+
+    Half of a surrogate pair, which JSON can escape and no file or terminal can hold, becomes a question mark.
+    """
+    try:
+        value = json.loads(content.decode("utf-8-sig"))
+        if b"\\ud" in content or b"\\uD" in content:
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+        return value
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 (byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
+    except RecursionError:
+        raise ValueError("is not accepted: its values are nested too deeply") from None
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

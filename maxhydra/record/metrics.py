@@ -5,8 +5,10 @@ converts them back to floats.
 """
 
 import dataclasses
+import errno
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -15,6 +17,8 @@ from maxhydra.record.atomic_io import NONFINITE, from_number, replace_file, to_j
 
 Row = dict[str, Any]
 _NUMBERS = frozenset((int, float))
+# Integers of more digits may not fit into the 64 bits of the index; no float is written with as many.
+_LONG_INTEGER = re.compile(rb"\d{19}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +58,11 @@ class MetricsWriter:
         try:
             num_bytes = os.write(self._file, line)
             if num_bytes != len(line):
-                raise OSError(f"the disk of {self._path} is full: wrote {num_bytes} of {len(line)} bytes")
-        except OSError:
+                # A file system without space for the whole line writes a part of it and reports no error.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
             os.ftruncate(self._file, size_before)
-            raise
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def flush(self) -> None:
         """Fsync, so that the metrics survive a crash of the machine."""
@@ -109,14 +114,18 @@ def scan_metrics(path: Path | str, *, start: int = 0) -> Scan:
         with open(path, "rb") as file:
             file.seek(start)
             content = file.read()
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         content = b""
     length = _complete_length(content)
     lines = content[:length].split(b"\n")[:-1]
     parsed = _parse_all(lines) or [_parse(line) for line in lines]
+    if _LONG_INTEGER.search(content, 0, length):
+        parsed = [row if row is None or _has_64_bits(row) else None for row in parsed]
     rows = [row for row in parsed if row is not None]
     if b"NaN" in content or b"Infinity" in content:
         rows = [{name: from_number(value) for name, value in row.items()} for row in rows]
+    if b"\\u" in content:
+        rows = [{name.encode(errors="replace").decode(): value for name, value in row.items()} for row in rows]
     bad = [number for number, row in enumerate(parsed, start=1) if row is None]
     return Scan(rows, bad, len(lines), start + length, is_cut=length < len(content))
 
@@ -125,7 +134,7 @@ def _parse_all(lines: list[bytes]) -> Sequence[Row | None] | None:
     """Parse all lines in one call, which is several times faster; None if any of them is not a valid row."""
     try:
         rows = json.loads(b"[" + b",".join(lines) + b"]")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return rows if len(rows) == len(lines) and all(map(_is_row, rows)) else None
 
@@ -133,18 +142,22 @@ def _parse_all(lines: list[bytes]) -> Sequence[Row | None] | None:
 def _parse(line: bytes) -> Row | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if _is_row(row) else None
 
 
 def _is_row(row: Any) -> bool:
     """True if `step` is an integer and all values are numbers, or strings for NaN and infinities."""
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
         return False
     return _NUMBERS.issuperset(map(type, row.values())) or all(
         type(value) in _NUMBERS or value in NONFINITE for value in row.values()
     )
+
+
+def _has_64_bits(row: Row) -> bool:
+    return all(type(value) is not int or -(2**63) <= value < 2**63 for value in row.values())
 
 
 def series(source: Path | str | Sequence[Row], name: str) -> tuple[list[int], list[float]]:

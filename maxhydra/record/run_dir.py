@@ -8,7 +8,7 @@ import contextlib
 import copy
 import datetime
 import fcntl
-import json
+import itertools
 import logging
 import os
 import shutil
@@ -17,12 +17,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from maxhydra.record.atomic_io import acquire_lock, is_lost, process_start, replace_file, to_json, to_plain
-from maxhydra.record.formats import migrate_format, stamp
+from maxhydra.record.atomic_io import acquire_lock, is_lost, process_start, read_json, replace_file, to_json, to_plain
+from maxhydra.record.facts import DAMAGED, FACTS, RUN_FORMAT, Facts, free_name, parse_facts, rebuild_facts
+from maxhydra.record.formats import NewerFormatError, stamp
 from maxhydra.record.provenance import environment
 from maxhydra.record.redact import redact_facts, redact_text
 
-LABELS, FACTS = "labels.json", "run.json"
+LABELS = "labels.json"
 
 
 def change_labels(folder: Path, *, add: Iterable[str], remove: Iterable[str], note: str | None) -> None:
@@ -40,12 +41,13 @@ def change_labels(folder: Path, *, add: Iterable[str], remove: Iterable[str], no
 def read_labels(folder: Path) -> dict[str, Any]:
     """Contents of labels.json; empty if it does not exist."""
     try:
-        labels = json.loads((folder / LABELS).read_text(encoding="utf-8"))
+        labels = read_json(folder / LABELS)
     except FileNotFoundError:
         return {}
-    if not isinstance(labels, dict) or not isinstance(labels.get("tags"), dict):
-        raise ValueError(f"{LABELS} is not a mapping with tags")
-    return labels
+    is_valid = isinstance(labels, dict) and isinstance(labels.get("tags"), dict)
+    if not is_valid or not isinstance(labels.get("note"), str | None):
+        raise ValueError(f"{LABELS} is not a mapping with tags and a note")
+    return dict(labels)
 
 
 def apply_labels(facts: dict[str, Any], labels: dict[str, Any]) -> dict[str, Any]:
@@ -71,12 +73,10 @@ def _label_lock(folder: Path) -> Iterator[None]:
 
 log = logging.getLogger("maxhydra")
 
-Facts = dict[str, Any]
-
-# Format of run.json. 1: without `format`. 2: with `format`.
-RUN_FORMAT = 2
 # Facts stored per session and, with the latest value, for the whole run.
 SESSION_FACTS = ("devices", "start_step", "end_step")
+# Facts that a session is compared with when the run resumes.
+INPUT_FACTS = ("inputs", "sequences_per_step")
 STATUSES = ("running", "finished", "failed", "preempted")
 LOCK = ".lock"
 # Minimum interval between writes of `heartbeat`.
@@ -95,6 +95,8 @@ class RunDirectory:
         self.path = Path(path)
         self.writes = writes
         self._facts: Facts = {}
+        self._earlier_inputs: Facts = {}
+        self._earlier_config: bytes | None = None
         self._lock: int | None = None
         self._is_open = False
         self._last_write = self._session_start = 0.0
@@ -148,10 +150,11 @@ class RunDirectory:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         self._acquire_lock()
-        previous = self._read_facts() if self.exists() else {}
+        previous = self._previous_facts()
         earlier = [_close_lost(session, previous) for session in previous.get("sessions", [])]
         known = {**environment(), **redact_facts(to_plain(facts))}
         git = self._store_diff(known.pop("git"), known.pop("diff"), number=len(earlier) + 1)
+        self._earlier_inputs = {name: previous[name] for name in INPUT_FACTS if name in previous}
         self._replace_config(config_yaml, number=len(earlier) + 1)
         now = _now()
         session = {
@@ -215,6 +218,10 @@ class RunDirectory:
             return
         has_steps = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
         if len(self._facts["sessions"]) > 1 or has_steps:
+            # A session that never trained does not change what the run is compared with when it resumes.
+            self._facts.update(self._earlier_inputs)
+            if self._earlier_config is not None:
+                self.config_path.write_bytes(self._earlier_config)
             self.finish("failed", reason)
             return
         self._is_open = False
@@ -232,7 +239,7 @@ class RunDirectory:
         facts = self._read_facts()
         try:
             return apply_labels(facts, read_labels(self.path))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             log.warning("%s is ignored: %s", self.path / LABELS, error)
             return apply_labels(facts, {})
 
@@ -264,8 +271,31 @@ class RunDirectory:
         finally:
             self._release_lock()
 
+    def _previous_facts(self) -> Facts:
+        """Facts of the earlier sessions; empty for a new run. A damaged run.json is kept beside the rebuilt one."""
+        if self.exists():
+            try:
+                parse_facts(self.facts_path.read_bytes())
+            except NewerFormatError:
+                raise
+            except ValueError as error:
+                os.replace(self.facts_path, self.path / DAMAGED)
+                log.warning("%s %s; it is kept as %s, and the run resumes without it", self.facts_path, error, DAMAGED)
+                return rebuild_facts(self.path, f"{FACTS} {error}")
+            return self._read_facts()
+        if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
+            log.warning("%s has checkpoints, but no %s; the run resumes without it", self.path, FACTS)
+            return rebuild_facts(self.path, f"{FACTS} was missing")
+        return {}
+
     def _read_facts(self) -> Facts:
-        facts = migrate_facts(json.loads(self.facts_path.read_text(encoding="utf-8")))
+        """Facts of run.json. A damaged file is replaced in memory by what the other files tell."""
+        try:
+            facts = parse_facts(self.facts_path.read_bytes())
+        except NewerFormatError:
+            raise
+        except ValueError as error:
+            return rebuild_facts(self.path, f"{FACTS} {error}")
         if facts["status"] == "running" and is_lost(facts["sessions"][-1], facts["updated"]):
             facts.update(status="lost", reason=LOST_REASON)
         return facts
@@ -286,17 +316,19 @@ class RunDirectory:
         """Store uncommitted changes in a separate file, one per session."""
         if git is None or not diff:
             return git
-        name = "diff.patch" if number == 1 else f"diff.{number}.patch"
+        name = "diff.patch" if number == 1 else free_name(self.path, "diff.{}.patch", itertools.count(number))
         replace_file(self.path / name, diff + "\n")
         return {**git, "diff": name}
 
     def _replace_config(self, config_yaml: str, number: int) -> None:
         """Write this session's config.yaml; a different earlier one is kept as config.<session>.yaml."""
         if self.config_path.exists():
-            previous = self.config_path.read_text(encoding="utf-8")
-            if previous == config_yaml:
+            if self.config_path.read_bytes() == config_yaml.encode():
                 return
-            replace_file(self.path / f"config.{number - 1}.yaml", previous)
+            # Copied as bytes: a damaged file is kept too.
+            self._earlier_config = self.config_path.read_bytes()
+            name = free_name(self.path, "config.{}.yaml", itertools.count(number - 1))
+            shutil.copyfile(self.config_path, self.path / name)
         replace_file(self.config_path, config_yaml)
 
     def _acquire_lock(self) -> None:
@@ -304,21 +336,13 @@ class RunDirectory:
             self._lock = acquire_lock(self.path / LOCK)
         except BlockingIOError:
             holder = self._read_facts()["sessions"][-1] if self.exists() else {}
-            owner = f" (process {holder['pid']} on {holder['host']})" if holder else ""
+            owner = f" (process {holder['pid']} on {holder['host']})" if holder.get("pid") else ""
             raise RunInUseError(f"{self.path} is being written by another process{owner}") from None
 
     def _release_lock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def migrate_facts(facts: Mapping[str, Any]) -> Facts:
-    """Bring the content of run.json to the current format; NewerFormatError if it was written by a later version.
-
-    Keys and options of the config in it are renamed by config.migrations.
-    """
-    return migrate_format(facts, current=RUN_FORMAT, migrations={})
 
 
 def _close_lost(session: Facts, run: Facts) -> Facts:

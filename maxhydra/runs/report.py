@@ -24,7 +24,7 @@ from maxhydra.runs.page import (
     scrolling,
     section,
 )
-from maxhydra.runs.settings import get_setting, list_settings
+from maxhydra.runs.settings import get_setting, list_settings, read_config_text
 from maxhydra.runs.summary import (
     Facts,
     KeyNumber,
@@ -44,7 +44,7 @@ _MAIN_PACKAGES = ("maxhydra", "jax", "jaxlib", "flax", "optax", "orbax-checkpoin
 def write_report(run: RunDirectory) -> Path:
     """Write <run>/report.html from run.json, metrics.jsonl and config.yaml, in any state of the run."""
     facts, rows = redact_facts(run.read()), read_metrics(run.metrics_path)
-    config = run.config_path.read_text(encoding="utf-8") if run.config_path.exists() else ""
+    config = read_config_text(run.config_path)
     run_charts = charts(rows)
     encoded = [{**chart.style, "lines": [encode(line) for line in chart.lines]} for chart in run_charts]
     body = Template(read_asset("report.html")).substitute(
@@ -128,6 +128,8 @@ def _config(config: str) -> Html:
         )
         for setting in list_settings(config)
     ]
+    if not rows and config.strip():
+        return section("Config", element("p", "config.yaml is damaged and cannot be read.", class_="empty"))
     if not rows:
         return Html()
     controls = element(

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from maxhydra.config.errors import ConfigError, Problem, quoted
+from maxhydra.config.errors import ConfigError, Problem, last_of_each_key, quoted
 from maxhydra.config.migrations import migrate_overrides
 from maxhydra.record.provenance import code
 from maxhydra.record.redact import HIDDEN
@@ -18,7 +18,7 @@ def rerun_arguments(facts: Facts, name: str | None, *changes: str) -> list[str]:
     if "overrides" not in facts:
         raise ConfigError(Problem(str(facts["name"]), "has no overrides in its run.json, so it cannot be rerun"))
     replaced = {_key(change) for change in changes} | {"run.name"}
-    overrides = [override for override in migrate_overrides(facts["overrides"]) if _key(override) not in replaced]
+    overrides = [override for override in _stored_overrides(facts) if _key(override) not in replaced]
     redacted = [_key(override) for override in overrides if HIDDEN in override]
     if redacted:
         hint = f"pass it again: {' '.join(f'{key}=...' for key in redacted)}"
@@ -30,7 +30,7 @@ def rerun_arguments(facts: Facts, name: str | None, *changes: str) -> list[str]:
 def rerun_command(facts: Facts) -> str:
     """Shell command that reruns a run under a new name, in its original working directory."""
     original, overrides = facts.get("command") or [], facts.get("overrides")
-    unnamed = [override for override in migrate_overrides(overrides or []) if _key(override) != "run.name"]
+    unnamed = [override for override in _stored_overrides(facts) if _key(override) != "run.name"]
     command = original if overrides is None else ["maxhydra", *_flags(facts), *unnamed]
     return f"cd {shlex.quote(str(facts.get('folder')))} && {shlex.join(command)}"
 
@@ -48,6 +48,11 @@ def describe_code_change(facts: Facts, folder: Path) -> str | None:
     if before != diff.rstrip("\n"):
         return "the commit is the same, but the uncommitted changes differ"
     return None
+
+
+def _stored_overrides(facts: Facts) -> list[str]:
+    """Overrides of a run under their current names. Of a key that is set twice, the last: that value was used."""
+    return last_of_each_key(migrate_overrides(facts.get("overrides") or []))
 
 
 def _key(override: str) -> str:

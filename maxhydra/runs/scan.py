@@ -5,25 +5,23 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
 
+from maxhydra.config.errors import ConfigError
 from maxhydra.config.migrations import migrate_config
 from maxhydra.record import scan_metrics
-from maxhydra.record.atomic_io import is_lost
+from maxhydra.record.facts import Facts, parse_facts, rebuild_facts
+from maxhydra.record.formats import NewerFormatError
 from maxhydra.record.metrics import Row
-from maxhydra.record.run_dir import LABELS, apply_labels, migrate_facts, read_labels
+from maxhydra.record.run_dir import LABELS, apply_labels, read_labels
 from maxhydra.runs import settings as run_settings
-from maxhydra.runs.summary import Facts, wall_seconds
 
 RUN, METRICS, CONFIG = "run.json", "metrics.jsonl", "config.yaml"
 # Message for an incomplete last line, which is normal while the run is running.
 INCOMPLETE_LINE = "is half-written"
-# Optional facts of run.json, and their types.
-KINDS = {"objective": dict, "git": dict, "choices": dict, "tags": list, "command": list, "overrides": list}
 # Bytes hashed to recognize a file: several lines, which contain step times and so are unique.
 _TAIL = 4096
 # Folders without runs, but with many files.
@@ -107,16 +105,19 @@ def _file_stamp(path: str) -> str | None:
 
 
 def read_facts(folder: Path, errors: list[str]) -> Facts | None:
-    """Facts of run.json with labels applied. Whether a running run is lost is determined when it is displayed."""
+    """Facts of run.json with labels applied, rebuilt from the other files if run.json is damaged; None without it.
+
+    Whether a running run is lost is determined when it is displayed.
+    """
     try:
-        facts = migrate_facts(json.loads((folder / RUN).read_bytes()))
-        # Required facts are accessed here, so that damage is detected here.
-        facts["status"], wall_seconds(facts), is_lost(facts["sessions"][-1], facts["updated"])
-        datetime.fromisoformat(facts["updated"]) - datetime.fromisoformat(facts["created"])
-        for name, kind in KINDS.items():
-            if not isinstance(facts.get(name) or kind(), kind):
-                raise TypeError(f"{name} is not {'an object' if kind is dict else 'a list'}")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        facts = parse_facts((folder / RUN).read_bytes())
+    except NewerFormatError as error:
+        errors.append(f"{RUN}: {error}; the run is skipped")
+        return None
+    except ValueError as error:
+        errors.append(f"{RUN}: {error}; the run is listed without it")
+        facts = rebuild_facts(folder, f"{RUN} {error}")
+    except OSError as error:
         errors.append(f"{RUN}: {_describe(error)}; the run is skipped")
         return None
     try:
@@ -138,7 +139,7 @@ def read_settings(folder: Path, facts: Facts, errors: list[str]) -> list[tuple[s
         return [*run_settings.read((folder / CONFIG).read_text(encoding="utf-8")), *groups]
     except FileNotFoundError:
         return groups
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError, ConfigError) as error:
         errors.append(f"{CONFIG}: {_describe(error)}; skipped")
         return groups
 
@@ -203,8 +204,6 @@ def _describe(error: Exception) -> str:
             return f"is not JSON (line {error.lineno}: {error.msg})"
         case OSError():
             return str(error.strerror)
-        case KeyError():
-            return f"has no {error.args[0]!r}"
         case yaml.YAMLError():
             return "is not YAML"
     return f"is damaged ({error})"

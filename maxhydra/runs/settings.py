@@ -8,12 +8,14 @@ import functools
 import re
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from maxhydra.config import Config
+from maxhydra.config import Config, ConfigError
 from maxhydra.config.migrations import migrate_config
+from maxhydra.config.yaml_files import FAST_LOADER, check_yaml, may_exceed_limits
 from maxhydra.record.atomic_io import to_json, to_plain
 
 
@@ -26,7 +28,7 @@ class Setting:
 
 def list_settings(config_yaml: str) -> list[Setting]:
     """All leaves of config.yaml by dotted path."""
-    config = migrate_config(yaml.safe_load(config_yaml) or {})
+    config = _load(config_yaml)
     defaults = dict(leaves(_defaults(Config, config)))
     return [
         Setting(path, _format(value), changed=path not in defaults or defaults[path] != value)
@@ -34,9 +36,10 @@ def list_settings(config_yaml: str) -> list[Setting]:
     ]
 
 
-def _defaults(schema: type, config: dict[str, Any]) -> dict[str, Any]:
+def _defaults(schema: type, config: Any) -> dict[str, Any]:
     """Defaults of the schema; in a mapping of sections (layer kinds), each entry has the section's defaults."""
     hints, defaults = typing.get_type_hints(schema), {}
+    config = config if isinstance(config, dict) else {}  # a truncated file ends in a section without keys
     for field in dataclasses.fields(schema):
         value, hint = config.get(field.name), hints[field.name]
         entry_type = (typing.get_args(hint) or (None,))[-1]
@@ -54,7 +57,22 @@ def _defaults(schema: type, config: dict[str, Any]) -> dict[str, Any]:
 
 def get_setting(config_yaml: str, path: str) -> Any:
     """A single value of config.yaml, or None."""
-    return dict(leaves(migrate_config(yaml.safe_load(config_yaml) or {}))).get(path)
+    return dict(leaves(_load(config_yaml))).get(path)
+
+
+def read_config_text(path: Path) -> str:
+    """Text of config.yaml, with a replacement for bytes that are not UTF-8; empty without the file."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _load(config_yaml: str) -> dict[str, Any]:
+    """All values of config.yaml under their current names; none if the file is damaged, which the index reports."""
+    try:
+        check_yaml(config_yaml, "config.yaml")
+        content = yaml.load(config_yaml, Loader=FAST_LOADER)
+        return migrate_config(content) if isinstance(content, dict) else {}
+    except (ConfigError, yaml.YAMLError, ValueError, TypeError, AttributeError):
+        return {}
 
 
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -70,8 +88,6 @@ def _format(value: Any) -> str:
     return value if isinstance(value, str) else to_json(value)
 
 
-# libyaml is ten times faster, if PyYAML was built with it.
-_LOADER: type[yaml.CSafeLoader] | type[yaml.SafeLoader] = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 # An unindented line starts a section, a line with two spaces a part of it; list items start neither.
 _SECTION = re.compile(r"^(?=[^\s-])", re.MULTILINE)
 _PART = re.compile(r"^(?=  [^\s-])", re.MULTILINE)
@@ -82,7 +98,9 @@ Leaves = tuple[tuple[str, Cell], ...]
 
 
 def read(config_yaml: str) -> list[tuple[str, Cell]]:
-    """Dotted key and value of every leaf of config.yaml. Raises yaml.YAMLError."""
+    """Dotted key and value of every leaf of config.yaml. Raises yaml.YAMLError, or ConfigError beyond the limits."""
+    if may_exceed_limits(config_yaml):
+        check_yaml(config_yaml, "config.yaml")
     return [leaf for section in _SECTION.split(config_yaml) if section.strip() for leaf in _read_section(section)]
 
 
@@ -99,7 +117,7 @@ def _read_section(section: str) -> Leaves:
 
 @functools.lru_cache(maxsize=16384)
 def _read_part(prefix: str, text: str) -> Leaves:
-    content = yaml.load(text, Loader=_LOADER)
+    content = yaml.load(text, Loader=FAST_LOADER)
     if not isinstance(content, dict):
         raise yaml.YAMLError("is not a mapping")
     values = migrate_config({prefix + path: value for path, value in leaves(content)})
@@ -115,4 +133,8 @@ def cell(value: Any) -> Cell:
     # NaN does not equal itself, and SQLite would store it as NULL.
     if isinstance(value, float) and value != value:
         return "NaN"
-    return value if isinstance(value, (int, float, str)) else to_json(value)
+    if isinstance(value, (int, float)):
+        return value
+    # SQLite rejects lone surrogates, which YAML can escape.
+    text = value if isinstance(value, str) else to_json(value)
+    return text.encode(errors="replace").decode()

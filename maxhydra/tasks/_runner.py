@@ -2,7 +2,8 @@
 
 A task is a module of this package with a function `run(job) -> Outcome` and two constants: `NEEDS_DEVICES` (False for
 tasks that only plan, which run on any host) and `KEEPS_RUN` (False for tasks that only print). For a task that keeps a
-run, the runner opens the folder, keeps run.json up to date even if the task fails, and records how it ended.
+run, the runner opens the folder, keeps run.json up to date even if the task fails, and records how it ended. A task
+with `TRAINS = True` resumes an existing run, whose config and inputs are compared first (_resume.py).
 """
 
 import contextlib
@@ -12,19 +13,23 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from jax.experimental import multihost_utils
 
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.schema.run import new_name_problem
 from maxhydra.config.serialize import stored_secrets, stored_values, to_stored_yaml
+from maxhydra.measure.record import OutOfMemoryError, explain_out_of_memory, require_memory, suggest_less_memory
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
 from maxhydra.record.atomic_io import from_number
 from maxhydra.record.formats import NewerFormatError
 from maxhydra.runtime import Machine, signals
+from maxhydra.tasks._resume import Session, prepare_session
 
 log = logging.getLogger("maxhydra")
 SECRET_WARNING = (
@@ -75,7 +80,7 @@ def run(
     """
     task = importlib.import_module(f"maxhydra.tasks.{config.task.name}")
     if path is None and task.KEEPS_RUN and config.run.name is not None:
-        _check_nesting(Path(config.run.outputs), config.run.name)
+        _check_name(Path(config.run.outputs), config.run.name)
     machine = runtime.start(config.hardware) if task.NEEDS_DEVICES else runtime.start_on_host()
     path = path or Path(config.run.outputs) / (config.run.name or _default_name(config, choices))
     is_main = machine.process_index == 0
@@ -83,12 +88,12 @@ def run(
     job = Job(config, choices, machine, folder, tuple(overrides))
     if not task.KEEPS_RUN:
         with logging_to(None, console=False):
-            return _result(job, task.run(job), path=None)
+            return _result(job, _run_task(job, task), path=None)
     if (finished := _finished_before(job)) is not None:
         return finished
     with logging_to(job.run.log_path if is_main else None, console=is_main):
         try:
-            return _run_recorded(job, config_dir, task.run)
+            return _run_recorded(job, config_dir, task)
         except RunInUseError as error:
             hint = "wait for it to end, or choose another run.name"
             raise ConfigError(Problem("run.name", str(error), value=config.run.name, hint=hint)) from None
@@ -96,14 +101,17 @@ def run(
             raise ConfigError(Problem(str(folder.facts_path), str(error), hint="or choose another run.name")) from None
 
 
-def _check_nesting(outputs: Path, name: str) -> None:
-    """Raise a ConfigError if a new run would be inside another run's folder or contain one.
+def _check_name(outputs: Path, name: str) -> None:
+    """Raise a ConfigError for an unsuitable name of a new run; existing runs keep their names.
 
-    Listing runs would not find the inner run, and deleting the outer one would delete both.
+    A run must not be inside another run's folder or contain one: listing runs would not find the inner run, and
+    deleting the outer one would delete both.
     """
     folder = outputs / name
     if RunDirectory(folder).exists():
         return
+    if problem := new_name_problem(name):
+        raise ConfigError(problem)
     parents = [outputs / part for part in Path(name).parents][:-1]
     if outer := next((path for path in parents if RunDirectory(path).exists()), None):
         reason, hint = f"is inside the folder of another run, {outer}", "choose another name"
@@ -113,9 +121,12 @@ def _check_nesting(outputs: Path, name: str) -> None:
         raise ConfigError(Problem("run.name", reason, name, hint=f"choose another name, or {name}/NAME"))
 
 
-def _run_recorded(job: Job, config_dir: str | None, task: Callable[[Job], Outcome]) -> Result:
+def _run_recorded(job: Job, config_dir: str | None, task: ModuleType) -> Result:
     """Run the task in a session of its run, and record how it ended."""
     machine, stored_run = job.machine, stored_values(job.config)["run"]
+    session = Session(job.config, {})
+    if getattr(task, "TRAINS", False):
+        session = prepare_session(job.config, job.run, devices=machine.devices, processes=machine.process_count)
     facts = {
         "task": job.config.task.name,
         "choices": job.choices,
@@ -128,6 +139,7 @@ def _run_recorded(job: Job, config_dir: str | None, task: Callable[[Job], Outcom
         "processes": machine.process_count,
         "xla_flags": machine.xla_flags,
         "seen": machine.notes,
+        **session.facts,
     }
     is_recorded = threading.Event()
 
@@ -145,7 +157,7 @@ def _run_recorded(job: Job, config_dir: str | None, task: Callable[[Job], Outcom
         try:
             deferral.end()
             signals.check()
-            outcome = task(job)
+            outcome = _run_task(dataclasses.replace(job, config=session.config), task)
         except ConfigError as error:
             # A config error that only the devices or the data could reveal; a new run leaves no folder behind.
             job.run.withdraw("; ".join(str(problem) for problem in error.problems))
@@ -187,6 +199,17 @@ def _finished_before(job: Job) -> Result | None:
         objective=from_number((facts.get("objective") or {}).get("value")),
         writes=job.machine.process_index == 0,
     )
+
+
+def _run_task(job: Job, task: ModuleType) -> Outcome:
+    """Run the task; too little memory is an outcome with a suggestion, not a traceback."""
+    require_memory(job.config, job.machine)
+    try:
+        with explain_out_of_memory(suggest_less_memory(job.config)):
+            outcome: Outcome = task.run(job)
+            return outcome
+    except OutOfMemoryError as error:
+        return Outcome("failed", str(error))
 
 
 def _result(job: Job, outcome: Outcome, *, path: Path | None) -> Result:

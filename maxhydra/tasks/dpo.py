@@ -28,7 +28,7 @@ from maxhydra.train import (
 )
 from maxhydra.train.evaluate import map_microbatches
 
-NEEDS_DEVICES = KEEPS_RUN = True
+NEEDS_DEVICES = KEEPS_RUN = TRAINS = True
 
 
 def run(job: Job) -> Outcome:

@@ -15,7 +15,7 @@ from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import Scorer, TrainingSetup, plan_batches, plan_states, train
 
-NEEDS_DEVICES = KEEPS_RUN = True
+NEEDS_DEVICES = KEEPS_RUN = TRAINS = True
 
 
 def run(job: Job) -> Outcome:

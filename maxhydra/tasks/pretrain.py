@@ -14,7 +14,7 @@ from maxhydra.train import (
     train,
 )
 
-NEEDS_DEVICES = KEEPS_RUN = True
+NEEDS_DEVICES = KEEPS_RUN = TRAINS = True
 
 
 def run(job: Job) -> Outcome:

@@ -6,7 +6,7 @@ The trained weights are those of the model, or of its adapter.
 from maxhydra.config import ConfigError
 from maxhydra.tasks import Job, Outcome, pretrain
 
-NEEDS_DEVICES = KEEPS_RUN = True
+NEEDS_DEVICES = KEEPS_RUN = TRAINS = True
 
 
 def run(job: Job) -> Outcome:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from maxhydra import runtime
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.compose.provenance import display_path
 from maxhydra.config.schema.tasks.analysis import TuneTask
+from maxhydra.config.yaml_files import display_path
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.runtime.progress import open_step_progress
 from maxhydra.tasks import Job, Outcome

@@ -11,6 +11,7 @@ import pytest
 
 from maxhydra import __version__
 from maxhydra.cli.main import run
+from maxhydra.config.errors import quoted
 from maxhydra.config.registry import groups
 from tests.support import cli
 from tests.support.cli import SMALL
@@ -286,3 +287,41 @@ def test_the_printed_command_resumes_the_run(tmp_path: Path) -> None:
     steps = [json.loads(line)["step"] for line in (tmp_path / folder[1] / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == [1, 2, 3, 4]
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == [Path(folder[1]).name]
+
+
+def test_a_key_that_is_set_twice_is_an_error(capsys):
+    assert run(["train.steps=2", "model=micro", "train.steps=3"]) == 2
+    assert "train.steps: is set twice: train.steps=2 and train.steps=3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a <b>", "'a \"b'"])
+def test_names_of_new_runs_are_checked(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(["model=micro", "train.steps=1", f"run.name={quoted(name)}"]) == 2
+    assert "accepted: letters, digits, - _ . = , + and /" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_model_beyond_the_limits_is_rejected(capsys):
+    assert run(["task=inspect", "model=micro", "model.num_layers=1000000000"]) == 2
+    assert "at most 10000" in capsys.readouterr().err
+    assert (
+        run(["task=inspect", "model=micro", "model.num_layers=10000", "model.emb_dim=1000000", "model.mlp_dim=4000000"])
+        == 2
+    )
+    assert "parameters" in capsys.readouterr().err
+
+
+def test_a_model_larger_than_the_memory_is_rejected(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = ["model.emb_dim=65536", "model.mlp_dim=262144", "model.num_layers=500"]
+    assert run(["model=micro", *sizes, "run.name=big", "train.steps=1"]) == 2
+    error = capsys.readouterr().err
+    assert "needs at least" in error and "bytes) for weights and optimizer state" in error and "try" in error
+    assert not (tmp_path / "outputs" / "big").exists()
+
+
+def test_outputs_that_cannot_be_written_are_one_message(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert run(["model=micro", "run.outputs=file/x", "train.steps=1"]) == 1
+    assert "Not a directory" in (error := capsys.readouterr().err) and "Traceback" not in error

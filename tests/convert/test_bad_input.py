@@ -53,6 +53,21 @@ CASES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda folder: edit_tensors(folder, lambda tensors: tensors.update({UP: tensors[UP][:-1]})),
         f"{UP} has shape [47, 32], but the model expects [48, 32]",
     ),
+    "10^9 layers": (
+        "llama",
+        lambda folder: edit_settings(folder, num_hidden_layers=10**9),
+        "config.json has num_hidden_layers = 1e+09 (at most 10000)",
+    ),
+    "10^6 layer types": (
+        "gemma3",
+        lambda folder: edit_settings(folder, layer_types=["full_attention"] * 10**6),
+        "config.json has layer_types with 1000000 items (at most 10000)",
+    ),
+    "nested settings": (
+        "llama",
+        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        "config.json cannot be read: is not accepted: its values are nested too deeply",
+    ),
     "unknown architecture": (
         "llama",
         lambda folder: edit_settings(folder, model_type="unheard"),

@@ -15,6 +15,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data, OnError, Packing, PackingMethod
 from maxhydra.data import BatchSpec, Loader, Row, RowSpec, host_loader, load_tokenizer
+from maxhydra.data.files import find_files
 from maxhydra.data.formats.payload import encode_arrays
 from tests.support.skips import import_optional
 
@@ -286,3 +287,24 @@ def test_nothing_but_bad_records(on_error: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=expected):
         next(loader)
     loader.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.jsonl", b'{"text": "one record"}\n', "has 1 records, and all are held out for evaluation"),
+        ("a.jsonl.gz", b"nonsense", "cannot be decompressed"),
+        ("a.parquet", b"nonsense", "not a complete Parquet file"),
+    ],
+)
+def test_a_single_file_that_gives_no_record_says_why(name: str, content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    data = Data(source="grain", path=str(tmp_path / name), cache=str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match=reason):
+        next(host_loader(data, SingleProcessSpec(rows=RowSpec(16, 259, 0), batch=1, sharding=None)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1:9/x.jsonl", "http://127.0.0.1:9/x.jsonl"])
+def test_an_unreachable_server_is_one_message(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read|cannot be reached"):
+        find_files(url, str(tmp_path), endings=(".jsonl",))

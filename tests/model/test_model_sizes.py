@@ -163,3 +163,8 @@ def test_flops_match_what_the_compiler_counts():
     counted = jax.jit(forward).lower(definition.shapes, tokens).compile().cost_analysis()["flops"] / (2 * length)
     masked = 2 * 4 * 4 * 64 * (length - (length + 1) / 2)
     assert flops_per_token(model, length) / 3 + masked == pytest.approx(counted, rel=0.03)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_closed_form_is_close_to_the_published_size(name: str) -> None:
+    assert model_option(name).parameter_estimate() == pytest.approx(PUBLISHED[name], rel=0.05)

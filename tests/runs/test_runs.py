@@ -159,12 +159,13 @@ def test_a_new_file_with_a_reused_inode_is_read_from_the_start(outputs):
 def test_a_run_in_an_unknown_format_does_not_hide_the_others(outputs, facts):
     write_run(outputs / "odd", **{"status": "running", **facts})
     registry = Registry(outputs)
-    assert sorted(paths(registry.runs())) == ["alone", "lr/a", "lr/b", "lr/c"]
+    assert sorted(paths(registry.runs())) == ["alone", "lr/a", "lr/b", "lr/c", "odd"]
+    assert registry.find("odd").status == "lost" and registry.find("odd").step == 40
     (message,) = registry.read_errors()
-    assert "odd/run.json" in message and "the run is skipped" in message
+    assert "odd/run.json" in message and "the run is listed without it" in message
 
 
-def test_damage_is_skipped_and_reported(outputs, capsys):
+def test_damage_is_reported_and_hides_nothing(outputs, capsys):
     (outputs / "lr" / "a" / "run.json").write_text('{"name": "a",\n "status"')
     (outputs / "lr" / "b" / "config.yaml").write_text("a: [1\n")
     (outputs / "lr" / "c" / "labels.json").write_text("[]")
@@ -174,15 +175,16 @@ def test_damage_is_skipped_and_reported(outputs, capsys):
     write_run(outputs / "odd", sessions=[])
     write_run(outputs / "odder", objective="eval/loss")
     registry = Registry(outputs)
-    assert sorted(paths(registry.runs())) == ["alone", "lr/b", "lr/c"]
+    assert sorted(paths(registry.runs())) == ["alone", "lr/a", "lr/b", "lr/c", "odd", "odder"]
+    assert registry.find("lr/a").status == "lost" and "run.json is not JSON" in (registry.find("lr/a").reason or "")
     assert registry.find("alone").step == 5 and registry.metric("loss")[registry.find("alone").id] > 0
     messages = "\n".join(registry.read_errors())
     for part in (
         "lr/a/run.json: is not JSON (line 2",
         "lr/b/config.yaml: is not YAML",
         "lr/c/labels.json: is damaged",
-        "odd/run.json: is damaged (list index out of range); the run is skipped",
-        "odder/run.json: is damaged (objective is not an object); the run is skipped",
+        "odd/run.json: is damaged (sessions); the run is listed without it",
+        "odder/run.json: is damaged (objective is not an object); the run is listed without it",
         "alone/metrics.jsonl line 2: is not a row",
         "alone/metrics.jsonl line 3: is not a row",
         "alone/metrics.jsonl line 4: is not a row",

@@ -19,6 +19,7 @@ from typing import IO
 import numpy as np
 import orbax.checkpoint as ocp
 
+from maxhydra.config.errors import last_of_each_key
 from maxhydra.config.schema.run import LOGGED
 from tests.support import compile_cache, fork_server
 
@@ -70,7 +71,11 @@ def command(*overrides: str) -> list[str]:
 def start(
     *arguments: str, cwd: Path, streams: Sequence[IO[str]], devices: int = 1, module: str = "maxhydra", **extra: str
 ) -> fork_server.Command:
-    """Start `python -m MODULE ARGUMENTS...` with the given stdin, stdout and stderr."""
+    """Start `python -m MODULE ARGUMENTS...` with the given stdin, stdout and stderr.
+
+    A later override replaces an earlier one of the same key, so that tests can change a value of SMALL.
+    """
+    arguments = tuple(last_of_each_key(arguments))
     late = {name for name in {*extra} - {*CLUSTER_VARIABLES} if name.startswith("JAX_")}
     assert not late, f"jax reads {late} on import, which the fork server has already done"
     files, variables = [stream.fileno() for stream in streams], environment(devices, **extra)

@@ -154,7 +154,10 @@ def test_a_damaged_checkpoint_of_another_run_is_reported(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
     run_ok(*RUN, "train.steps=4", "run.name=first", cwd=tmp_path)
-    done = run(*RUN, "train.steps=4", "run.name=first", "model.mlp_dim=96", cwd=tmp_path)
+    changed = [*RUN, "train.steps=4", "run.name=first", "model.mlp_dim=96"]
+    done = run(*changed, cwd=tmp_path)
+    assert done.returncode == 2 and "model.mlp_dim=96: was 64 in the last session of this run" in done.stderr
+    done = run(*changed, "run.accept_changed_config=[model.mlp_dim]", cwd=tmp_path)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert (

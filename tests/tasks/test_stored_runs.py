@@ -245,7 +245,8 @@ def test_a_new_run_starts_from_the_weights(name: str, stored: Path) -> None:
     run_ok("runs", "rerun", name, "--anyway", *changes, cwd=stored)
     (loss,) = losses(stored / "outputs" / new).values()
     assert loss != losses(stored / "outputs" / name)[1]
-    assert facts(stored / "outputs" / new)["started_from"] == f"the weights of outputs/{name}"
+    checkpoint = stored / "outputs" / name / "checkpoints" / "3"
+    assert facts(stored / "outputs" / new)["started_from"] == f"the weights of {checkpoint}"
 
 
 # Sweeps

@@ -21,7 +21,7 @@ from maxhydra.runs.compare import Difference, compare, differing_keys
 from maxhydra.runs.query import parse_condition, rank_runs, select_runs, sort_runs
 from maxhydra.runs.registry import FIELDS, Registry, Run
 from maxhydra.runs.rerun import rerun_command
-from maxhydra.runs.settings import get_setting, list_settings
+from maxhydra.runs.settings import get_setting, list_settings, read_config_text
 from maxhydra.runs.summary import Facts, format_cell, format_time, key_numbers
 
 # Rows that fit a screen; --json prints all.
@@ -99,7 +99,7 @@ def run_show(args: argparse.Namespace) -> int:
         config, metrics = registry.settings([found.id])[found.id], registry.metrics([found.id])[found.id]
         print_json({**facts, "path": found.path, "config": config, "metrics": metrics})
         return 0
-    config_yaml = directory.config_path.read_text(encoding="utf-8") if directory.config_path.exists() else ""
+    config_yaml = read_config_text(directory.config_path)
     _print_facts(found, facts)
     for figure in key_numbers(
         facts, scan_metrics(directory.metrics_path).rows, total_steps=get_setting(config_yaml, "train.steps")

@@ -5,7 +5,6 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,20 @@ from maxhydra.config.compose.hydra_loader import (
     create_config_search_path,
     problem_of,
     reads_folder,
+    source_file,
+    source_folder,
     source_values,
     unused_folder,
 )
 from maxhydra.config.compose.merge import ConfigMerge
 from maxhydra.config.compose.overrides import apply_override, parse, sweep_problem
-from maxhydra.config.compose.provenance import SourcedValue, display_path, locate, read_yaml
+from maxhydra.config.compose.provenance import SourcedValue, locate, read_yaml
 from maxhydra.config.compose.validate import UNSURE, Validator
 from maxhydra.config.errors import UNSET, ConfigError, Problem
 from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema.config import Config
 from maxhydra.config.serialize import origin_to_show
+from maxhydra.config.yaml_files import display_path
 
 CONFIG_NAME = "config"
 MODULE = "maxhydra.conf"
@@ -173,6 +175,9 @@ class Composer:
             except COMPOSE_ERRORS as error:
                 merge.problems.append(self._with_source(problem_of(error), chosen))
                 return None
+            except ConfigError as error:
+                merge.problems += error.problems
+                return None
         return self._defaults[key]
 
     def _with_source(self, problem: Problem, chosen: Iterable[Override]) -> Problem:
@@ -182,7 +187,7 @@ class Composer:
             rf"-.*\b{re.escape(problem.path)}\b" + ("" if problem.value is UNSET else f".*{problem.value}")
         )
         for path in filter(None, map(self.file, [*names, self.config_name])):
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
                 if not problem.source and entry.search(line):
                     return dataclasses.replace(problem, source=f"{display_path(path)}:{number}")
         return problem
@@ -222,7 +227,7 @@ class Composer:
         """Return the YAML file of a config, from the first folder of the search path that has it."""
         for source in self.loader.get_sources():
             if source.scheme() in ("pkg", "file") and source.is_config(name):
-                return _folder(source.scheme(), source.path) / f"{name.removesuffix('.yaml')}.yaml"
+                return source_file(source.scheme(), source.path, name)
         return None
 
     def _node(self, overrides: list[str], merge: ConfigMerge, *, with_hydra: bool) -> DictConfig | None:
@@ -234,10 +239,6 @@ class Composer:
         except COMPOSE_ERRORS as error:
             merge.problems.append(problem_of(error))
             return None
-
-
-def _folder(scheme: str, path: str) -> Path:
-    return Path(str(resources.files(path))) if scheme == "pkg" else Path(path)
 
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:
@@ -258,7 +259,7 @@ def job_choices(runtime: RuntimeConf) -> dict[str, str]:
     `hydra.runtime.choices` also lists optional groups whose option does not exist; these are left out.
     """
     folders = [
-        _folder(source.schema, source.path) for source in runtime.config_sources if source.schema != "structured"
+        source_folder(source.schema, source.path) for source in runtime.config_sources if source.schema != "structured"
     ]
     files = {group: f"{group.partition('@')[0]}/{option}.yaml" for group, option in _without_hydra(runtime.choices)}
     existing = {group for group, file in files.items() if any((folder / file).is_file() for folder in folders)}

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,10 +37,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from maxhydra.config.compose.overrides import parse
-from maxhydra.config.compose.provenance import COMMAND_LINE, display_path
+from maxhydra.config.compose.provenance import COMMAND_LINE, read_yaml
 from maxhydra.config.errors import Problem, did_you_mean, options_shown
 from maxhydra.config.migrations import renamed_option
 from maxhydra.config.registry import OPTION_SOURCES, groups
+from maxhydra.config.yaml_files import display_path
 
 # Raised while composing. Hydra raises ValueError if the value of a group is not a name.
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
@@ -200,11 +202,22 @@ class Groups:
         return Problem(group, "no such group", value, ", ".join(known), did_you_mean(group, known), COMMAND_LINE)
 
 
+def source_folder(scheme: str, path: str) -> Path:
+    """Return the folder of a config source of scheme `file` or `pkg`."""
+    return Path(str(resources.files(path))) if scheme == "pkg" else Path(path)
+
+
+def source_file(scheme: str, path: str, name: str) -> Path:
+    """Return the YAML file of an option in a config source."""
+    return source_folder(scheme, path) / f"{name.removesuffix('.yaml')}.yaml"
+
+
 class Repository(ConfigRepository):
     """Hydra's option files, each parsed once.
 
     Hydra parses a file several times per composition and deep-copies the whole repository at every query (35 ms).
-    Cached results are never modified in place, so a copy can share them.
+    Cached results are never modified in place, so a copy can share them. A file is first read within the limits of
+    `read_yaml`, which raises ConfigError where Hydra's parser would fail with a traceback or take hours.
     """
 
     def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
@@ -213,6 +226,11 @@ class Repository(ConfigRepository):
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         if config_path not in self._loaded:
+            source = self._find_object_source(config_path, ObjectType.CONFIG)
+            # Schemas have no file, and Hydra's own options need no check.
+            is_file = source is not None and source.scheme() in ("pkg", "file")
+            if source is not None and is_file and not source.path.startswith("hydra."):
+                read_yaml(source_file(source.scheme(), source.path, config_path))
             self._loaded[config_path] = super().load_config(config_path)
         return self._loaded[config_path]
 

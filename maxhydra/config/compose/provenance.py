@@ -7,10 +7,12 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.config.yaml_files import FAST_LOADER, check_yaml, display_path, read_yaml_text
 
 COMMAND_LINE = "the command line"
-# libyaml's parser is ten times faster, if PyYAML was built with it.
-LINE_LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +46,24 @@ def locate(value: Any, source: str) -> SourcedValue:
 
 def read_yaml(path: Path) -> SourcedValue:
     """Return a YAML file as OmegaConf parses it, every value with its line."""
-    return parse_yaml(path.read_text(encoding="utf-8"), display_path(path))
+    return parse_yaml(read_yaml_text(path), display_path(path))
 
 
 @cache
 def parse_yaml(text: str, name: str) -> SourcedValue:
     """Return YAML text as sourced values, `name:LINE` each: values parsed by OmegaConf, lines by PyYAML."""
-    content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    tree = yaml.compose(text, Loader=LINE_LOADER)
+    check_yaml(text, name)
+    try:
+        content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        tree = yaml.compose(text, Loader=FAST_LOADER)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = name if mark is None else f"{name}:{mark.line + 1}"
+        raise ConfigError(Problem(where, f"is not YAML: {error.problem or error.context}")) from None
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, AssertionError) as error:
+        # PyYAML and OmegaConf raise plain errors for some values: a date of month 13, a file of a single number.
+        reason = (str(error).splitlines() or ["is not a mapping of keys to values"])[0]
+        raise ConfigError(Problem(name, f"cannot be read as YAML: {reason}")) from None
     return _locate(content, tree, name, line=1)
 
 
@@ -66,9 +78,3 @@ def _locate(value: Any, node: yaml.Node | None, name: str, line: int) -> Sourced
         key_line, key_node = keys.get(str(key), (line, None))
         items[str(key)] = _locate(item, key_node, name, key_line)
     return SourcedValue(items, f"{name}:{line}")
-
-
-def display_path(path: Path) -> str:
-    """Return a path relative to the working directory if it is inside it, and absolute otherwise."""
-    full, cwd = path.resolve(), Path.cwd()
-    return str(full.relative_to(cwd) if full.is_relative_to(cwd) else full)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from enum import Enum
 
-from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.declare import MAX_HEADS, MAX_WIDTH, Schema, option, schema, section
 from maxhydra.config.errors import Problem
 
 
@@ -121,11 +121,11 @@ class Temperature(Schema):
 class Attention(Schema):
     """Grouped-query attention (Ainslie et al., 2023); multi-head and multi-query attention are special cases."""
 
-    num_heads: int | None = option(None, ge=1)
+    num_heads: int | None = option(None, ge=1, le=MAX_HEADS)
     """Query heads of this kind. null: model.num_heads."""
-    num_kv_heads: int | None = option(None, ge=1)
+    num_kv_heads: int | None = option(None, ge=1, le=MAX_HEADS)
     """Key and value heads of this kind. null: model.num_kv_heads."""
-    head_dim: int | None = option(None, ge=1)
+    head_dim: int | None = option(None, ge=1, le=MAX_WIDTH)
     """Head dimension of this kind. null: model.head_dim."""
     window: int | None = option(None, ge=1)
     """Sliding window: a token attends to itself and the window - 1 tokens before it. null: to all before it."""
@@ -174,9 +174,9 @@ class Indexer(Schema):
     top_k: int | None = option(None, ge=1)
     """Tokens that a query attends to. null: no indexer, all earlier tokens. With train.seq_len or more, attention is
     dense, which is used to warm up an indexer."""
-    num_heads: int = option(64, ge=1)
+    num_heads: int = option(64, ge=1, le=MAX_HEADS)
     """Heads of the indexer."""
-    head_dim: int = option(128, ge=2)
+    head_dim: int = option(128, ge=2, le=MAX_WIDTH)
     """Head dimension of the indexer; RoPE is applied to its first qk_rope_head_dim dimensions."""
     loss_weight: float = option(1.0, ge=0)
     """Weight of the indexer loss, the mean over tokens of KL(attention summed over heads || softmax of the scores).
@@ -187,15 +187,15 @@ class Indexer(Schema):
 class Mla(Schema):
     """Multi-head latent attention (DeepSeek-V2, 2024), with model.num_heads heads for queries, keys and values."""
 
-    q_lora_rank: int | None = option(None, ge=1)
+    q_lora_rank: int | None = option(None, ge=1, le=MAX_WIDTH)
     """Rank of the compressed queries. null: queries are projected directly from the residual stream."""
-    kv_lora_rank: int = option(512, ge=1)
+    kv_lora_rank: int = option(512, ge=1, le=MAX_WIDTH)
     """Dimension of the latent vector from which keys and values of all heads are projected."""
-    qk_nope_head_dim: int | None = option(None, ge=1)
+    qk_nope_head_dim: int | None = option(None, ge=1, le=MAX_WIDTH)
     """Dimensions of queries and keys without RoPE. null: model.head_dim."""
-    qk_rope_head_dim: int = option(64, ge=2)
+    qk_rope_head_dim: int = option(64, ge=2, le=MAX_WIDTH)
     """Dimensions of queries and keys with RoPE; this part of the key is shared by all heads."""
-    v_head_dim: int | None = option(None, ge=1)
+    v_head_dim: int | None = option(None, ge=1, le=MAX_WIDTH)
     """Dimension of values. null: model.head_dim."""
     mscale: float | None = option(None, gt=0)
     """rope.kind=yarn: multiply attention logits, in addition to 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), by
@@ -242,15 +242,15 @@ class DeltaBackend(Enum):
 class Delta(Schema):
     """Gated DeltaNet (Yang et al., 2024): a decaying state per head, updated by the delta rule."""
 
-    num_key_heads: int | None = option(None, ge=1)
+    num_key_heads: int | None = option(None, ge=1, le=MAX_HEADS)
     """Query and key heads; divides num_value_heads. null: model.num_kv_heads."""
-    num_value_heads: int | None = option(None, ge=1)
+    num_value_heads: int | None = option(None, ge=1, le=MAX_HEADS)
     """Value heads, each with its own state. null: model.num_heads."""
-    key_dim: int | None = option(None, ge=1)
+    key_dim: int | None = option(None, ge=1, le=MAX_WIDTH)
     """Dimension of a query and key head. null: model.head_dim."""
-    value_dim: int | None = option(None, ge=1)
+    value_dim: int | None = option(None, ge=1, le=MAX_WIDTH)
     """Dimension of a value head. null: model.head_dim."""
-    taps: int = option(4, ge=1)
+    taps: int = option(4, ge=1, le=MAX_WIDTH)
     """Kernel size of the short causal convolution before the heads."""
 
     def check(self) -> Iterator[Problem]:

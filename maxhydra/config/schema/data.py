@@ -202,6 +202,11 @@ class PackingMethod(Enum):
     concat_then_split = "concat_then_split"
 
 
+class Fingerprint(Enum):
+    sampled = "sampled"
+    full = "full"
+
+
 class Overlong(Enum):
     split = "split"
     truncate = "truncate"
@@ -248,6 +253,9 @@ class Data(Corpus):
     """Maximum length of a document. A longer one is an error, because tokenizing it can exhaust memory."""
     cache: str = "~/.cache/maxhydra/data"
     """Cache folder for remote files."""
+    fingerprint: Fingerprint = Fingerprint.sampled
+    """How files are compared when a run resumes. sampled: sizes, and the content of 64 MiB per source; full: all of the
+    content, which reads every file at each start."""
     overfit_batches: int | None = option(None, ge=1)
     """Train and evaluate repeatedly on the first N batches, for debugging. null: on all data."""
     prefetch: int = option(2, ge=0)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from enum import Enum
 
-from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.declare import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, Schema, option, schema, section
 from maxhydra.config.errors import Problem
 
 
@@ -24,7 +24,7 @@ class Mlp(Schema):
 
     kind: MlpKind = MlpKind.gated
     """gated: down(activation(gate(x)) * up(x)); plain: down(activation(up(x)))."""
-    dim: int | None = option(None, ge=1)
+    dim: int | None = option(None, ge=1, le=MAX_WIDTH)
     """Hidden size of this kind. null: model.mlp_dim."""
     activation: Activation = Activation.silu
     """Activation of the gate or, if plain, of the hidden layer; gelu is exact, gelu_tanh its approximation."""
@@ -72,9 +72,9 @@ class Router(Schema):
     """Normalize the router's input by its root mean square, a learned scale and sqrt(emb_dim) (Gemma 4, 2026)."""
     expert_scale: bool = False
     """Multiply each expert's score by a learned factor, after normalization."""
-    groups: int = option(1, ge=1)
+    groups: int = option(1, ge=1, le=MAX_EXPERTS)
     """Group-limited routing: number of groups of adjacent experts (DeepSeek-AI, 2024)."""
-    top_groups: int = option(1, ge=1)
+    top_groups: int = option(1, ge=1, le=MAX_EXPERTS)
     """Number of groups from which a token's experts are chosen."""
     group_score: GroupScore = GroupScore.max
     """Score of a group: its best expert score (max), or the sum of its two best (top2_sum)."""
@@ -87,7 +87,7 @@ class Router(Schema):
 class Shared(Schema):
     """Shared expert that processes every token (DeepSeek-AI, 2024); several are one expert of their total size."""
 
-    dim: int | None = option(None, ge=1)
+    dim: int | None = option(None, ge=1, le=MAX_WIDTH)
     """Hidden size. null: no shared expert."""
     gate: Gate = Gate.none
     """Gate on its output: none, or the sigmoid of a projection of the token."""
@@ -97,11 +97,11 @@ class Shared(Schema):
 class Moe(Schema):
     """A mixture of experts (Shazeer et al., 2017): gated MLPs, of which each token uses the top_k."""
 
-    experts: int | None = option(None, ge=2)
+    experts: int | None = option(None, ge=2, le=MAX_EXPERTS)
     """Number of experts per layer."""
-    top_k: int = option(2, ge=1)
+    top_k: int = option(2, ge=1, le=MAX_EXPERTS)
     """Number of experts per token."""
-    dim: int | None = option(None, ge=1)
+    dim: int | None = option(None, ge=1, le=MAX_WIDTH)
     """Hidden size of an expert. null: model.mlp_dim."""
     activation: Activation = Activation.silu
     """Activation of the gate in routed and shared experts."""
@@ -173,7 +173,7 @@ class Embedding(Schema):
 class PerLayer(Schema):
     """Per-layer embeddings: an additional small embedding of each token for every layer (Gemma 3n, 2025)."""
 
-    dim: int | None = option(None, ge=1)
+    dim: int | None = option(None, ge=1, le=MAX_WIDTH)
     """Dimension. null: no per-layer embeddings."""
     activation: Activation = Activation.gelu_tanh
     """Activation of the gate through which a layer uses its embedding."""
@@ -183,7 +183,7 @@ class PerLayer(Schema):
 class Mtp(Schema):
     """Multi-token prediction (DeepSeek-V3, 2024): extra layers of the last kind predict later tokens."""
 
-    depth: int = option(0, ge=0)
+    depth: int = option(0, ge=0, le=MAX_LAYERS)
     """Number of extra tokens that are predicted, each by an additional layer that is used only in training. 0: none."""
     loss_weight: float = option(0.3, ge=0)
     """Weight of the mean cross-entropy of the extra predictions."""

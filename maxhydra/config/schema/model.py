@@ -1,9 +1,21 @@
 """Schema of a model: sizes, a repeating pattern of layer kinds, and the mechanisms of each kind."""
 
+from collections import Counter
 from collections.abc import Iterator
 from enum import Enum
 
-from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.declare import (
+    MAX_CONTEXT,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_PARAMETERS,
+    MAX_VOCABULARY,
+    MAX_WIDTH,
+    Schema,
+    option,
+    schema,
+    section,
+)
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.schema.attention import (
     Attention,
@@ -235,21 +247,21 @@ ACTIVATIONS = ("query", "key", "value", "context", "attention_out", "mlp_gate", 
 class Model(Schema):
     """A decoder: embedding, layers of a repeating pattern of kinds, final norm, head."""
 
-    num_layers: int = option(ge=1)
+    num_layers: int = option(ge=1, le=MAX_LAYERS)
     """Number of layers, including the prefix."""
-    emb_dim: int = option(ge=1)
+    emb_dim: int = option(ge=1, le=MAX_WIDTH)
     """Width of the residual stream."""
-    mlp_dim: int = option(ge=1)
+    mlp_dim: int = option(ge=1, le=MAX_WIDTH)
     """Hidden size of the feed-forward."""
-    num_heads: int = option(ge=1)
+    num_heads: int = option(ge=1, le=MAX_HEADS)
     """Query heads."""
-    num_kv_heads: int = option(ge=1)
+    num_kv_heads: int = option(ge=1, le=MAX_HEADS)
     """Key and value heads; divides num_heads."""
-    head_dim: int = option(ge=2)
+    head_dim: int = option(ge=2, le=MAX_WIDTH)
     """Dimension of a head."""
-    vocab_size: int = option(ge=2)
+    vocab_size: int = option(ge=2, le=MAX_VOCABULARY)
     """Rows of the embedding."""
-    context_length: int = option(ge=1)
+    context_length: int = option(ge=1, le=MAX_CONTEXT)
     """Maximum sequence length of the model; train.seq_len must not exceed it."""
     prefix: list[str] = option([])
     """Kinds of the leading layers, before the pattern starts."""
@@ -275,7 +287,7 @@ class Model(Schema):
     """Factor on the initial weights, which are normally distributed with variance 1 / fan-in."""
     dtypes: Dtypes = section(Dtypes)
     remat: Remat = section(Remat)
-    scan_unroll: int = option(1, ge=1)
+    scan_unroll: int = option(1, ge=1, le=MAX_LAYERS)
     """Pattern repetitions unrolled per iteration of the scan over layers; num_layers unrolls all."""
     kernels: ModelKernels = section(ModelKernels)
     path: str | None = None
@@ -293,8 +305,51 @@ class Model(Schema):
         used = {*self.prefix, *self.pattern}
         return any(kind.mixer is Mixer.delta for name, kind in self.kinds.items() if name in used)
 
+    def parameter_estimate(self) -> int:
+        """Number of weights of the large matrices, within a few percent of all; nothing is built to count them."""
+        return (
+            (1 + (self.head is Head.separate)) * self.vocab_size * self.emb_dim
+            + (self.embedding.positions is Positions.learned) * self.context_length * self.emb_dim
+            + (self.per_layer.dim or 0) * self.num_layers * self.vocab_size
+            + sum(count * self._kind_estimate(self.kinds[name]) for name, count in Counter(self.layer_kinds()).items())
+        )
+
+    def _kind_estimate(self, kind: Kind) -> int:
+        """Estimated weights of one layer."""
+        attention, delta, mla, width = kind.attention, kind.delta, kind.mla, self.emb_dim
+        heads, kv_heads = attention.num_heads or self.num_heads, attention.num_kv_heads or self.num_kv_heads
+        head_dim = attention.head_dim or self.head_dim
+        if kind.mixer is Mixer.delta:
+            keys = (delta.num_key_heads or heads) * (delta.key_dim or head_dim)
+            mixer = width * (2 * keys + 3 * (delta.num_value_heads or heads) * (delta.value_dim or head_dim))
+        elif kind.mixer is Mixer.mla:
+            nope, value = mla.qk_nope_head_dim or head_dim, mla.v_head_dim or head_dim
+            query = heads * (nope + mla.qk_rope_head_dim)
+            rank = mla.q_lora_rank
+            mixer = width * query if rank is None else rank * (width + query)
+            mixer += mla.kv_lora_rank * (width + heads * (nope + value)) + width * (
+                mla.qk_rope_head_dim + heads * value
+            )
+        else:
+            mixer = 2 * width * head_dim * (heads + kv_heads)
+        return mixer + width * self._feed_forward_width(kind)
+
+    def _feed_forward_width(self, kind: Kind) -> int:
+        """Hidden units of a layer's feed-forward, over all experts, times the matrices that each is part of."""
+        dense, experts = kind.mlp.dim or self.mlp_dim, kind.moe.experts or 0
+        routed = experts * (kind.moe.dim or self.mlp_dim)
+        has_mlp = kind.feed_forward is FeedForward.mlp
+        return 3 * (routed + (kind.moe.shared.dim or 0)) + (2 + (kind.mlp.kind is MlpKind.gated)) * dense * has_mlp
+
+    def _check_size(self) -> Iterator[Problem]:
+        is_known = all(name in self.kinds for name in (*self.prefix, *self.pattern)) and self.pattern
+        if is_known and (count := self.parameter_estimate()) > MAX_PARAMETERS:
+            reason = f"gives a model of about {count:.2g} parameters with the other sizes"
+            yield Problem("num_layers", reason, self.num_layers, f"sizes of at most {MAX_PARAMETERS:.0e} parameters")
+
     def check(self) -> Iterator[Problem]:
         yield from self._check_heads()
+        yield from self._check_size()
         for field in ("prefix", "pattern"):
             for name in getattr(self, field):
                 if name not in self.kinds:

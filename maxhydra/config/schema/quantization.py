@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from enum import Enum
 
-from maxhydra.config.declare import Schema, option, schema
+from maxhydra.config.declare import MAX_WIDTH, Schema, option, schema
 from maxhydra.config.errors import Problem
 from maxhydra.config.values import regex_problems
 
@@ -145,7 +145,7 @@ class Adapter(Schema):
     kind: AdapterKind = AdapterKind.none
     """none trains the model's own weights; lora a low-rank update of selected projections (Hu et al., 2021); qlora the
     same over projections quantized to 4 bits (Dettmers et al., 2023)."""
-    rank: int | None = option(None, ge=1)
+    rank: int | None = option(None, ge=1, le=MAX_WIDTH)
     """lora, qlora: rank of the update."""
     alpha: float | None = option(None, gt=0)
     """lora, qlora: the update is scaled by alpha / rank."""

@@ -4,14 +4,25 @@ Metric names are known before a run starts, so that a sweep over a metric that i
 job.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from fnmatch import fnmatch
 
-from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.declare import MAX_CONTEXT, Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.schema.model import Model
 from maxhydra.record.log import printable
+
+# Kinds of inputs that a run records and compares when it resumes.
+INPUT_KINDS = ("base", "teacher", "reference", "data", "tokenizer", "template", "reward")
+# Largest train.loss_chunk that an error suggests.
+MAX_CHUNK_SHOWN = 2**16
+# File systems accept 255 bytes in a name and 4095 in a path; temporary files add a suffix to the name.
+MAX_NAME_PART, MAX_NAME = 200, 1000
+# Characters that need quoting in shells, URLs or Hydra overrides. Sweeps name their runs 0_learning_rate=0.1,steps=2.
+UNUSUAL = re.compile(r"[^-\w.=,+/]")
+ACCEPTED_NAMES = f"letters, digits, - _ . = , + and /, at most {MAX_NAME_PART} bytes between two /"
 
 
 class Nonfinite(Enum):
@@ -35,6 +46,12 @@ class SaveMode(Enum):
 class TrackerMode(Enum):
     online = "online"
     offline = "offline"
+
+
+def new_name_problem(name: str) -> Problem | None:
+    """Return the problem of the name of a new run or sweep. Existing ones keep names that were accepted earlier."""
+    unusual = " ".join(repr(character) for character in sorted(set(UNUSUAL.findall(name))))
+    return Problem("run.name", f"contains {unusual}", name, ACCEPTED_NAMES) if unusual else None
 
 
 @schema
@@ -63,19 +80,28 @@ class Run(Schema):
     """Tags to find the run by."""
     notes: str = ""
     """Free text about the run."""
+    accept_changed_inputs: list[str] = option([])
+    """Kinds of inputs that may differ from the run's last session: base, teacher, reference, data, tokenizer, template,
+    reward. Otherwise a run whose files have changed does not resume."""
+    accept_changed_config: list[str] = option([])
+    """Keys or sections that may differ from the run's last session, or, in a new run, from the run whose weights it
+    loads, such as model.kinds.layer.attention.rope.theta."""
 
     def check(self) -> Iterator[Problem]:
-        if self.name is not None and (
-            not self.name.strip() or self.name.startswith(("/", ".")) or ".." in self.name.split("/")
-        ):
-            yield Problem(
-                "name",
-                "is not a folder name under run.outputs",
-                value=self.name,
-                accepted="letters, digits, - _ . and /",
-            )
         yield from control_problems("tags", self.tags)
         yield from control_problems("notes", [self.notes], keep="\n\t")
+        for kind in self.accept_changed_inputs:
+            if kind not in INPUT_KINDS:
+                accepted, hint = ", ".join(INPUT_KINDS), did_you_mean(kind, INPUT_KINDS)
+                yield Problem("accept_changed_inputs", "contains an unknown kind", kind, accepted=accepted, hint=hint)
+        if self.name is None:
+            return
+        parts = self.name.split("/")
+        if not self.name.strip() or self.name.startswith(("/", ".")) or ".." in parts or "\0" in self.name:
+            reason = "is not a folder name under run.outputs"
+            yield Problem("name", reason, value=self.name, accepted=ACCEPTED_NAMES)
+        elif len(self.name) > MAX_NAME or max(len(part.encode(errors="replace")) for part in parts) > MAX_NAME_PART:
+            yield Problem("name", f"has {len(self.name)} characters", value=self.name, accepted=ACCEPTED_NAMES)
 
 
 def control_problems(path: str, texts: Iterable[str], *, keep: str = "") -> Iterator[Problem]:
@@ -138,7 +164,7 @@ class Train(Schema):
 
     steps: int = option(1000, ge=1, le=2**31 - 1)
     """Optimizer steps."""
-    seq_len: int = option(1024, ge=1)
+    seq_len: int = option(1024, ge=1, le=MAX_CONTEXT)
     """Tokens per sequence."""
     per_device_batch_size: float = option(8, gt=0)
     """Sequences per device in one forward pass; a fraction if several devices share a sequence."""
@@ -184,7 +210,7 @@ class Train(Schema):
                 accepted=f"over 0 and under {self.per_device_batch_size:g}, or null",
             )
         if 0 < self.loss_chunk < self.seq_len and self.seq_len % self.loss_chunk:
-            divisors = [str(n) for n in range(1, self.seq_len) if self.seq_len % n == 0]
+            divisors = [str(n) for n in range(1, min(self.seq_len, MAX_CHUNK_SHOWN)) if self.seq_len % n == 0]
             yield Problem(
                 "loss_chunk",
                 f"does not divide seq_len={self.seq_len}",

@@ -51,7 +51,7 @@ def open_file(path: Path, file_cache: FileCache) -> Records:
     try:
         with need("pyarrow.parquet", SETTING).ParquetFile(path) as file:
             return ParquetFile(path, file_cache, file.metadata, file.schema_arrow.names)
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, ValueError, TypeError) as error:
         return Unreadable(path, f"not a complete Parquet file: {error}")
 
 
@@ -98,6 +98,6 @@ class ParquetFile:
             options = {"metadata": self._metadata, "page_checksum_verification": True}
             with need("pyarrow.parquet", SETTING).ParquetFile(self._path, **options) as file:
                 table = file.read_row_group(number, columns=self._columns, use_threads=False)
-        except (arrow.ArrowException, OSError) as error:
+        except (arrow.ArrowException, OSError, ValueError, TypeError) as error:
             return Group(f"row group {number} cannot be read: {error}", 0)
         return Group({name: table.column(name).combine_chunks() for name in table.column_names}, table.nbytes)

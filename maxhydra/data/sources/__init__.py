@@ -1,14 +1,16 @@
 """Sources of records or rows. One module per kind of source, chosen by data.source.
 
 Each module has `open_source(corpus, data, spec) -> Source`; `data` is the whole section, for the tokenizer and the
-cache.
+cache. One that reads files also has `input_files(corpus, data)`.
 """
 
 import dataclasses
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from maxhydra.config.schema.data import ROLES, Corpus, Data
+from maxhydra.data.files import find_files
 from maxhydra.data.record_types import RecordType
 from maxhydra.data.records import BadRecord, Record, Records, RecordStream
 from maxhydra.data.rows import Rows, RowSpec
@@ -47,6 +49,24 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> Source:
     """Open the source that a corpus names."""
     opened: Source = importlib.import_module(f"{__name__}.{corpus.source}").open_source(corpus, data, spec)
     return opened
+
+
+def input_files(corpus: Corpus, data: Data) -> dict[str, list[Path]]:
+    """Files that a corpus reads, by the field that names them; empty for generated and remote data.
+
+    A module that reads files has a function `input_files(corpus, data)` of its own.
+    """
+    module = importlib.import_module(f"{__name__}.{corpus.source}")
+    find: Callable[[Corpus, Data], dict[str, list[Path]]] = getattr(module, "input_files", lambda corpus, data: {})
+    return find(corpus, data)
+
+
+def named_files(
+    corpus: Corpus, data: Data, endings: tuple[str, ...], fields: Sequence[str] = ("path", "eval_path")
+) -> dict[str, list[Path]]:
+    """Files that the fields of a corpus name."""
+    names = {field: getattr(corpus, field) for field in fields}
+    return {field: find_files(name, data.cache, endings=endings) for field, name in names.items() if name is not None}
 
 
 def columns_of(corpus: Corpus) -> tuple[str, ...] | None:

@@ -16,8 +16,10 @@ from maxhydra.data.record_types import Rejected
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row, RowSpec, make_row
 from maxhydra.data.sources import RecordSource, columns_of, hold_out
-from maxhydra.data.sources.tfds import find_build, open_split
+from maxhydra.data.sources.tfds import find_build, input_files, open_split
 from maxhydra.data.tokenizers import load_tokenizer
+
+__all__ = ["input_files", "open_source"]
 
 IDS = "ids"
 

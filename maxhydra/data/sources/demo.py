@@ -14,5 +14,9 @@ def files(corpus: Corpus, data: Data) -> list[Path]:
     return [TEXT]
 
 
+def input_files(corpus: Corpus, data: Data) -> dict[str, list[Path]]:
+    return {"source": [TEXT]}
+
+
 def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RowSource:
     return read_files(files(corpus, data), corpus, data, spec)

@@ -13,15 +13,21 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.data import Corpus, Data, OnError
 from maxhydra.data.files import find_files
 from maxhydra.data.formats import ENDINGS, ConcatRecords, open_files
-from maxhydra.data.formats.file_cache import FileCache
+from maxhydra.data.formats.file_cache import FileCache, Unreadable
 from maxhydra.data.records import Records
 from maxhydra.data.rows import RowSpec
-from maxhydra.data.sources import RecordSource, columns_of, hold_out
+from maxhydra.data.sources import RecordSource, columns_of, hold_out, named_files
 
 # Index that task=tokenize writes next to its shards.
 INDEX = "index.json"
+# Unreadable files that one error lists.
+MAX_SHOWN = 5
 
 log = logging.getLogger("maxhydra")
+
+
+def input_files(corpus: Corpus, data: Data) -> dict[str, list[Path]]:
+    return named_files(corpus, data, _endings())
 
 
 def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource:
@@ -34,15 +40,26 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource:
 
 def open_records(names: str, corpus: Corpus, data: Data) -> Records:
     """Open the records of the named files."""
-    endings = tuple(ending for of_format in ENDINGS.values() for ending in of_format)
-    paths = find_files(names, data.cache, endings=endings)
+    paths = find_files(names, data.cache, endings=_endings())
     # Other record types read optional columns too, such as weights next to tokens.
     columns = columns_of(corpus) if corpus.record_type == "text" else None
     _check_finished(paths)
     file_cache = FileCache(Path(data.cache).expanduser(), columns)
     files = open_files(paths, corpus.format, file_cache)
+    _check_readable(files)
     _check_empty([path for path, file in zip(paths, files, strict=True) if not len(file)], data)
     return ConcatRecords(files)
+
+
+def _endings() -> tuple[str, ...]:
+    return tuple(ending for of_format in ENDINGS.values() for ending in of_format)
+
+
+def _check_readable(files: Sequence[Records]) -> None:
+    """Raise if none of the files can be read. With others to read, a bad file is one bad record (data.on_error)."""
+    unreadable = [file for file in files if isinstance(file, Unreadable)]
+    if len(unreadable) == len(files):
+        raise ConfigError([Problem("data.path", file.reason, value=file.path) for file in unreadable[:MAX_SHOWN]])
 
 
 def _check_finished(paths: Sequence[Path]) -> None:

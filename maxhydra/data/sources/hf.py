@@ -20,7 +20,7 @@ from maxhydra.data.files import find_files
 from maxhydra.data.formats.parquet import rows_to_records
 from maxhydra.data.records import BadRecord, Cursor, Record, Records, RecordStream, need
 from maxhydra.data.rows import RowSpec
-from maxhydra.data.sources import RecordSource, StreamSource, hold_out
+from maxhydra.data.sources import RecordSource, StreamSource, hold_out, named_files
 
 SETTING = "data.source=hf"
 
@@ -62,6 +62,23 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource | Str
     if evaluation is None:
         return hold_out(records, corpus.eval_fraction)
     return RecordSource(train=records, evaluation=HfRecords(title, evaluation))
+
+
+def input_files(corpus: Corpus, data: Data) -> dict[str, list[Path]]:
+    """Local files and saved datasets. Datasets of the hub are not covered: the library caches them by revision."""
+    found: dict[str, list[Path]] = {}
+    for field in ("name", "eval_name", "path", "eval_path"):
+        location = getattr(corpus, field)
+        if location is None or "://" in location or (corpus.name is not None and "path" in field):
+            continue
+        folder = Path(location).expanduser()
+        if "name" in field or any((folder / name).is_file() for name in SAVED):
+            # The library writes the caches of transformed datasets next to the data.
+            files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith((".", "cache-")))
+            found |= {field: sorted(files)} if folder.is_dir() else {}
+        else:
+            found |= named_files(corpus, data, tuple(BUILDERS), [field])
+    return found
 
 
 def _load(corpus: Corpus, data: Data, *, path: str | None, split: str) -> Any:

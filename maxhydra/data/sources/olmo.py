@@ -24,7 +24,7 @@ from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.data.files import find_files
 from maxhydra.data.formats.file_cache import HANDLES, LruCache
 from maxhydra.data.rows import Row, Rows, RowSpec, make_row
-from maxhydra.data.sources import RowSource
+from maxhydra.data.sources import RowSource, named_files
 
 VERSION = "1"
 MAGIC = b"\x93NUMPY"
@@ -41,6 +41,18 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RowSource:
         return RowSource(train=train, evaluation=_read_index(corpus.eval_path, corpus, data, spec))
     boundary = len(train) - min(max(1, round(len(train) * corpus.eval_fraction)), len(train))
     return RowSource(train=RowSlice(train, 0, boundary), evaluation=RowSlice(train, boundary, len(train)))
+
+
+def input_files(corpus: Corpus, data: Data) -> dict[str, list[Path]]:
+    """The index files and the shards that they list."""
+    found = named_files(corpus, data, (".json",))
+    for paths in found.values():
+        del paths[1:]
+        index = json.loads(paths[0].read_text(encoding="utf-8"))
+        entries = index.get("files", []) if isinstance(index, dict) else []
+        shards = [_local_path(str(entry["path"]), paths[0], corpus) for entry in entries if "path" in entry]
+        paths += [path for path in shards if path.is_file()]
+    return found
 
 
 def _read_index(names: str, corpus: Corpus, data: Data, spec: RowSpec) -> "TokenShards":

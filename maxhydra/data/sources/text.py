@@ -9,7 +9,7 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.data.files import find_files
 from maxhydra.data.rows import ContiguousRows, RowSpec
-from maxhydra.data.sources import RowSource
+from maxhydra.data.sources import RowSource, named_files
 from maxhydra.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
 
 
@@ -17,6 +17,10 @@ def files(corpus: Corpus, data: Data) -> list[Path]:
     """Training files; a part of them is held out unless there are evaluation files."""
     assert corpus.path is not None
     return find_files(corpus.path, data.cache, endings=(".txt",))
+
+
+def input_files(corpus: Corpus, data: Data) -> dict[str, list[Path]]:
+    return named_files(corpus, data, (".txt",))
 
 
 def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RowSource:

@@ -37,6 +37,18 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource:
     return RecordSource(train=train, evaluation=evaluation)
 
 
+def input_files(corpus: Corpus, data: Data) -> dict[str, list[Path]]:
+    """All files of the builds; `c4/en:3.0.1` is the folder c4/en/3.0.1 of data_dir."""
+    root = Path(corpus.data_dir or "~/tensorflow_datasets").expanduser()
+    names = {"name": corpus.name, "eval_name": corpus.eval_name}
+    folders = {field: root / name.replace(":", "/") for field, name in names.items() if name is not None}
+    return {
+        field: sorted(path for path in folder.rglob("*") if path.is_file())
+        for field, folder in folders.items()
+        if folder.is_dir()
+    }
+
+
 def open_split(build: Any, split: str, columns: tuple[str, ...] | None, cache: str) -> Records:
     """Open the records of a split, or of a slice such as train[:10%]."""
     try:

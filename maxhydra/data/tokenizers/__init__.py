@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back. One module per kind, chosen by data.tokenizer.kind.
 
-Each module has `build(config) -> Tokenizer`. Helpers that the kinds share are here too: special tokens, chat template
-source, blocks of text, id dtypes.
+Each module has `build(config) -> Tokenizer`, and `input_files(config)` if it reads files. Helpers that the kinds share
+are here too: special tokens, chat template source, blocks of text, id dtypes.
 """
 
 import dataclasses
@@ -129,6 +129,22 @@ def describe(error: BaseException) -> str:
     """First line of an error, shortened: it may contain a part of the file."""
     kind = "" if type(error) is Exception else f"{type(error).__name__}: "
     return kind + (str(error).strip().splitlines() or ["no reason given"])[0][:200]
+
+
+def input_files(config: Config) -> list[Path]:
+    """Files that the tokenizer reads, apart from a chat template; none if it is built in."""
+    find: Callable[[Config], list[Path]]
+    find = getattr(importlib.import_module(f"{__name__}.{config.kind}"), "input_files", lambda config: [])
+    return [path for path in find(config) if path.is_file()]
+
+
+def template_files(config: Config) -> list[Path]:
+    """The file of the chat template: named by the config, built in, or next to tokenizer.json."""
+    path = Path(config.path or "").expanduser()
+    beside = (path if path.is_dir() else path.parent) / "chat_template.jinja"
+    named = config.chat_template
+    paths = [beside] if named is None else [Path(named).expanduser(), TEMPLATES / f"{named}.jinja"]
+    return [found for found in paths if found.is_file() and (named is not None or config.kind == "hf")][:1]
 
 
 def check_vocabulary(tokenizer: Tokenizer, data: Data, spec: RowSpec) -> None:

@@ -7,6 +7,7 @@ rejected: text that is split differently becomes tokens that the model never saw
 import json
 from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from maxhydra.config.schema.data import Tokenizer as Config
@@ -20,6 +21,10 @@ KEY = "data.tokenizer.path"
 CONTROL, USER_DEFINED = 3, 4
 IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id"}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
+def input_files(config: Config) -> list[Path]:
+    return [locate(KEY, config.path or "")]
 
 
 def build(config: Config) -> HuggingFaceTokenizer:

@@ -37,6 +37,10 @@ _NEUTRAL_STEPS = (
     {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
     {"type": "Prepend", "prepend": "▁"},
 )
+# Settings next to tokenizer.json; the later file overrides the earlier.
+SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
+# Endings of files in a model's folder that are not part of its tokenizer.
+WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".jinja")
 ROLES = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token"}
 
 
@@ -224,7 +228,7 @@ def _read_object(config: Config, path: Path) -> dict[str, Any]:
 def _settings(config: Config, folder: Path) -> dict[str, Any]:
     """Read the settings files next to tokenizer.json; newer formats override older ones."""
     settings: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for name in SETTINGS:
         path = folder / name
         if path.is_file():
             settings |= _read_object(config, path)
@@ -255,6 +259,15 @@ def _convert(config: Config, folder: Path) -> tuple[dict[str, Any], dict[str, An
         raise wrong(config, "path", "has a slow tokenizer, which gives no offsets", config.path, hint=hint)
     settings = {key: getattr(converted, key) for key in ROLES.values()} | {"chat_template": converted.chat_template}
     return json.loads(converted.backend_tokenizer.to_str()), settings
+
+
+def input_files(config: Config) -> list[Path]:
+    """tokenizer.json and the settings next to it; without it, all files of the folder except weights."""
+    path = Path(config.path or "").expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        return [file, *(file.parent / name for name in SETTINGS)]
+    return sorted(found for found in path.glob("*") if found.suffix not in WEIGHTS)
 
 
 def build(config: Config) -> HuggingFaceTokenizer:

@@ -103,6 +103,10 @@ class SentencePieceTokenizer:
         return text
 
 
+def input_files(config: Config) -> list[Path]:
+    return [Path(config.path or "").expanduser()]
+
+
 def build(config: Config) -> SentencePieceTokenizer:
     assert config.path is not None
     path = Path(config.path).expanduser()

@@ -99,12 +99,22 @@ def _settings(config: Config, path: Path) -> dict[str, Any]:
     return settings
 
 
+def input_files(config: Config) -> list[Path]:
+    """The file of tokens and its settings; none for the name of an encoding, whose hash the library checks."""
+    path = Path(config.path or "").expanduser()
+    return [path, _settings_path(path)]
+
+
+def _settings_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")
+
+
 def build(config: Config) -> TiktokenTokenizer:
     assert config.path is not None
     library = need("tiktoken", "data.tokenizer.kind=tiktoken")
     path = Path(config.path).expanduser()
     if path.is_file():
-        settings = _settings(config, path.with_name(f"{path.name}.json"))
+        settings = _settings(config, _settings_path(path))
         encoding = library.Encoding(
             path.stem,
             pat_str=settings.get("pattern", PATTERN),
