@@ -8,6 +8,7 @@ import sys
 import maxhydra.convert
 from maxhydra.cli.help import commands, help_text
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
+from maxhydra.record.log import printable
 
 OK, FAILED, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
 
@@ -38,7 +39,7 @@ def run(arguments: list[str]) -> int:
     except ConfigError as error:
         return report(error)
     except RunFailed as error:
-        print(f"maxhydra: {error}", file=sys.stderr)
+        print(f"maxhydra: {printable(str(error))}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -63,7 +64,7 @@ def describe_file_error(error: OSError) -> str:
 def report(error: ConfigError) -> int:
     """Print all problems of a config and return the exit code."""
     count = len(error.problems)
-    print(f"maxhydra: {count} problem{'s' if count > 1 else ''}\n{error}", file=sys.stderr)
+    print(f"maxhydra: {count} problem{'s' if count > 1 else ''}\n{printable(str(error))}", file=sys.stderr)
     return WRONG_CONFIG
 
 

@@ -17,6 +17,7 @@ from maxhydra.config.schema.run import new_name_problem
 from maxhydra.launch.base import LauncherSettings
 from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import launcher_settings
+from maxhydra.record import redact_argv
 from maxhydra.sweep.plan import Settings, SweepPlan, write_plan
 
 # Overrides that are set anew for every job, and so are not part of the plan.
@@ -48,7 +49,7 @@ def run_sweep_job(node: DictConfig) -> float | None:
     from maxhydra.cli.run_job import execute  # noqa: PLC0415
     from maxhydra.runtime import signals  # noqa: PLC0415
 
-    print(f"job {hydra.job.num}: {' '.join(overrides)}", flush=True)
+    print(f"job {hydra.job.num}: {' '.join(redact_argv(overrides))}", flush=True)
     objective = execute(config, choices, overrides=overrides, path=Path(hydra.runtime.output_dir))
     if (name := signals.last_request()) is not None:
         # The signal arrived when the job was about to finish; it also asks the sweep to end.

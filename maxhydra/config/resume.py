@@ -20,6 +20,7 @@ from maxhydra.config.migrations import migrate_config
 from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema.config import Config
 from maxhydra.config.schema.model import Model
+from maxhydra.record.redact import redact_config
 
 ACCEPT_CONFIG = "run.accept_changed_config"
 # libyaml is ten times faster, if PyYAML was built with it.
@@ -121,6 +122,8 @@ def config_changes(stored_yaml: str, config: Config, *, hidden: str) -> list[Con
     if before.get("name") == now.get("name") and task in task_schemas():
         found = [change for change in found if not change.key.startswith("task.")]
         found += _section_changes(task_schemas()[task], before, now, "task")
+    # A value of a variable is stored as its reference.
+    found = [change for change in found if change.before != redact_config(change.now, change.key)]
     return [change for change in found if hidden not in str(change.before) and hidden not in str(change.now)]
 
 

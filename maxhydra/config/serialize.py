@@ -1,5 +1,9 @@
 """Configs as YAML and back, without Hydra: config.yaml of a run folder, job.yaml of a worker."""
 
+import os
+from collections.abc import Iterator
+from typing import Any
+
 from omegaconf import OmegaConf
 
 from maxhydra.config.compose.merge import DEFAULT, ConfigMerge
@@ -10,6 +14,7 @@ from maxhydra.config.fields import walk
 from maxhydra.config.migrations import migrate_value, migrated_entries
 from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema.config import Config
+from maxhydra.record.redact import HIDDEN, redact_config, secret_paths, variables_in
 
 
 def to_yaml(config: Config) -> str:
@@ -17,9 +22,42 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def from_yaml(text: str, source: str = "config.yaml") -> Config:
-    """Return the config that `to_yaml` wrote, validated; `source` is the file name in error messages."""
-    return _validate(_merge(text, source))
+def to_stored_yaml(config: Config) -> str:
+    """Return a config as YAML without secrets: `${oc.env:NAME}` for values of variables, *** for others."""
+    return OmegaConf.to_yaml(OmegaConf.create(stored_values(config)))
+
+
+def stored_values(config: Config) -> dict[str, Any]:
+    """Return the plain values that `to_stored_yaml` writes."""
+    values: dict[str, Any] = redact_config(_to_plain(config))
+    return values
+
+
+def to_job_yaml(config: Config) -> str:
+    """Return a config as YAML from which another process can run it; raise ConfigError if it contains secrets."""
+    if paths := list(secret_paths(_to_plain(config))):
+        reason = "looks like a secret, which cannot be stored in the file of a job"
+        hint = "pass it by a variable of the job's environment: {}='${{oc.env:NAME}}'"
+        raise ConfigError(Problem(path, reason, hint=hint.format(path)) for path in paths)
+    return to_stored_yaml(config)
+
+
+def stored_secrets(config: Config) -> list[str]:
+    """Return the dotted paths whose values `to_stored_yaml` replaces by ***."""
+    return list(secret_paths(_to_plain(config)))
+
+
+def _to_plain(config: Config) -> Any:
+    return OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+
+
+def from_yaml(text: str, source: str = "config.yaml", *, is_run: bool = False) -> Config:
+    """Return the config that `to_yaml` wrote, validated; `source` is the file name in error messages.
+
+    To run it, all variables that it refers to must be set, and all secrets known. To read the settings of another run
+    (`is_run=False`), references to variables that are not set remain as text.
+    """
+    return _validate(_merge(text, source, is_run=is_run))
 
 
 def with_overrides(config: Config, overrides: list[str]) -> Config:
@@ -27,7 +65,7 @@ def with_overrides(config: Config, overrides: list[str]) -> Config:
     # Parsing overrides needs Hydra, which a worker that only reads its config does not import.
     from maxhydra.config.compose.overrides import apply_override, parse  # noqa: PLC0415
 
-    merge = _merge(to_yaml(config), "config.yaml")
+    merge = _merge(to_yaml(config), "config.yaml", is_run=True)
     parsed = parse(overrides, loader=None)
     merge.problems += parsed.problems
     for override in parsed.overrides:
@@ -35,12 +73,16 @@ def with_overrides(config: Config, overrides: list[str]) -> Config:
     return _validate(merge)
 
 
-def _merge(text: str, source: str) -> ConfigMerge:
+def _merge(text: str, source: str, *, is_run: bool) -> ConfigMerge:
     """Merge the values of a config's YAML over the schema, with renamed keys under their current names."""
     content = _migrate_sourced(parse_yaml(text, source))
     if not isinstance(content.value, dict):
         raise ConfigError(Problem(source, "is not a config", accepted="a mapping of sections"))
     merge = ConfigMerge()
+    if is_run:
+        merge.problems += _hidden_values(content)
+    else:
+        content = _keep_unset_variables(content)
     task = content.value.get("task")
     name = task.value.get("name") if task is not None and isinstance(task.value, dict) else None
     if name is not None and name.value in task_schemas():
@@ -77,3 +119,28 @@ def _migrate_sourced(values: SourcedValue, path: str = "") -> SourcedValue:
         return SourcedValue(migrate_value(path, values.value), values.source)
     entries = migrated_entries(values.value, path)
     return SourcedValue({key: _migrate_sourced(item, here) for here, key, item in entries}, values.source)
+
+
+def _hidden_values(values: SourcedValue, path: str = "") -> Iterator[Problem]:
+    """Yield the values that were redacted when the config was stored."""
+    if isinstance(values.value, dict):
+        for key, item in values.value.items():
+            yield from _hidden_values(item, f"{path}.{key}" if path else key)
+    elif HIDDEN in str(values.value):
+        hint = f"start the run with its command again, best with {path}='${{oc.env:NAME}}'"
+        yield Problem(path, "was a secret, whose value was not stored", values.value, hint=hint, source=values.source)
+
+
+def _keep_unset_variables(values: SourcedValue) -> SourcedValue:
+    """Escape `${oc.env:NAME}` of variables that are not set."""
+    if isinstance(values.value, dict):
+        return SourcedValue({key: _keep_unset_variables(item) for key, item in values.value.items()}, values.source)
+    return SourcedValue(_escape_unset(values.value), values.source)
+
+
+def _escape_unset(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_escape_unset(item) for item in value]
+    if not isinstance(value, str) or all(name in os.environ for name in variables_in(value)):
+        return value
+    return value.replace("${", "\\${")

@@ -1,22 +1,16 @@
-"""Worker processes that are spawned, ignore the signals of a run, and exit with their parent.
-
-Other pools of spawned processes can use `spawn_context`, `ignore_run_signals` and `exit_with_parent`.
-"""
+"""Worker processes that are spawned, ignore the signals of a run, and exit with their parent."""
 
 import os
-import signal
 import threading
 import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-# Not forked: the threads of JAX and of tokenizers do not survive a fork.
-spawn_context = get_context("spawn")
+from maxhydra.record.processes import exit_with_parent, ignore_run_signals, spawn_context
 
 
 class WorkerDied(Exception):
@@ -78,28 +72,6 @@ def _kill(processes: list[BaseProcess]) -> None:
         process.kill()
     for process in processes:
         process.join()
-
-
-def ignore_run_signals() -> None:
-    """Ignore SIGINT, SIGTERM, SIGUSR1 and SIGHUP in a worker process.
-
-    A terminal or a cluster signals every process of a run; the run then saves a checkpoint, for which it still needs
-    its workers.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def exit_with_parent() -> None:
-    """Start a thread that exits this worker process as soon as its parent does, even in the middle of a long call."""
-    threading.Thread(target=_wait_for_parent, daemon=True).start()
-
-
-def _wait_for_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _serve(pipe: Connection, initializer: Callable[[], None]) -> None:

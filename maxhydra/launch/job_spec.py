@@ -18,7 +18,7 @@ from typing import Any
 
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.migrations import migrate_config, migrate_overrides
-from maxhydra.config.serialize import from_yaml, to_yaml
+from maxhydra.config.serialize import from_yaml, to_job_yaml
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import replace_file, to_json
 from maxhydra.record.redact import redact_argv, redact_text
@@ -38,7 +38,7 @@ class JobSpec:
     def files(self) -> dict[str, str]:
         """Map file names to contents. Overrides are recorded for display only, so secrets in them are redacted."""
         facts = {"choices": self.choices, "overrides": redact_argv(self.overrides), "config_dir": self.config_dir}
-        return {CONFIG: to_yaml(self.config), FACTS: json.dumps(facts, indent=1) + "\n"}
+        return {CONFIG: to_job_yaml(self.config), FACTS: json.dumps(facts, indent=1) + "\n"}
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,10 +46,10 @@ class JobSpec:
             replace_file(folder / name, content)
 
 
-def read_job_spec(path: Path) -> JobSpec:
+def read_job_spec(path: Path, *, is_run: bool = False) -> JobSpec:
     """Read the job whose config is at `path`; job.json next to it is optional. Raises ConfigError."""
     try:
-        config = from_yaml(path.read_text(encoding="utf-8"), str(path))
+        config = from_yaml(path.read_text(encoding="utf-8"), str(path), is_run=is_run)
         # In a run folder, run.json holds the same keys for the run's config.yaml.
         candidates = [file for name in (FACTS, "run.json") if (file := path.with_name(name)).exists()]
         facts = json.loads(candidates[0].read_text(encoding="utf-8")) if candidates else {}

@@ -2,13 +2,35 @@
 
 import contextlib
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from maxhydra.record.redact import redact_text
+
 NAME = "maxhydra"
 # Log records with this attribute go to log.txt only, because the terminal shows the same information differently.
 FILE_ONLY = {"file_only": True}
+
+
+# Control characters, also those of 8 bits, of the direction of text, and halves of a surrogate pair.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str, *, keep: str = "\n\t") -> str:
+    """Return a text whose control characters, except those in `keep`, are written as \\u001b.
+
+    Names, notes and logs of a run are printed on the terminals of others, which execute escape sequences.
+    """
+    return _CONTROL.sub(lambda match: match[0] if match[0] in keep else f"\\u{ord(match[0]):04x}", text)
+
+
+class _Formatter(logging.Formatter):
+    """Redacts secrets, and neutralizes control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(redact_text(super().format(record)))
 
 
 class _Console(logging.Handler):
@@ -44,11 +66,11 @@ def logging_to(path: Path | None, *, console: bool) -> Iterator[logging.Logger]:
 
 def _console_handler(level: int) -> logging.Handler:
     handler = _Console(level)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(_Formatter("%(message)s"))
     return handler
 
 
 def _file_handler(path: Path) -> logging.Handler:
     handler = logging.FileHandler(path, mode="a", encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     return handler

@@ -21,7 +21,7 @@ from maxhydra.record.atomic_io import acquire_lock, is_lost, process_start, read
 from maxhydra.record.facts import DAMAGED, FACTS, RUN_FORMAT, Facts, free_name, parse_facts, rebuild_facts
 from maxhydra.record.formats import NewerFormatError, stamp
 from maxhydra.record.provenance import environment
-from maxhydra.record.redact import redact_text
+from maxhydra.record.redact import redact_facts, redact_text
 
 LABELS = "labels.json"
 
@@ -30,8 +30,9 @@ def change_labels(folder: Path, *, add: Iterable[str], remove: Iterable[str], no
     """Add and remove tags (also those set by the config), and replace the note unless it is None."""
     with _label_lock(folder):
         labels = read_labels(folder)
-        tags = {**labels.get("tags", {}), **dict.fromkeys(add, True), **dict.fromkeys(remove, False)}
-        new_note = labels.get("note") if note is None else note
+        added = [redact_text(tag) for tag in add]
+        tags = {**labels.get("tags", {}), **dict.fromkeys(added, True), **dict.fromkeys(remove, False)}
+        new_note = labels.get("note") if note is None else redact_text(note)
         replace_file(folder / LABELS, to_json({"tags": tags, "note": new_note}, indent=2) + "\n")
         # Update the mtime of run.json, so that watchers of run.json notice the change.
         os.utime(folder / FACTS)
@@ -151,7 +152,7 @@ class RunDirectory:
         self._acquire_lock()
         previous = self._previous_facts()
         earlier = [_close_lost(session, previous) for session in previous.get("sessions", [])]
-        known = {**environment(), **to_plain(facts)}
+        known = {**environment(), **redact_facts(to_plain(facts))}
         git = self._store_diff(known.pop("git"), known.pop("diff"), number=len(earlier) + 1)
         self._earlier_inputs = {name: previous[name] for name in INPUT_FACTS if name in previous}
         self._replace_config(config_yaml, number=len(earlier) + 1)
@@ -300,7 +301,7 @@ class RunDirectory:
         return facts
 
     def _merge(self, facts: Mapping[str, Any]) -> None:
-        for name, value in to_plain(facts).items():
+        for name, value in redact_facts(to_plain(facts)).items():
             if name in SESSION_FACTS:
                 self._facts["sessions"][-1][name] = value
             known = self._facts.get(name)

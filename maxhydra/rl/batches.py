@@ -43,6 +43,8 @@ class RolloutBatches:
         self._current: Rollout | None = None
         self._uses_left = 0
         """Updates that are still to be made on the current rollout."""
+        self._num_informative = 0
+        """Rollouts used so far with a group whose rewards differ."""
         self._batch: Batch = {}
         self._position: dict[str, Any] | None = None
         """The position before the rollout that is being sampled on-policy."""
@@ -69,6 +71,7 @@ class RolloutBatches:
             "ahead": queued,
             "current": current,
             "uses": self._uses_left,
+            "informative": self._num_informative,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -77,9 +80,12 @@ class RolloutBatches:
         self._queue = deque(self._thread.submit(Rollout.from_json, rollout) for rollout in state["ahead"])
         if state["current"] is not None:
             self._set_current(Rollout.from_json(state["current"]), uses=int(state["uses"]))
+        # After _set_current, which counts the rollout a second time; older checkpoints have no count.
+        self._num_informative = int(state.get("informative", 1))
 
     def metrics(self) -> dict[str, float]:
-        return {**self._loader.metrics(), **(self._current.metrics if self._current else {})}
+        rollout_metrics = self._current.metrics if self._current else {}
+        return {**self._loader.metrics(), **rollout_metrics, "groups/informative": float(self._num_informative)}
 
     def close(self) -> None:
         for future in self._queue:
@@ -93,6 +99,7 @@ class RolloutBatches:
     def _set_current(self, rollout: Rollout, *, uses: int) -> None:
         self._current, self._uses_left = rollout, uses
         self._batch = self._to_device(rollout.columns)
+        self._num_informative += rollout.metrics["groups/degenerate"] < 1
 
     def _next(self, weights: Tree) -> Rollout:
         """The next rollout. One that is sampled ahead needs a copy of the weights, which the next step donates."""

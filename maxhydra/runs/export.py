@@ -1,11 +1,13 @@
 """Export runs as one table with a row per run, as CSV, Parquet, or a pandas DataFrame."""
 
 import csv
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.record.redact import redact_value
 from maxhydra.runs.query import select_runs
 from maxhydra.runs.registry import Registry, Run
 
@@ -23,12 +25,19 @@ def run_table(registry: Registry, runs: Sequence[Run]) -> Table:
     names = [name for name in Run._fields if name not in ("id", "change", "tags")]
     columns: Table = {name: [getattr(run, name) for run in runs] for name in names}
     columns["tags"] = [",".join(run.tags) for run in runs]
+    columns = {name: [_redact(name, value) for value in values] for name, values in columns.items()}
     ids = [run.id for run in runs]
     for prefix, by_run in (("", registry.settings(ids)), ("metric:", registry.metrics(ids))):
         for key in dict.fromkeys(key for values in by_run.values() for key in values):
             name = f"{prefix}{key}" if f"{prefix}{key}" not in columns else f"config:{key}"
-            columns[name] = [by_run[id].get(key) for id in ids]
+            columns[name] = [_redact(key, by_run[id].get(key)) for id in ids]
     return columns
+
+
+@functools.lru_cache(maxsize=65536)
+def _redact(key: str, value: Any) -> Any:
+    """Redact the values of runs of older versions, whose files contain secrets. Cached: most values are repeated."""
+    return redact_value(key, value) if isinstance(value, str) else value
 
 
 def frame(outputs: Path | str = "outputs", *conditions: str) -> "pandas.DataFrame":

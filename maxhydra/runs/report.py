@@ -9,6 +9,7 @@ from typing import Any
 from maxhydra import __version__
 from maxhydra.record import RunDirectory, read_metrics
 from maxhydra.record.atomic_io import replace_file
+from maxhydra.record.redact import redact_facts, redact_value
 from maxhydra.runs.curves import Chart, Line, charts, encode
 from maxhydra.runs.page import (
     Html,
@@ -42,7 +43,7 @@ _MAIN_PACKAGES = ("maxhydra", "jax", "jaxlib", "flax", "optax", "orbax-checkpoin
 
 def write_report(run: RunDirectory) -> Path:
     """Write <run>/report.html from run.json, metrics.jsonl and config.yaml, in any state of the run."""
-    facts, rows = run.read(), read_metrics(run.metrics_path)
+    facts, rows = redact_facts(run.read()), read_metrics(run.metrics_path)
     config = read_config_text(run.config_path)
     run_charts = charts(rows)
     encoded = [{**chart.style, "lines": [encode(line) for line in chart.lines]} for chart in run_charts]
@@ -122,7 +123,7 @@ def _config(config: str) -> Html:
         element(
             "tr",
             element("th", setting.path, scope="row"),
-            element("td", setting.value),
+            element("td", redact_value(setting.path, setting.value)),
             class_="changed" if setting.changed else None,
         )
         for setting in list_settings(config)

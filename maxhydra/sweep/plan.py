@@ -11,7 +11,7 @@ from maxhydra.config.migrations import migrate_overrides
 from maxhydra.launch.base import LauncherSettings, SweepContext, Trial
 from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import launcher_from_json, lists_to_tuples
-from maxhydra.record import RunDirectory
+from maxhydra.record import RunDirectory, redact_argv
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.record.formats import NewerFormatError, migrate_format, stamp
 
@@ -141,10 +141,24 @@ def write_plan(plan: SweepPlan) -> None:
     if RunDirectory(plan.folder, writes=False).exists():
         reason, hint = "is an existing run, not a sweep", "choose another name"
         raise ConfigError(Problem("run.name", reason, value=plan.folder.name, hint=hint))
+    _check_secrets(plan)
     plan.folder.mkdir(parents=True, exist_ok=True)
     fields = {**dataclasses.asdict(plan), "folder": None, "launcher": plan.launcher.to_json()}
     stored = {**stamp(SWEEP_FORMAT), **fields}
     replace_file(plan.folder / FILE, json.dumps(stored, indent=1) + "\n")
+
+
+def _check_secrets(plan: SweepPlan) -> None:
+    """Raise ConfigError if an override contains a secret: sweep.json must be complete to resume the sweep."""
+    spaces = [f"{key}={value}" for key, value in plan.space.items()]
+    overrides = dict.fromkeys([*plan.fixed, *spaces, *(line for job in plan.listed for line in job)])
+    keys = [line.partition("=")[0] for line in overrides if redact_argv([line]) != [line]]
+    reason, hint = (
+        "looks like a secret, which cannot be stored in sweep.json",
+        "pass it by a variable: {}='${{oc.env:NAME}}'",
+    )
+    if keys:
+        raise ConfigError(Problem(key, reason, hint=hint.format(key)) for key in keys)
 
 
 def read_plan(folder: Path) -> SweepPlan:

@@ -9,6 +9,7 @@ with `TRAINS = True` resumes an existing run, whose config and inputs are compar
 import contextlib
 import dataclasses
 import importlib
+import logging
 import shutil
 import threading
 import time
@@ -22,13 +23,18 @@ from jax.experimental import multihost_utils
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.run import new_name_problem
-from maxhydra.config.serialize import to_yaml
+from maxhydra.config.serialize import stored_secrets, stored_values, to_stored_yaml
 from maxhydra.measure.record import OutOfMemoryError, explain_out_of_memory, require_memory, suggest_less_memory
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
 from maxhydra.record.atomic_io import from_number
 from maxhydra.record.formats import NewerFormatError
 from maxhydra.runtime import Machine, signals
 from maxhydra.tasks._resume import Session, prepare_session
+
+log = logging.getLogger("maxhydra")
+SECRET_WARNING = (
+    "%s looks like a secret and is stored as ***; pass it by a variable, %s='${oc.env:NAME}', to resume without it"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +123,7 @@ def _check_name(outputs: Path, name: str) -> None:
 
 def _run_recorded(job: Job, config_dir: str | None, task: ModuleType) -> Result:
     """Run the task in a session of its run, and record how it ended."""
-    machine = job.machine
+    machine, stored_run = job.machine, stored_values(job.config)["run"]
     session = Session(job.config, {})
     if getattr(task, "TRAINS", False):
         session = prepare_session(job.config, job.run, devices=machine.devices, processes=machine.process_count)
@@ -126,8 +132,8 @@ def _run_recorded(job: Job, config_dir: str | None, task: ModuleType) -> Result:
         "choices": job.choices,
         "overrides": redact_argv(list(job.overrides)),
         **({} if config_dir is None else {"config_dir": config_dir}),
-        "tags": job.config.run.tags,
-        "notes": job.config.run.notes,
+        "tags": stored_run["tags"],
+        "notes": stored_run["notes"],
         "hardware": machine.name,
         "devices": f"{machine.devices} x {machine.device_kind}",
         "processes": machine.process_count,
@@ -144,8 +150,10 @@ def _run_recorded(job: Job, config_dir: str | None, task: ModuleType) -> Result:
     # A signal while the session is opened would leave a run that says it is running.
     deferral = signals.Deferral()
     deferral.start()
-    with deferral, job.run.session(to_yaml(job.config), facts):
+    with deferral, job.run.session(to_stored_yaml(job.config), facts):
         signals.attach_run(record_forced_exit, processes=machine.process_count)
+        for path in stored_secrets(job.config):
+            log.warning(SECRET_WARNING, path, path)
         try:
             deferral.end()
             signals.check()
@@ -179,7 +187,7 @@ def _finished_before(job: Job) -> Result | None:
     if job.run.writes and job.run.exists():
         facts = job.run.read()
         config = job.run.config_path
-        is_finished = facts["status"] == "finished" and config.read_text(encoding="utf-8") == to_yaml(job.config)
+        is_finished = facts["status"] == "finished" and config.read_text(encoding="utf-8") == to_stored_yaml(job.config)
     if job.machine.process_count > 1:
         is_finished = bool(multihost_utils.broadcast_one_to_all(np.bool_(is_finished)))
     if not is_finished:

@@ -18,7 +18,8 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.tasks.preparation import TokenizeTask
 from maxhydra.data.shards import COUNTERS_PER_SHARD, ShardIndex, ShardResult, Shards, open_index
-from maxhydra.data.workers import WorkerDied, Workers, spawn_context
+from maxhydra.data.workers import WorkerDied, Workers
+from maxhydra.record.processes import spawn_context
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = KEEPS_RUN = False

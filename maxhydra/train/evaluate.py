@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from maxhydra.config import ConfigError, Problem
 from maxhydra.runtime import signals
 from maxhydra.train.loss import AUX, AUX_LOSS, Batch, LossFn, Sums
 from maxhydra.train.state import TrainState
@@ -47,8 +48,11 @@ def held_out_loss(
 
     `eval/loss` excludes what only training adds: the aux losses of layers, and everything but the likelihood (`nll`) if
     the loss reports one. A batch is processed in `parts` micro-batches, like a training step, because it may not fit in
-    memory otherwise. Returns None for a limit of 0.
+    memory otherwise. Returns None for a limit of 0, and raises ConfigError if no held-out token has a loss.
     """
+    if not limit:
+        return None
+    _check_weights(batches, limit)
     sums_of = jax.jit(
         lambda weights, batch: sum_microbatches(lambda microbatch: loss_fn(weights, microbatch, None), batch, parts)
     )
@@ -64,7 +68,23 @@ def held_out_loss(
             means["perplexity"] = float(jnp.exp(means["loss"]))
         return {**{f"eval/{name}": mean for name, mean in means.items()}, "eval/tokens": float(total["weight"])}
 
-    return evaluate if limit else None
+    return evaluate
+
+
+def _check_weights(batches: Callable[[], Iterator[Batch]], limit: int) -> None:
+    """Raise ConfigError before training if the mean over the held-out tokens would be 0/0; mostly reads one batch."""
+    num_batches = 0
+    for batch in islice(batches(), limit):
+        weights = [array for name, array in batch.items() if name.endswith("weights")]
+        if not weights or any(bool(jnp.any(array != 0)) for array in weights):
+            return
+        num_batches += 1
+    if num_batches:
+        reason = f"evaluates {num_batches} held-out batches in which no token has a loss, so eval/loss is undefined"
+        hint = (
+            "all of their tokens are masked or cut off: raise train.seq_len, see data.packing.overlong, or set it to 0"
+        )
+        raise ConfigError(Problem("train.eval_batches", reason, value=limit, hint=hint))
 
 
 def _add_up(batch_sums: Iterable[Sums]) -> Sums:

@@ -188,6 +188,8 @@ class _Loop:
             if context.metrics.last_step == step + 1:
                 detail = f"loss {last['loss']}, gradient norm {last['grad_norm']}"
             status, reason = "failed", f"step {step + 1} is not finite ({detail}); its update was not applied"
+        elif status == "finished" and not context.train.allow_no_learning and (why := context.metrics.no_learning()):
+            status, reason = "failed", f"{why}; train.allow_no_learning=true accepts it"
         metrics = {**context.history.last, **context.metrics.last, **context.history.last_evaluation}
         try:
             if status != "failed" and self._saved_step != step:

@@ -1,18 +1,25 @@
 """Writes the metrics of logged steps to metrics.jsonl, the trackers and the progress display.
 
-Metrics are read from the device one logged step late, so that the device never waits for the host.
+Metrics are read from the device one logged step late, so that the device never waits for the host. The same metrics
+show whether a run learns anything.
 """
 
 import dataclasses
+import logging
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 
-from maxhydra.record import MetricsWriter, RunDirectory, read_metrics
+from maxhydra.record import MetricsWriter, RunDirectory, read_metrics, series
 from maxhydra.runtime.progress import StepProgress
 from maxhydra.train.trackers import Tracker
+
+log = logging.getLogger("maxhydra")
+# Skipped steps or equal losses in a row that are no coincidence.
+MANY = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +99,7 @@ class MetricsLogger:
         self._input_wait, self._sequences = 0.0, 0
         self.last: dict[str, float] = {}
         self.halted = False
+        self._learning = LearningMonitor(step=step, past_losses=series(run.metrics_path, "loss")[1])
 
     def count_batch(self, sequences: int, *, wait: float) -> None:
         """Count a batch of `sequences` for which the loop waited `wait` seconds."""
@@ -106,8 +114,8 @@ class MetricsLogger:
         self._pending = logged
 
     def flush(self) -> None:
-        """Write the pending metrics; waits for the device to finish that step."""
-        if self._pending is None:
+        """Write the pending metrics; waits for the device to finish that step. After a halt, steps change nothing."""
+        if self._pending is None or self.halted:
             return
         logged, self._pending = self._pending, None
         values = {name: value.item() for name, value in jax.device_get(logged.metrics).items()}
@@ -120,6 +128,12 @@ class MetricsLogger:
         values |= {"input_wait": min(1.0, logged.input_wait / seconds), **logged.data_metrics}
         self.last = values
         self._publish(logged.step, values)
+        if not self.halted:
+            self._learning.observe(logged.step, values)
+
+    def no_learning(self) -> str | None:
+        """The reason why the run has learned nothing from its first step to the last logged one, or None."""
+        return self._learning.verdict()
 
     def log_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of an evaluation, whose time does not count as step time."""
@@ -136,3 +150,84 @@ class MetricsLogger:
         self._tracker.log(step, values)
         self._progress.update(step, values)
         self._run.heartbeat(end_step=step, last=values)
+
+
+class LearningMonitor:
+    """Warns when the updates of a run have no effect, and knows whether that held for all of its steps.
+
+    The count of skipped updates is part of the state and of every logged step, so nothing more is read from the device,
+    and updates before a resume and between logged steps are known.
+    """
+
+    def __init__(self, *, step: int, past_losses: Sequence[float]):
+        self._step, self._skipped = step, None if step else 0
+        self._skipped_in_a_row = 0
+        self._losses = list(past_losses[-MANY:])
+        self._is_loss_constant = len(set(past_losses)) <= 1
+        self._warned: set[str] = set()
+        self._last_cause = ""
+        self._informative_batches: float | None = None
+
+    def observe(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the metrics of a logged step, and warn once about each cause."""
+        skipped = int(values["skipped"])
+        if self._skipped is not None:
+            steps, is_idle = step - self._step, skipped - self._skipped == step - self._step
+            self._skipped_in_a_row = self._skipped_in_a_row + steps if is_idle else 0
+            if is_idle:
+                self._last_cause = _skip_cause(values)
+                if _is_certain(values) or self._skipped_in_a_row >= MANY:
+                    self._warn(self._last_cause, f"at step {step}, {self._last_cause}, so the update is skipped")
+        self._step, self._skipped = step, skipped
+        self._informative_batches = values.get("groups/informative", self._informative_batches)
+        self._observe_loss(step, values["loss"])
+
+    def _observe_loss(self, step: int, loss: float) -> None:
+        self._is_loss_constant &= not self._losses or loss == self._losses[-1]
+        self._losses = [*self._losses, loss][-MANY:]
+        if self._is_unchanged() and self._skipped_in_a_row == 0:
+            self._warn("loss", f"the loss is exactly {loss:g} at every logged step up to {step}: nothing changes it")
+
+    def _is_unchanged(self) -> bool:
+        """Whether the loss has never changed. On-policy losses of RL are 0 by construction, whatever is learned."""
+        return self._is_loss_constant and len(self._losses) >= MANY and self._losses[-1] != 0
+
+    def verdict(self) -> str | None:
+        """The reason why nothing was learned since the first step of the run, or None."""
+        applied = self._step - (self._skipped or 0)
+        # A first update can be the one that breaks everything, such as one with a learning rate of 1e30.
+        if not applied or (applied == 1 and self._step > MANY):
+            return f"{applied or 'none'} of the {self._step} updates was applied: {self._last_cause}"
+        if self._informative_batches == 0:
+            return f"no group of {self._step} batches had different rewards, so no completion was better than another"
+        if self._is_unchanged():
+            return f"the loss was exactly {self._losses[-1]:g} at every logged step"
+        return None
+
+    def _warn(self, cause: str, message: str) -> None:
+        if cause not in self._warned:
+            self._warned.add(cause)
+            log.warning("%s", message)
+
+
+def _is_certain(values: Mapping[str, float]) -> bool:
+    """Whether a single skipped step is worth a warning; a spike is skipped by design."""
+    return not values["tokens"] or not values["grad_norm"] > 0 or not _is_finite(values)
+
+
+def _is_finite(values: Mapping[str, float]) -> bool:
+    return math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+
+
+def _skip_cause(values: Mapping[str, float]) -> str:
+    """Why a step was skipped. The text is the same for all steps with the same cause."""
+    if values.get("groups/degenerate") == 1:
+        return "all rewards are equal within each group (see reward/mean, reward/errors)"
+    if not values["tokens"]:
+        return (
+            "no token of the batch has a loss (all are masked: are the prompts longer than train.seq_len? "
+            "see data.packing.overlong)"
+        )
+    if not _is_finite(values):
+        return "the loss or the gradient is not finite (train.on_nonfinite=skip)"
+    return "the gradient is exactly 0" if not values["grad_norm"] else "loss or gradient norm is a spike (train.spike)"

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.compose.overrides import parse
 from maxhydra.config.registry import GLOBAL, defaults
-from maxhydra.config.serialize import to_yaml
+from maxhydra.config.serialize import to_stored_yaml
 from maxhydra.record import redact_text
 
 # Sections that belong to the search and not to the tuned config.
@@ -57,7 +57,7 @@ def _defaults_list(choices: Mapping[str, str]) -> list[str]:
 
 
 def _plain(config: Config) -> dict[str, Any]:
-    content = OmegaConf.to_container(OmegaConf.create(to_yaml(config)))
+    content = OmegaConf.to_container(OmegaConf.create(to_stored_yaml(config)))
     assert isinstance(content, dict)
     return {str(key): value for key, value in content.items() if key not in SEARCH_SECTIONS}
 

@@ -19,7 +19,7 @@ from typing import Any
 from maxhydra.config import Config
 from maxhydra.config.schema.run import Run
 from maxhydra.config.schema.tasks.analysis import BenchTask
-from maxhydra.config.serialize import to_yaml
+from maxhydra.config.serialize import to_job_yaml, to_yaml
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import replace_file, to_json
 
@@ -132,7 +132,7 @@ def run_trial(
     # A trial that was killed leaves its folder behind.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    replace_file(folder / "job.yaml", to_yaml(config))
+    replace_file(folder / "job.yaml", to_job_yaml(config))
     replace_file(folder / "job.json", to_json(job_facts))
     command = [sys.executable, "-m", "maxhydra", "job", str(folder / "job.yaml"), "--run-dir", str(folder)]
     with open(folder / "console.txt", "wb") as console:

@@ -20,6 +20,7 @@ from maxhydra.data import Batch, BatchSpec, RowSpec, train_loader
 from maxhydra.data.records import Record
 from maxhydra.data.workers import WorkerDied, Workers
 from tests.support.cli import ROOT, environment
+from tests.support.processes import children
 
 
 def doubled(record: Record) -> Record:
@@ -70,20 +71,6 @@ def take(data: Data, count: int) -> list[Batch]:
         return [next(loader) for _ in range(count)]
     finally:
         loader.close()
-
-
-def children(process: int) -> list[int]:
-    """Pids of the worker processes of a process, without the shared-memory tracker, which exits by itself."""
-    pids = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (folder / "cmdline").read_bytes()
-        except (OSError, IndexError):
-            continue
-        if parent == process and b"spawn_main" in command:
-            pids.append(int(folder.name))
-    return pids
 
 
 @pytest.mark.slow

@@ -89,3 +89,15 @@ def test_long_lines_are_searched_in_linear_time(piece):
     """A quadratic search would take minutes on these."""
     text = piece * (200_000 // len(piece))
     assert redact_text(text).startswith(piece[:1])
+
+
+@pytest.mark.parametrize("text", ["wandb login {}", "the key is {}", "W&B token: {}"])
+def test_hexadecimal_keys_are_redacted_in_context(text):
+    assert redact_text(text.format(HEX)) == text.format("***")
+
+
+@pytest.mark.parametrize(
+    "text", ["export HF_TOKEN=$(cat ~/.hf)", 'export HF_TOKEN="$HF_TOKEN"', "tracker.api_key=${oc.env:KEY}"]
+)
+def test_references_are_not_secrets(text):
+    assert redact_text(text) == text and redact_argv([text]) == [text]

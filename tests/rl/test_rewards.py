@@ -1,6 +1,15 @@
 """Reward terms against known values, and reward code that raises, hangs, crashes or returns no number."""
 
 import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +19,8 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.reward import OnFault, Reward, RewardKind, Term
 from maxhydra.rl.reward_pool import RewardError, RewardPool, RewardResult
 from maxhydra.rl.rewards import Sample, build_score, extract_answer
+from tests.support.cli import ROOT, environment
+from tests.support.processes import children
 from tests.support.skips import import_optional
 
 
@@ -105,7 +116,6 @@ def test_a_function_receives_the_whole_sample() -> None:
     assert result.is_correct
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "texts", "expected", "reason"),
     [
@@ -124,6 +134,113 @@ def test_errors_are_logged_counted_and_worth_0(
     assert [result.reward for result in results] == expected
     assert sum(result.errors for result in results) == expected.count(0)
     assert f"reward.terms.own {reason}" in caplog.text
+
+
+def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
+    """Pids that are still alive after some seconds."""
+    deadline = time.monotonic() + seconds
+    while (alive := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return alive
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def score_record(pool: RewardPool, record: dict[str, Any], *texts: str) -> list[RewardResult]:
+    return pool.score([make_sample(text, record=record) for text in texts])
+
+
+@pytest.mark.parametrize(
+    ("name", "record"),
+    [
+        ("runs_a_command", {}),
+        ("starts_a_daemon", {}),
+        ("starts_a_daemon", {"hangs": True}),
+        ("starts_a_daemon", {"crashes": True}),
+    ],
+)
+def test_nothing_that_a_reward_starts_outlives_its_time_limit(
+    name: str, record: dict[str, Any], tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    with closing(RewardPool(function_reward(name, timeout=1.0))) as pool:
+        score_record(pool, {"pids": str(pids), **record}, "a")
+        assert not wait_until_gone([int(pid) for pid in pids.read_text().split()], seconds=4)
+
+
+def test_closing_the_pool_ends_a_call_and_what_it_started(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    pool = RewardPool(function_reward("starts_a_daemon", timeout=60))
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(score_record, pool, {"pids": str(pids), "hangs": True}, "a")
+        while not pids.exists() or not pids.read_text().endswith("\n"):
+            time.sleep(0.01)
+        start = time.monotonic()
+        pool.close()
+        assert isinstance(call.exception(), RewardError)
+    assert time.monotonic() - start < 5 and not wait_until_gone([int(pids.read_text())], seconds=0)
+
+
+@pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["process", "group"])
+def test_nothing_outlives_a_killed_run(kill: Callable[[int, int], None], tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    script = f"""
+from maxhydra.config.schema.reward import Reward, RewardKind, Term
+from maxhydra.rl.reward_pool import RewardPool
+from maxhydra.rl.rewards import Sample
+if __name__ == "__main__":
+    term = Term(kind=RewardKind.function, function="reward_functions:starts_a_daemon")
+    pool = RewardPool(Reward(terms={{"own": term}}, timeout=60))
+    record = {{"pids": {str(pids)!r}, "hangs": True}}
+    pool.score([Sample(prompt="", text="a", answer=None, expected=None, record=record, tokens=1)])
+"""
+    (tmp_path / "run.py").write_text(script)
+    variables = {**environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])}
+    run = subprocess.Popen([sys.executable, str(tmp_path / "run.py")], env=variables, start_new_session=True)
+    while not pids.exists() or not pids.read_text().endswith("\n"):
+        assert run.poll() is None
+        time.sleep(0.02)
+    workers = children(run.pid)
+    assert workers
+    kill(run.pid, signal.SIGKILL)
+    run.wait()
+    assert not wait_until_gone([int(pids.read_text()), *workers])
+
+
+def test_a_reward_cannot_corrupt_the_results(caplog: pytest.LogCaptureFixture) -> None:
+    start = time.monotonic()
+    with caplog.at_level(logging.WARNING, "maxhydra"):
+        results = score_texts(function_reward("writes_to_descriptors", timeout=1.0), "a", "b", "hangs")
+    assert [result.reward for result in results] in ([1, 1, 0], [0, 0, 0])
+    assert time.monotonic() - start < 30
+    (low,) = score_texts(function_reward("open_descriptors"), "a")
+    assert low.reward == 0 and low.errors == 0
+
+
+def test_only_one_process_replies_for_a_reward_that_forks() -> None:
+    assert [result.reward for result in score_texts(function_reward("forks"), "a", "b", "c")] == [1, 1, 1]
+
+
+def test_memory_is_limited(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "maxhydra"):
+        (result,) = score_texts(function_reward("allocates", memory_limit_gib=1.0), "a")
+    assert result.errors == 1 and "exceeded reward.memory_limit_gib=1.0" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "value"), [("has_jax", 0), ("terminates_a_command", 1)])
+def test_a_reward_process_is_small_and_its_children_react_to_signals(name: str, value: float) -> None:
+    (result,) = score_texts(function_reward(name), "a")
+    assert (result.reward, result.errors) == (value, 0)
+
+
+def test_code_that_keeps_the_interpreter_lock_is_killed() -> None:
+    (result,) = score_texts(function_reward("backtracks", timeout=0.5), "a")
+    assert result.errors == 1
 
 
 def test_on_error_raise_ends_the_run() -> None:

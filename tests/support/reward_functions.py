@@ -1,6 +1,11 @@
 """User-defined reward functions, valid and faulty, referenced by import path."""
 
+import contextlib
 import os
+import re
+import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -38,3 +43,69 @@ def exits(text: str, **known: Any) -> float:
 
 def equal(text: str, **known: Any) -> float:
     return 0.25
+
+
+def runs_a_command(text: str, *, record: dict[str, Any], **known: Any) -> float:
+    """Waits for a child that lives longer than the time limit."""
+    _note_pid(record, subprocess.Popen(["sleep", "60"])).wait()
+    return 1.0
+
+
+def starts_a_daemon(text: str, *, record: dict[str, Any], **known: Any) -> float:
+    """Leaves a process in a session of its own, whose parent has exited, and returns at once."""
+    script = "import subprocess as s; print(s.Popen(['sleep', '60'], stdout=s.DEVNULL, start_new_session=True).pid)"
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, start_new_session=True)
+    with open(record["pids"], "a") as file:
+        file.write(done.stdout.decode())
+    if record.get("hangs"):
+        time.sleep(60)
+    if record.get("crashes"):
+        os._exit(1)
+    return 1.0
+
+
+def forks(text: str, **known: Any) -> float:
+    """Two processes return; only the first is the reward process."""
+    return 1.0 if os.fork() else 2.0
+
+
+def writes_to_descriptors(text: str, **known: Any) -> float:
+    for descriptor in range(3, 2048):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b"\x00\x00\x00\x40garbage")
+    if text == "hangs":
+        time.sleep(60)
+    return 1.0
+
+
+def open_descriptors(text: str, **known: Any) -> float:
+    """Number of descriptors that a child of the reward process inherits, besides stdin, stdout and stderr."""
+    script = "import os; print(len([fd for fd in os.listdir('/proc/self/fd') if int(fd) > 2]) - 1)"
+    return float(subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True).stdout)
+
+
+def allocates(text: str, **known: Any) -> float:
+    return float(len(bytearray(2 << 30)))
+
+
+def has_jax(text: str, **known: Any) -> float:
+    return float(any(name.partition(".")[0] in ("jax", "jaxlib") for name in sys.modules))
+
+
+def terminates_a_command(text: str, **known: Any) -> float:
+    """Children react to SIGTERM, although the reward process ignores it."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    child = subprocess.Popen(["sleep", "60"])
+    child.terminate()
+    return float(child.wait(timeout=5) == -signal.SIGTERM)
+
+
+def backtracks(text: str, **known: Any) -> float:
+    """Keeps the interpreter lock for hours, so that no other thread of the process runs."""
+    return float(re.match(r"(a+)+$", "a" * 60 + "b") is not None)
+
+
+def _note_pid(record: dict[str, Any], child: subprocess.Popen) -> subprocess.Popen:
+    with open(record["pids"], "a") as file:
+        file.write(f"{child.pid}\n")
+    return child

@@ -88,6 +88,7 @@ def test_rewards_that_are_all_equal_change_nothing(tmp_path: Path) -> None:
         *TASK,
         *function_reward("raises"),
         "train.steps=3",
+        "train.allow_no_learning=true",
         "checkpoint.every=1",
         "task.kl.beta=0.1",
         "task.rounds=2",
@@ -96,7 +97,8 @@ def test_rewards_that_are_all_equal_change_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "it"
     assert len({parameter_hash(folder, step) for step in (1, 2, 3)}) == 1
     assert rows(folder, "skipped") == [1, 2, 3] and rows(folder, "groups/degenerate") == [1] * 3
-    assert rows(folder, "reward/errors") == [32] * 3
+    assert rows(folder, "reward/errors") == [32] * 3 and rows(folder, "groups/informative") == [0] * 3
+    assert "at step 1, all rewards are equal within each group" in done.stderr
     assert "reward.terms.own raised RuntimeError: cannot judge" in done.stderr
 
 

@@ -1,5 +1,6 @@
 """The decisions of the loop: when to evaluate, save and end. The model is a linear fit; everything else is real."""
 
+import dataclasses
 import math
 import os
 import shutil
@@ -15,14 +16,17 @@ import numpy as np
 import optax
 import pytest
 
-from maxhydra.config.schema.run import Checkpoint, EarlyStop, Progress, Train
+from maxhydra.config import ConfigError
+from maxhydra.config.schema.run import Checkpoint, EarlyStop, Nonfinite, Progress, Train
 from maxhydra.optim import Optimizer
 from maxhydra.record import MetricsWriter, RunDirectory, read_metrics, series
 from maxhydra.runtime import signals
 from maxhydra.runtime.progress import open_step_progress
 from maxhydra.train.checkpoint import open_checkpointer
+from maxhydra.train.evaluate import held_out_loss
 from maxhydra.train.loop import LoopContext, TrainResult, end_reason, fit, is_evaluation_missing
-from maxhydra.train.metrics import MetricsHistory, MetricsLogger, StepCost
+from maxhydra.train.loss import LossFn
+from maxhydra.train.metrics import LearningMonitor, MetricsHistory, MetricsLogger, StepCost
 from maxhydra.train.state import Guard, TrainState
 from maxhydra.train.step import make_step
 from maxhydra.train.trackers import _Trackers
@@ -62,6 +66,7 @@ def run_loop(
     *,
     evals: list[float] | Iterator[float],
     past: tuple[float, ...] = (),
+    loss_fn: LossFn = loss,
     start: int = 0,
     **batches: Any,
 ) -> TrainResult:
@@ -80,7 +85,7 @@ def run_loop(
     context = LoopContext(
         train=train,
         checkpoint=checkpoint,
-        step=jax.jit(make_step(loss, OPTIMIZER, train)),
+        step=jax.jit(make_step(loss_fn, OPTIMIZER, train)),
         batches=Batches(**batches),  # type: ignore[arg-type]
         evaluate=lambda state: {"eval/loss": next(eval_losses)},
         checkpointer=checkpointer,
@@ -161,7 +166,9 @@ def interrupted_evaluation() -> Iterator[float]:
     yield 0.0
 
 
-@pytest.mark.parametrize(("log_every", "detail"), [(5, "set train.log_every=1 to log"), (23, "loss nan")])
+@pytest.mark.parametrize(
+    ("log_every", "detail"), [(5, "set train.log_every=1 to log"), (23, "loss nan"), (1, "loss nan")]
+)
 def test_a_nan_ends_the_run_and_is_not_saved(tmp_path: Path, log_every: int, detail: str) -> None:
     """The reason has the step's own metrics if they were logged, and never those of another step."""
     train = Train(steps=60, log_every=log_every, eval_every=0)
@@ -170,6 +177,7 @@ def test_a_nan_ends_the_run_and_is_not_saved(tmp_path: Path, log_every: int, det
     assert f"step 23 is not finite ({detail}" in result.reason
     assert np.isfinite(float(result.state.params["w"]))
     assert saved_steps(tmp_path) == [10, 20]
+    assert max(series(tmp_path / "metrics.jsonl", "loss")[0]) <= 25
 
 
 def test_the_next_save_is_tried_after_a_failed_one(tmp_path: Path, monkeypatch: Any) -> None:
@@ -184,6 +192,78 @@ def test_the_next_save_is_tried_after_a_failed_one(tmp_path: Path, monkeypatch: 
     result = run_loop(tmp_path, Train(steps=15, eval_every=0), Checkpoint(every=10), evals=[1.0])
     assert result.status == "finished"
     assert len(calls) == 2 and saved_steps(tmp_path) == [15]
+
+
+def masked(params: dict, batch: dict, key: Any) -> dict:
+    return {"loss": 0 * params["w"], "nll": 0 * params["w"], "weight": jnp.zeros(())}
+
+
+def flat(params: dict, batch: dict, key: Any) -> dict:
+    """A loss that does not depend on the params."""
+    return loss({"w": jax.lax.stop_gradient(params["w"])}, batch, key)
+
+
+def overflowing(params: dict, batch: dict, key: Any) -> dict:
+    """Not finite as soon as an update has been made."""
+    sums = loss(params, batch, key)
+    return {**sums, "loss": sums["loss"] / jnp.where(params["w"] == 0, 1.0, 0.0)}
+
+
+def constant(params: dict, batch: dict, key: Any) -> dict:
+    """A gradient, but always the same loss: no update is large enough to change it."""
+    sums = loss(params, batch, key)
+    return {**sums, "loss": 12.0 + sums["loss"] - jax.lax.stop_gradient(sums["loss"])}
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reason"),
+    [
+        (masked, "none of the 12 updates was applied: no token of the batch has a loss"),
+        (flat, "none of the 12 updates was applied: the gradient is exactly 0"),
+        (overflowing, "1 of the 12 updates was applied: the loss or the gradient is not finite"),
+        (constant, "the loss was exactly 3 at every logged step"),
+    ],
+)
+def test_a_run_that_learns_nothing_warns_and_fails(
+    tmp_path: Path, loss_fn: LossFn, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    train = Train(steps=12, log_every=4, eval_every=0, on_nonfinite=Nonfinite.skip)
+    with caplog.at_level("WARNING", "maxhydra"):
+        result = run_loop(tmp_path / "run", train, Checkpoint(), evals=[1.0], loss_fn=loss_fn)
+    assert (result.status, result.step) == ("failed", 12)
+    assert reason in result.reason and "train.allow_no_learning=true" in result.reason
+    (warning,) = caplog.messages
+    assert "skipped" in warning or "exactly 3" in warning
+
+    allowed = dataclasses.replace(train, allow_no_learning=True)
+    result = run_loop(tmp_path / "allowed", allowed, Checkpoint(), evals=[1.0], loss_fn=loss_fn)
+    assert (result.status, result.reason) == ("finished", "all 12 steps done")
+
+
+def test_the_first_logged_step_without_effect_is_named() -> None:
+    """Skipped steps before a resume count; a run that learns later, or has learned before, does not fail."""
+    effective = {"loss": 2.0, "grad_norm": 1.0, "tokens": 8.0}
+    masked_out = {"loss": 0.0, "grad_norm": 0.0, "tokens": 0.0}
+    monitor = LearningMonitor(step=0, past_losses=[])
+    for step in (1, 2, 3):
+        monitor.observe(step, {**masked_out, "skipped": step})
+    assert "none of the 3 updates" in (monitor.verdict() or "")
+    monitor.observe(5, {**effective, "skipped": 3})
+    assert monitor.verdict() is None
+
+    monitor.observe(6, {**effective, "skipped": 3, "groups/informative": 0.0})
+    assert "no group of 6 batches had different rewards" in (monitor.verdict() or "")
+
+    resumed = LearningMonitor(step=3, past_losses=[0.0] * 3)
+    resumed.observe(4, {**masked_out, "skipped": 4})
+    assert "none of the 4 updates" in (resumed.verdict() or "")
+
+
+def test_held_out_batches_without_a_loss_are_rejected() -> None:
+    batch = {"tokens": jnp.ones((2, 4)), "weights": jnp.zeros((2, 4))}
+    with pytest.raises(ConfigError, match=r"train.eval_batches=2: evaluates 2 held-out batches in which no token"):
+        held_out_loss(masked, lambda: iter([batch] * 3), limit=2, parts=1)
+    assert held_out_loss(masked, lambda: iter([batch] * 3), limit=0, parts=1) is None
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
 
     run_dir = None if args.run_dir is None else args.run_dir.absolute()
     with write_termination_message(run_dir):
-        spec = read_job_spec(args.config)
+        spec = read_job_spec(args.config, is_run=True)
         # jax is imported here, after the config is known to be valid.
         from maxhydra.cli.run_job import execute  # noqa: PLC0415
 

@@ -29,15 +29,16 @@ def main(arguments: list[str]) -> int:
         return 0
     args = parser.parse_args(arguments)
     # Imported here so that --help does not wait a second for optuna.
+    from maxhydra.cli.runs._common import say  # noqa: PLC0415
     from maxhydra.sweep.run import cancel, read_plan, resume_sweep, status  # noqa: PLC0415
 
     folder = _folder(args)
     plan = read_plan(folder)
     if args.verb == "status":
-        print("\n".join(status(plan)))
+        say("\n".join(status(plan)))
         return 0
     if args.verb == "cancel":
-        cancel(plan, say=print)
+        cancel(plan, say=say)
         return 0
     if args.detach and (plan.space or plan.launcher.kind == "local"):
         reason = "a search needs results to choose the next trial" if plan.space else "local jobs need this process"
@@ -51,7 +52,7 @@ def main(arguments: list[str]) -> int:
     plan = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, **changes))
     if problems := list(plan.settings.problems()):
         raise ConfigError(problems)
-    if reason := resume_sweep(plan, say=partial(print, flush=True), detach=args.detach):
+    if reason := resume_sweep(plan, say=partial(say, flush=True), detach=args.detach):
         raise RunFailed(reason)
     return 0
 

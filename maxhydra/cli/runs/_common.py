@@ -14,6 +14,7 @@ import maxhydra
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import to_json
+from maxhydra.record.log import printable
 from maxhydra.record.run_dir import LABELS
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.summary import format_cell, format_duration
@@ -33,15 +34,20 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def say(text: str = "", **options: Any) -> None:
+    """Print a text of a run without its control characters, which a terminal would execute."""
+    print(printable(text), **options)
+
+
 def print_json(value: Any) -> None:
-    print(json.dumps(json.loads(to_json(value)), indent=2, ensure_ascii=False))
+    say(json.dumps(json.loads(to_json(value)), indent=2, ensure_ascii=False))
 
 
 def print_warnings(registry: Registry) -> None:
     """Print unreadable files of runs on stderr, so that they never mix with the output that a program parses."""
     faults = registry.read_errors()
     for fault in faults[:_MAX_WARNINGS]:
-        print(f"maxhydra: {fault}", file=sys.stderr)
+        say(f"maxhydra: {fault}", file=sys.stderr)
     if len(faults) > _MAX_WARNINGS:
         print(f"maxhydra: and {len(faults) - _MAX_WARNINGS} more unreadable files", file=sys.stderr)
 
@@ -86,7 +92,7 @@ def print_runs(registry: Registry, runs: Sequence[Run], columns: Sequence[str]) 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print aligned columns, numbers to the right, and a status in its color on a terminal."""
-    table = [list(head), *(list(row) for row in rows)]
+    table = [[printable(cell, keep="") for cell in row] for row in (head, *rows)]
     widths = [min(WIDEST, max(map(len, cells))) for cells in zip(*table, strict=True)]
     right = [all(_is_number(row[column]) for row in rows) for column in range(len(head))]
     is_coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -121,7 +127,7 @@ def age(moment: str) -> str:
 
 def start(arguments: list[str], folder: str, *, dry: bool) -> int:
     """Replace this process by a run, so that signals and the exit code are the run's; `dry` only prints the command."""
-    print(f"cd {shlex.quote(folder)} && {shlex.join(['maxhydra', *arguments])}", flush=True)
+    say(f"cd {shlex.quote(folder)} && {shlex.join(['maxhydra', *arguments])}", flush=True)
     if dry:
         return 0
     if not Path(folder).is_dir():

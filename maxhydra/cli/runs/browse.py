@@ -13,6 +13,7 @@ from maxhydra.cli.runs._common import (
     print_runs,
     print_table,
     print_warnings,
+    say,
 )
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.record import scan_metrics
@@ -63,11 +64,11 @@ def run_list(args: argparse.Namespace) -> int:
         values = {name: registry.values(name, shown) for name in columns}
         print_json([as_facts(run, **{name: values[name].get(run.id) for name in columns}) for run in shown])
     elif not runs:
-        print("no runs" if not args.conditions else "no run matches these conditions")
+        say("no runs" if not args.conditions else "no run matches these conditions")
     else:
         print_runs(registry, shown, columns)
         if len(shown) < len(runs):
-            print(f"{len(shown)} of {len(runs)} runs; -n 0 shows all")
+            say(f"{len(shown)} of {len(runs)} runs; -n 0 shows all")
     print_warnings(registry)
     return 0
 
@@ -104,10 +105,10 @@ def run_show(args: argparse.Namespace) -> int:
         facts, scan_metrics(directory.metrics_path).rows, total_steps=get_setting(config_yaml, "train.steps")
     ):
         _line(figure.label.lower(), f"{figure.value}{f'  ({figure.note})' if figure.note else ''}")
-    print("\nconfig" if args.all else "\nconfig values that are not the default (--all shows the rest)")
+    say("\nconfig" if args.all else "\nconfig values that are not the default (--all shows the rest)")
     for setting in list_settings(config_yaml):
         if args.all or setting.changed:
-            print(f"  {setting.path} = {setting.value}")
+            say(f"  {setting.path} = {setting.value}")
     return 0
 
 
@@ -126,7 +127,7 @@ def _print_facts(run: Run, facts: Facts) -> None:
 
 def _line(label: str, text: str) -> None:
     if text:
-        print(f"{label:<{_WIDTH}}{text}")
+        say(f"{label:<{_WIDTH}}{text}")
 
 
 # Changed settings that are shown; more do not fit a terminal.
@@ -162,7 +163,7 @@ def run_best(args: argparse.Namespace) -> int:
         settings = registry.settings(run.id for run in shown)
         changed = [key for key in differing_keys(list(settings.values())) if not key.startswith("run.")]
         print_runs(registry, shown, [metric, *changed[:_MAX_COLUMNS]])
-        print(f"\nagain: {commands[shown[0].id]}")
+        say(f"\nagain: {commands[shown[0].id]}")
     print_warnings(registry)
     return 0
 
@@ -198,7 +199,7 @@ def run_diff(args: argparse.Namespace) -> int:
 
 def _print_differences(title: str, runs: Sequence[Run], entries: Sequence[Difference]) -> None:
     if not entries:
-        print(f"{title}: no difference\n")
+        say(f"{title}: no difference\n")
         return
     print_table([title, *(run.path for run in runs)], [[e.name, *map(format_cell, e.values)] for e in entries])
-    print()
+    say()

@@ -4,8 +4,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from maxhydra.cli.runs._common import add_conditions, label, print_runs, print_warnings
+from maxhydra.cli.runs._common import (
+    add_conditions,
+    label,
+    print_runs,
+    print_warnings,
+    say,
+)
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
+from maxhydra.config.schema.run import control_problems
 from maxhydra.record import RunDirectory, RunInUseError
 from maxhydra.runs.export import WRITERS, run_table
 from maxhydra.runs.gc import Rules, find_disposable, folder_size, parse_duration
@@ -28,6 +35,8 @@ def run_tag(args: argparse.Namespace) -> int:
     bad = [tag for tag in (*args.tags, *args.remove) if not tag.strip() or "," in tag]
     if bad:
         raise ConfigError(Problem("tag", "is empty or contains a comma", value=bad[0]))
+    if problems := list(control_problems("tag", args.tags)):
+        raise ConfigError(problems)
     registry = Registry(args.outputs)
     found = registry.find(args.name)
     directory = registry.directory(found)
@@ -37,7 +46,7 @@ def run_tag(args: argparse.Namespace) -> int:
         raise ConfigError([Problem("--remove", "the run has no such tag", tag, accepted) for tag in missing])
     if args.tags or args.remove:
         label(directory, add=args.tags, remove=args.remove)
-    print(f"{found.path}: {' '.join(directory.read()['tags']) or 'no tags'}")
+    say(f"{found.path}: {' '.join(directory.read()['tags']) or 'no tags'}")
     return 0
 
 
@@ -55,8 +64,10 @@ def run_note(args: argparse.Namespace) -> int:
     found = registry.find(args.name)
     directory = registry.directory(found)
     if args.text is not None:
+        if problems := list(control_problems("note", [args.text], keep="\n\t")):
+            raise ConfigError(problems)
         label(directory, note=args.text)
-    print(f"{found.path}: {directory.read()['notes'] or 'no note'}")
+    say(f"{found.path}: {directory.read()['notes'] or 'no note'}")
     return 0
 
 
@@ -80,7 +91,7 @@ def run_export(args: argparse.Namespace) -> int:
     runs = select_runs(registry, args.conditions)
     columns = run_table(registry, runs)
     WRITERS[args.file.suffix](columns, args.file)
-    print(f"{args.file}: {len(runs)} runs, {len(columns)} columns")
+    say(f"{args.file}: {len(runs)} runs, {len(columns)} columns")
     print_warnings(registry)
     return 0
 
@@ -113,13 +124,13 @@ def run_gc(args: argparse.Namespace) -> int:
     if args.checkpoints:
         runs = [run for run in runs if (folders[run.id] / "checkpoints").is_dir()]
     if not runs:
-        print("no runs to delete")
+        say("no runs to delete")
         return 0
     parts = [folders[run.id] / "checkpoints" if args.checkpoints else folders[run.id] for run in runs]
     sizes = dict(zip(runs, map(folder_size, parts), strict=True))
     print_runs(registry, runs, [])
     if not args.yes and not _confirmed(_summary(sizes, args)):
-        print("nothing was deleted")
+        say("nothing was deleted")
         return 1
     for run in runs:
         directory = RunDirectory(folders[run.id])
@@ -129,9 +140,9 @@ def run_gc(args: argparse.Namespace) -> int:
             else:
                 directory.remove()
         except (RunInUseError, OSError) as error:
-            print(f"maxhydra: {run.path} was not deleted: {error}", file=sys.stderr)
+            say(f"maxhydra: {run.path} was not deleted: {error}", file=sys.stderr)
             del sizes[run]
-    print(f"deleted: {_summary(sizes, args)}")
+    say(f"deleted: {_summary(sizes, args)}")
     return 0
 
 

@@ -4,7 +4,10 @@ import argparse
 import os
 import sys
 
-from maxhydra.cli.runs._common import start
+from maxhydra.cli.runs._common import (
+    say,
+    start,
+)
 from maxhydra.config.errors import ConfigError, Problem, quoted
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.rerun import describe_code_change, rerun_arguments
@@ -59,7 +62,7 @@ def run_resume(args: argparse.Namespace) -> int:
     facts = directory.read()
     if difference := describe_code_change(facts, directory.path):
         # Only a warning: a run is often resumed after a bug fix, and run.json records the commit of each session.
-        print(f"maxhydra: the code has changed: {difference}", file=sys.stderr)
+        say(f"maxhydra: the code has changed: {difference}", file=sys.stderr)
     outputs = os.path.relpath(registry.root.resolve(), facts["folder"])
     changes = [*args.changes, f"run.outputs={quoted(outputs)}"]
     return start(rerun_arguments(facts, found.path, *changes), facts["folder"], dry=args.dry_run)

@@ -4,7 +4,10 @@ import argparse
 import time
 from pathlib import Path
 
-from maxhydra.cli.runs._common import print_warnings
+from maxhydra.cli.runs._common import (
+    print_warnings,
+    say,
+)
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.launch.base import CLAIM, CONSOLE
 from maxhydra.record import RunDirectory
@@ -38,7 +41,7 @@ def run_tail(args: argparse.Namespace) -> int:
             time.sleep(_PAUSE)
             position = _print_from(pending.path / CONSOLE, position)
         if not pending.exists():
-            print(f"{pending.path}: has not started yet")
+            say(f"{pending.path}: has not started yet")
             return 0
     registry = Registry(args.outputs)
     runs = registry.runs()
@@ -54,7 +57,7 @@ def run_tail(args: argparse.Namespace) -> int:
             break
         time.sleep(_PAUSE)
     facts = directory.read()
-    print(f"{directory.path}: {facts['status']}{': ' + facts['reason'] if facts['reason'] else ''}")
+    say(f"{directory.path}: {facts['status']}{': ' + facts['reason'] if facts['reason'] else ''}")
     return 0
 
 
@@ -73,7 +76,7 @@ def _print_end(log: Path, lines: int) -> int:
         file.seek(max(0, size - _WINDOW))
         content = file.read(size - file.tell())
     last = content.decode(errors="replace").splitlines()[-lines:] if lines > 0 else []
-    print("\n".join(last), flush=True, end="\n" if last else "")
+    say("\n".join(last), flush=True, end="\n" if last else "")
     return size
 
 
@@ -83,7 +86,7 @@ def _print_from(log: Path, position: int) -> int:
     with log.open("rb") as file:
         file.seek(position)
         content = file.read()
-    print(content.decode(errors="replace"), end="", flush=True)
+    say(content.decode(errors="replace"), end="", flush=True)
     return position + len(content)
 
 
@@ -108,11 +111,11 @@ def run_report(args: argparse.Namespace) -> int:
     if not runs:
         raise ConfigError(Problem("runs report", f"no runs in {args.outputs}"))
     if runs[0].path == folder:
-        print(write_report(registry.directory(runs[0])))
+        say(str(write_report(registry.directory(runs[0]))))
         return 0
     path = args.to or registry.root / folder / "sweep.html"
     title = folder or registry.root.resolve().name
-    print(write_sweep_report(registry, runs, path, title=title, metric=args.metric, largest=args.max))
+    say(str(write_sweep_report(registry, runs, path, title=title, metric=args.metric, largest=args.max)))
     print_warnings(registry)
     return 0
 
@@ -138,11 +141,11 @@ def run_serve(args: argparse.Namespace) -> int:
         raise ConfigError(
             Problem("--port", f"cannot listen on this port: {error}", value=args.port, hint=hint)
         ) from None
-    print(f"{server.url}  (Ctrl-C to stop)", flush=True)
+    say(f"{server.url}  (Ctrl-C to stop)", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:
-        print()
+        say()
     finally:
         server.server_close()
         registry.close()

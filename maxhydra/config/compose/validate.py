@@ -1,16 +1,19 @@
 """Validation of composed values: missing and out-of-range values, then the checks of every section."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Set
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from maxhydra.config.declare import Schema
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.fields import FieldType, fields
 from maxhydra.config.schema.config import Config
+from maxhydra.record.redact import ENVIRONMENT
 
 UNSURE = object()
 T = TypeVar("T", bound=Schema)
@@ -44,6 +47,7 @@ class Validator:
             return UNSURE
         if OmegaConf.is_missing(node, name):
             return self._reject(path, "a value is needed", "???", spec)
+        num_reads = ENVIRONMENT.num_reads
         try:
             value = node[name]
         except OmegaConfBaseException as error:
@@ -55,8 +59,14 @@ class Validator:
         if spec.type is dict:
             return self._dict(spec, value, path)
         if isinstance(value, ListConfig):
-            return self._list(spec, value, path)
-        reason = spec.mismatch(value)
+            value = self._list(spec, value, path)
+            reason = ""
+        else:
+            reason = spec.mismatch(value)
+        if ENVIRONMENT.num_reads > num_reads and isinstance(value, (str, list)):
+            raw = OmegaConf.to_container(node, resolve=False)
+            assert isinstance(raw, dict)
+            ENVIRONMENT.add_reference(path, value, raw[name])
         return self._reject(path, reason, value, spec) if reason else value
 
     def _dict(self, spec: FieldType, node: DictConfig, path: str) -> Any:
@@ -108,3 +118,14 @@ def _first_line(error: OmegaConfBaseException) -> str:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def _read_variable(name: str, default: Any = oc._DEFAULT_MARKER_) -> Any:
+    """`${oc.env:NAME}`, whose values are not stored in the files of a run."""
+    value = oc.env(name, default)
+    if name in os.environ:
+        ENVIRONMENT.add_read(name, os.environ[name])
+    return value
+
+
+OmegaConf.register_new_resolver("oc.env", _read_variable, replace=True)

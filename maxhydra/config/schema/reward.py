@@ -67,7 +67,10 @@ class Reward(Schema):
     pass_at: float = 1.0
     """Value of that term, before its weight, from which a completion counts as correct."""
     timeout: float = option(5.0, gt=0)
-    """Seconds that a term may take for one completion before its process is killed."""
+    """Seconds that a term may take for one completion before its process is killed, with everything that it started.
+    Processes that a call leaves behind are killed at that age too; those started by importing the function stay."""
+    memory_limit_gib: float | None = option(8.0, gt=0)
+    """Memory that a reward process, and each process that it starts, may allocate. null: no limit."""
     workers: int = option(1, ge=1)
     """Processes that compute rewards."""
     on_error: OnFault = OnFault.zero

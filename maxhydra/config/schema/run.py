@@ -5,13 +5,14 @@ job.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from fnmatch import fnmatch
 
 from maxhydra.config.declare import MAX_CONTEXT, Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.schema.model import Model
+from maxhydra.record.log import printable
 
 # Kinds of inputs that a run records and compares when it resumes.
 INPUT_KINDS = ("base", "teacher", "reference", "data", "tokenizer", "template", "reward")
@@ -87,6 +88,8 @@ class Run(Schema):
     loads, such as model.kinds.layer.attention.rope.theta."""
 
     def check(self) -> Iterator[Problem]:
+        yield from control_problems("tags", self.tags)
+        yield from control_problems("notes", [self.notes], keep="\n\t")
         for kind in self.accept_changed_inputs:
             if kind not in INPUT_KINDS:
                 accepted, hint = ", ".join(INPUT_KINDS), did_you_mean(kind, INPUT_KINDS)
@@ -99,6 +102,13 @@ class Run(Schema):
             yield Problem("name", reason, value=self.name, accepted=ACCEPTED_NAMES)
         elif len(self.name) > MAX_NAME or max(len(part.encode(errors="replace")) for part in parts) > MAX_NAME_PART:
             yield Problem("name", f"has {len(self.name)} characters", value=self.name, accepted=ACCEPTED_NAMES)
+
+
+def control_problems(path: str, texts: Iterable[str], *, keep: str = "") -> Iterator[Problem]:
+    """Yield the texts with control characters, which a terminal would execute when it shows the run."""
+    for text in texts:
+        if printable(text, keep=keep) != text:
+            yield Problem(path, "contains control characters", value=printable(text, keep=""), accepted="plain text")
 
 
 @schema
@@ -179,6 +189,9 @@ class Train(Schema):
     spike: Spike = section(Spike)
     on_nonfinite: Nonfinite = Nonfinite.stop
     """A NaN or Inf in the loss or the gradients: stop the run, or skip the update. The update is never applied."""
+    allow_no_learning: bool = False
+    """Whether a run may finish that has learned nothing, because all updates (or all but the first) were skipped, all
+    GRPO groups had equal rewards, or the loss never changed. false: its status is failed, with the reason."""
     progress: Progress = Progress.auto
     """bar, lines or none; auto shows a bar on a terminal and lines otherwise."""
     sample: Sample = section(Sample)

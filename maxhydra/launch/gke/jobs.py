@@ -41,7 +41,7 @@ from maxhydra.launch.job_spec import (
 )
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import replace_file
-from maxhydra.record.redact import redact_text
+from maxhydra.record.redact import variables_in
 
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 
@@ -226,9 +226,11 @@ class GkeJobs:
     def _describe(self, trial: Trial, spec: JobSpec) -> JobDescription:
         """Raises ConfigError if the job cannot run on the requested nodes, or its config contains a secret."""
         files = spec.files()
-        if redact_text(files[CONFIG]) != files[CONFIG]:
-            reason = "contains what looks like a secret, and ConfigMaps are not confidential"
-            raise ConfigError(Problem(f"job {trial.number}", reason, hint="pass it with hydra.launcher.secrets"))
+        missing = sorted(set(variables_in(files[CONFIG])) - set(self._settings.env))
+        if missing and not self._settings.secrets:
+            reason = f"refers to ${{oc.env:{missing[0]}}}, a variable that its pods do not have"
+            hint = "name a Secret that has it in hydra.launcher.secrets, or set it in hydra.launcher.env"
+            raise ConfigError(Problem(f"job {trial.number}", reason, hint=hint))
         return JobDescription(
             name=self._name(trial),
             sweep=self._sweep_id,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from maxhydra.config.errors import Problem
 from maxhydra.launch.base import KEY, LauncherSettings, minimum_problems, pattern_problems
-from maxhydra.record.redact import is_secret_name
+from maxhydra.record.redact import is_secret, is_secret_name
 
 OUTPUTS = "/outputs"
 CONFIG = "/etc/maxhydra"
@@ -225,8 +225,8 @@ class GkeSettings(LauncherSettings):
         yield from _item_problems("node_selector", self.node_selector, QUALIFIED, "a label, such as example.com/pool")
         yield from _item_problems("node_selector", self.node_selector.values(), LABEL_VALUE, "a label value")
         yield from _item_problems("tolerations", self.tolerations, TOLERATION, "key, key=value, key=value:NoSchedule")
-        for name in self.env:
-            if is_secret_name(name):
+        for name, value in self.env.items():
+            if is_secret_name(name) or is_secret(name, str(value)):
                 hint = f"kubectl create secret generic NAME --from-literal={name}=..., and {KEY}.secrets=[NAME]"
                 reason = "looks like a secret, and JobSets are not confidential"
                 yield Problem(f"{KEY}.env.{name}", reason, hint=hint)

@@ -19,6 +19,7 @@ from maxhydra.launch.base import (
     pattern_problems,
 )
 from maxhydra.launch.job_spec import CONFIG
+from maxhydra.record.redact import redact_text
 
 RUNTIMES = ("pyxis", "apptainer")
 # sbatch parameters set by the launcher, which relies on them.
@@ -126,6 +127,10 @@ class SlurmSettings(LauncherSettings):
             for line in getattr(self, name):
                 if "\n" in str(line):
                     yield Problem(f"{KEY}.{name}", "has an entry with several lines", line, "one line per entry")
+                if redact_text(str(line)) != str(line):
+                    reason = "contains what looks like a secret, and batch scripts are stored in the sweep's folder"
+                    hint = "export it before submitting, or read it from a file: 'export NAME=$(cat FILE)'"
+                    yield Problem(f"{KEY}.{name}", reason, redact_text(str(line)), hint=hint)
         for parameter in self.sbatch:
             match = re.match(r"--([a-z][-a-z0-9]*)", str(parameter))
             if match is None:

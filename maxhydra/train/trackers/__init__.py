@@ -10,10 +10,11 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from maxhydra.config import Config
+from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.run import Tracker as TrackerConfig
+from maxhydra.config.serialize import stored_values
 from maxhydra.record import RunDirectory
-from maxhydra.record.atomic_io import to_plain
+from maxhydra.record.redact import is_secret
 
 log = logging.getLogger("maxhydra")
 
@@ -36,12 +37,17 @@ class TrackedSession:
 
     @property
     def config_dict(self) -> dict[str, Any]:
-        return to_plain(dataclasses.asdict(self.config))
+        """The values of config.yaml, without secrets."""
+        return stored_values(self.config)
 
 
 def open_trackers(tracker: TrackerConfig, *, run: RunDirectory, config: Config, resumed_from: int) -> Tracker:
     """All backends of `tracker.backends` as one tracker; a no-op without any and on processes that do not write."""
     session = TrackedSession(run, config, resumed_from)
+    for name in ("project", "entity") if tracker.backends else ():
+        if is_secret(name, getattr(tracker, name) or ""):
+            reason, hint = "looks like a key, and would be shown", "log in with `wandb login`, or WANDB_API_KEY"
+            raise ConfigError(Problem(f"tracker.{name}", reason, hint=hint))
     trackers = _Trackers()
     try:
         for backend in tracker.backends if run.writes else ():

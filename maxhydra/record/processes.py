@@ -1,0 +1,134 @@
+"""Primitives of child processes that run user code or share the work of a run. Does not import jax.
+
+`spawn_context`, `ignore_run_signals` and `exit_with_parent` are for pools of trusted workers. Reward functions are
+untrusted: they may start processes of their own, which `kill_descendants` finds even in other sessions, because
+`adopt_orphans` makes this process their ancestor as long as it lives.
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from multiprocessing import get_context, parent_process, resource_tracker
+from pathlib import Path
+
+# Not forked: the threads of JAX and of tokenizers do not survive a fork.
+spawn_context = get_context("spawn")
+# Signals that a terminal or a cluster sends to every process of a run.
+RUN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# Seconds to wait for killed processes, which only uninterruptible I/O delays.
+KILL_TIMEOUT = 5.0
+# linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def ignore_run_signals() -> None:
+    """Ignore the signals of a run in a worker process: the run still needs its workers to save its final state.
+
+    A handler that does nothing, unlike SIG_IGN, is not inherited by the programs that the worker executes.
+    """
+    for number in RUN_SIGNALS:
+        signal.signal(number, lambda number, frame: None)
+
+
+def exit_with_parent() -> None:
+    """Start a thread that exits this worker process as soon as its parent does, even in the middle of a long call."""
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent exits (Linux; elsewhere, only process groups are killed)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that forked it exits, even if user code blocks the rest."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Limit the data of this process and, each on its own, of its children; allocations beyond it fail."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    # Code that crashes in every batch would fill the disk with core files.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def isolate_descriptors(descriptor: int) -> int:
+    """Close everything except stdout, stderr and one descriptor, which moves to a high number; stdin becomes empty.
+
+    User code that writes to low or inherited descriptors then reaches no file of the run.
+    """
+    private = min(os.sysconf("SC_OPEN_MAX"), 4096) - 1
+    os.dup2(descriptor, private, inheritable=False)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    for number in map(int, os.listdir("/dev/fd")):
+        if number > 2 and number != private:
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
+                os.close(number)
+    # Its pipe to the tracker of the run was closed; user code that needs a tracker starts its own.
+    vars(resource_tracker)["_resource_tracker"].__dict__.update(_fd=None, _pid=None)
+    return private
+
+
+def descendants() -> dict[int, float]:
+    """Pids of the descendants of this process, with their age in seconds. Empty without /proc.
+
+    Zombies count: one that is the leader of live threads is still running.
+    """
+    parents: dict[int, tuple[int, float]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+            parents[int(folder.name)] = int(fields[1]), age
+    found: dict[int, float] = {}
+    level = {os.getpid()}
+    while level:
+        level = {pid for pid, (parent, _) in parents.items() if parent in level and pid not in found}
+        found |= {pid: parents[pid][1] for pid in level}
+    return found
+
+
+def kill_descendants() -> None:
+    """Kill all descendants of this process and wait until they are gone."""
+    deadline = time.monotonic() + KILL_TIMEOUT
+    while (pids := descendants()) and time.monotonic() < deadline:
+        # Stopped first: a process that forks faster than the others are killed would win the race.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                send_signal(pid, number)
+        reap_children()
+        time.sleep(0.001)
+    reap_children()
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal to a process that may be gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def reap_children() -> None:
+    """Collect the exit status of all children that have ended, also of adopted ones."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

@@ -1,0 +1,263 @@
+"""A reward process and its supervisor: reward code is user code that may hang, crash, fork or write anywhere.
+
+    run -- supervisor (this module, no user code) -- reward process (user code) -- whatever it starts
+
+The reward process computes one term of one completion at a time. The supervisor enforces the time limit of each call,
+and replaces a process that hangs, crashes or sends something else than a result, together with everything that it has
+started. It ends, with all of them, when the run closes its lifeline or dies.
+"""
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import pickle
+import select
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from maxhydra.config.schema.reward import Reward
+from maxhydra.record import processes
+from maxhydra.rl.rewards import Sample, build_score
+
+# Seconds for a process to import the reward functions.
+START_TIMEOUT = 120.0
+# Times that a term may hang or crash in one call before it is skipped for the rest of the batch.
+MAX_FAILURES = 3
+# Seconds between searches for processes that a finished call has left behind.
+SWEEP_INTERVAL = 1.0
+# Bytes of the longest reply: a number, or a reason on one line.
+MAX_REPLY = 1 << 14
+
+CRASHED = "crashed its process"
+CORRUPTED = "wrote to the pipe of its process, which carries the results"
+
+Score = float | str
+"""The value of a term, or the reason why it failed."""
+
+
+class RunEnded(Exception):
+    """The run has closed the lifeline, or died."""
+
+
+class RewardProcessFailure(Exception):
+    """The reward process must be replaced."""
+
+
+class LoadFailure(Exception):
+    """A term that cannot be loaded, and the reason."""
+
+    def __init__(self, term: str, reason: str):
+        super().__init__(term, reason)
+        self.term, self.reason = term, reason
+
+
+def supervise(pipe: Connection, lifeline: Connection, reward: Reward) -> None:
+    """Main of the supervisor: reply None once the terms are loaded, then score lists of samples until the run ends.
+
+    A term that cannot be loaded is replied as LoadFailure.
+    """
+    # In a session of its own, a kill of the run's process group leaves the supervisor time to clean up.
+    os.setsid()
+    processes.ignore_run_signals()
+    processes.adopt_orphans()
+    process = _RewardProcess(reward, lifeline)
+    try:
+        process.start()
+        pipe.send(None)
+        while True:
+            while not (ready := wait([pipe, lifeline], SWEEP_INTERVAL)):
+                process.sweep()
+            if lifeline in ready:
+                return
+            pipe.send(_score_samples(process, pipe.recv(), reward))
+    except LoadFailure as failure:
+        pipe.send(failure)
+    except (RunEnded, EOFError, OSError):
+        pass
+    finally:
+        processes.kill_descendants()
+
+
+def _score_samples(process: "_RewardProcess", samples: Sequence[Sample], reward: Reward) -> list[list[Score]]:
+    """For each sample, the value of each term or the reason why it failed."""
+    failures = [0 for _ in reward.terms]
+    scores: list[list[Score]] = [[] for _ in samples]
+    for sample, (index, term) in itertools.product(range(len(samples)), enumerate(reward.terms)):
+        if failures[index] == MAX_FAILURES:
+            scores[sample].append(f"was skipped after {MAX_FAILURES} hangs or crashes in a batch")
+            continue
+        try:
+            scores[sample].append(process.call((samples[sample], term)))
+        except RewardProcessFailure as failure:
+            scores[sample].append(str(failure))
+            failures[index] += 1
+            process.start()
+    return scores
+
+
+class _RewardProcess:
+    """The reward process, as seen from its supervisor."""
+
+    def __init__(self, reward: Reward, lifeline: Connection):
+        self._reward, self._lifeline = reward, lifeline
+        self._socket: socket.socket | None = None
+        self._pid = 0
+        self._helpers: set[int] = set()
+        """The process itself, and those that importing the reward functions has started."""
+        self._next_sweep = 0.0
+
+    def start(self) -> None:
+        """Start the process, in place of the current one; raises LoadFailure."""
+        self._stop()
+        self._socket, child_end = socket.socketpair()
+        # The supervisor has a single thread, and has imported nothing that a fork could break.
+        self._pid = os.fork()
+        if not self._pid:
+            _serve(child_end, self._reward)
+        child_end.close()
+        self._socket.setblocking(False)
+        try:
+            problem = self._receive("did not load within ", START_TIMEOUT)
+        except RewardProcessFailure as failure:
+            raise LoadFailure(next(iter(self._reward.terms)), str(failure)) from None
+        if problem is not None:
+            raise LoadFailure(*problem)
+        self._helpers = set(processes.descendants())
+
+    def call(self, work: tuple[Sample, str]) -> Score:
+        """The value of a term for a sample, or the reason why there is none; RewardProcessFailure if it has to end."""
+        self.sweep()
+        self._send(pickle.dumps(work))
+        reply = self._receive("exceeded reward.timeout=", self._reward.timeout)
+        if not isinstance(reply, (float, str)):
+            raise RewardProcessFailure(CORRUPTED)
+        return reply
+
+    def sweep(self) -> None:
+        """Kill what earlier calls have left behind, once it is older than the time limit of a call."""
+        processes.reap_children()
+        if time.monotonic() < self._next_sweep:
+            return
+        self._next_sweep = time.monotonic() + SWEEP_INTERVAL
+        for pid, age in processes.descendants().items():
+            if pid not in self._helpers and age > self._reward.timeout:
+                processes.send_signal(pid, signal.SIGKILL)
+
+    def _stop(self) -> None:
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._pid, signal.SIGKILL)
+            processes.kill_descendants()
+        if self._socket is not None:
+            self._socket.close()
+
+    def _send(self, content: bytes) -> None:
+        assert self._socket is not None
+        deadline = time.monotonic() + self._reward.timeout
+        while content:
+            self._wait(select.POLLOUT, deadline, "exceeded reward.timeout=", self._reward.timeout)
+            try:
+                content = content[self._socket.send(content) :]
+            except OSError:
+                raise RewardProcessFailure(CRASHED) from None
+
+    def _receive(self, reason: str, seconds: float) -> Any:
+        """The content of one reply, which is a line of JSON."""
+        assert self._socket is not None
+        deadline, line = time.monotonic() + seconds, b""
+        while not line.endswith(b"\n"):
+            self._wait(select.POLLIN, deadline, reason, seconds)
+            try:
+                received = self._socket.recv(MAX_REPLY)
+            except OSError:
+                received = b""
+            if not received:
+                raise RewardProcessFailure(CRASHED)
+            line += received
+            if len(line) > MAX_REPLY:
+                raise RewardProcessFailure(CORRUPTED)
+        try:
+            return json.loads(line)["reply"]
+        except (ValueError, TypeError, LookupError, RecursionError):
+            raise RewardProcessFailure(CORRUPTED) from None
+
+    def _wait(self, event: int, deadline: float, reason: str, seconds: float) -> None:
+        assert self._socket is not None
+        poll = select.poll()
+        poll.register(self._socket, event)
+        poll.register(self._lifeline.fileno(), select.POLLIN)
+        ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        if any(descriptor == self._lifeline.fileno() for descriptor, _ in ready):
+            raise RunEnded
+        if not ready:
+            raise RewardProcessFailure(f"{reason}{seconds:g} s")
+
+
+def _serve(connection: socket.socket, reward: Reward) -> None:
+    """Main of the reward process, which never returns: load the terms, then reply to each call."""
+    try:
+        processes.die_with_parent()
+        os.setsid()
+        descriptor = processes.isolate_descriptors(connection.detach())
+        if reward.memory_limit_gib is not None:
+            processes.limit_memory(int(reward.memory_limit_gib * 2**30))
+        _reply_to_calls(descriptor, reward)
+    except (EOFError, OSError):
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _reply_to_calls(descriptor: int, reward: Reward) -> None:
+    own_pid = os.getpid()
+
+    def send(reply: object) -> None:
+        # A reward function may fork, and both processes return.
+        if os.getpid() != own_pid:
+            os._exit(0)
+        content = json.dumps({"reply": reply}).encode() + b"\n"
+        while content:
+            content = content[os.write(descriptor, content) :]
+
+    score_fns = {}
+    for name, term in reward.terms.items():
+        try:
+            score_fns[name] = build_score(term)
+        except Exception as error:  # an import may raise anything
+            send([name, f"cannot be loaded: {_describe_error(error)}"])
+            return
+    send(None)
+    with open(descriptor, "rb", closefd=False) as calls:
+        while True:
+            sample, term = pickle.load(calls)
+            try:
+                send(_to_number(score_fns[term](sample)))
+            except MemoryError:
+                send(f"exceeded reward.memory_limit_gib={reward.memory_limit_gib}")
+            except Exception as error:  # user code may raise anything; the run reports it
+                send(f"raised {_describe_error(error)}")
+
+
+def _to_number(value: object) -> Score:
+    """A finite number, or the reason why it is not one; NumPy scalars and booleans count as numbers."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return f"returned {type(value).__name__} instead of a number"
+    if math.isfinite(number) and not isinstance(value, str):
+        return number
+    return f"returned {value!r:.200}, not a finite number"
+
+
+def _describe_error(error: Exception) -> str:
+    """An error on one line, with the file and line that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    location = f" ({os.path.basename(last.filename)}:{last.lineno})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{location}"
