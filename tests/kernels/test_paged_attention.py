@@ -13,6 +13,7 @@ from maxhydra.config.schema.model import Pairs
 from maxhydra.kernels.attention.reference import attention as reference
 from maxhydra.kernels.attention.spec import Request, TokenInfo
 from maxhydra.kernels.paged_attention import Pages, pallas_tpu, triton
+from maxhydra.kernels.paged_attention.pages import write_prompts
 from maxhydra.layers.rope import Rotation, paged_rope_factors, rotate
 
 PAGES, PAGE = 40, 4
@@ -80,7 +81,7 @@ def test_prompts_are_written_to_their_pages() -> None:
     table, lengths = rng.permutation(PAGES)[: B * W].reshape(B, W), np.array([16, 0, 5, 8])
     new = [rng.standard_normal((B, 16, K, H)).astype(np.float32) for _ in range(2)]
     pages = Pages(*(jnp.asarray(x) for x in (key, value, table, lengths)))
-    after = pages.write_prompts(pages, *map(jnp.asarray, new), interpret=True)
+    after = write_prompts(pages, *map(jnp.asarray, new), interpret=True)
     for b, length in enumerate(lengths):
         for w in range(min(-(-length // PAGE), W)):
             for old, prompt in zip((key, value), new, strict=True):

@@ -12,6 +12,7 @@ from maxhydra.kernels.fused_linear import Epilogue, fused_linear, swiglu_prefill
 from maxhydra.kernels.fused_linear.swiglu_prefill_mosaic import swiglu_matmul
 from maxhydra.kernels.grouped_matmul.mosaic import KernelParams
 from maxhydra.kernels.paged_attention import Pages
+from maxhydra.kernels.paged_attention.pages import write_prompts
 from maxhydra.kernels.placement import Placement
 from maxhydra.layers import Context, PagedCacheSpec, PageTable
 from maxhydra.layers import attention as attention_layers
@@ -67,7 +68,7 @@ def test_prompts_are_the_same_with_their_gates_taken_along_and_pages_filled(monk
 
     def fill(pages: Pages, key: jax.Array, value: jax.Array, place: Placement) -> Pages:
         filled.append(key.shape)
-        return pages.write_prompts(pages, key, value, interpret=True)
+        return write_prompts(pages, key, value, interpret=True)
 
     def product(*arguments: Any, **options: Any) -> jax.Array:
         activations.append(arguments[3].activation)

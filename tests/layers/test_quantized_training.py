@@ -162,7 +162,7 @@ def test_a_run_with_an_amax_history_resumes_bit_identically(tmp_path: Path) -> N
     saver.close()
 
     def second(states: StateFactory, step: Any) -> tuple[TrainState, float]:
-        found = restore(tmp_path, config.checkpoint, states.abstract())
+        found = restore(tmp_path, config.checkpoint, states.abstract(), lambda position: None)
         assert found is not None
         state, metrics = step(found.state, {name: array[1] for name, array in batches.items()})
         return state, float(metrics["loss"])

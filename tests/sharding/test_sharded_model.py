@@ -62,9 +62,8 @@ def ten_and_ten(run: Run, folder: Path) -> np.ndarray:
 
 def last_ten(run: Run, folder: Path) -> np.ndarray:
     """Losses of the 10 steps after a checkpoint."""
-    restored = restore(folder, run.config.checkpoint, run.states.abstract())
+    restored = restore(folder, run.config.checkpoint, run.states.abstract(), run.loader.restore)
     assert restored is not None and int(restored.state.step) == 10
-    run.loader.restore(restored.data)
     return run.train(restored.state, 10)[1]
 
 
