@@ -32,7 +32,8 @@ from jinja2.parser import Parser
 from maxhydra.config import ConfigError, Problem
 from maxhydra.data.record_types import Rejected
 from maxhydra.data.rows import Document
-from maxhydra.data.template_sandbox import MAX_SOURCE, LimitedEnvironment, TemplateLimitError, limited
+from maxhydra.data.template_budget import TemplateLimitError, limited
+from maxhydra.data.template_sandbox import MAX_SOURCE, LimitedEnvironment
 from maxhydra.data.tokenizers import Tokenizer, TokenizerError, special_token_pattern
 
 Message = Mapping[str, Any]

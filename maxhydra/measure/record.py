@@ -17,6 +17,7 @@ import jax
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.hardware import Platform
 from maxhydra.config.schema.model import RematPolicy
+from maxhydra.config.schema.model_size import parameter_estimate
 from maxhydra.config.schema.optimizer import OptimizerKind
 from maxhydra.config.schema.quantization import AdapterKind
 from maxhydra.record import redact_argv
@@ -136,7 +137,7 @@ def require_memory(config: Config, machine: Machine) -> None:
     training = config.task.name in TRAINING_TASKS
     if not training and config.task.name not in INFERENCE_TASKS:
         return
-    needed = config.model.parameter_estimate() * _bytes_per_weight(config, training=training)
+    needed = parameter_estimate(config.model) * _bytes_per_weight(config, training=training)
     is_host = machine.memory_gib is None or machine.hardware.platform is Platform.cpu
     available = host_bytes() if is_host else (machine.memory_gib or 0) * 2**30 * machine.devices
     if needed > available:

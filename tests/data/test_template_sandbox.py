@@ -8,7 +8,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from maxhydra.config import ConfigError
 from maxhydra.data.chat import ChatTemplate, ChatTemplateError, compile_chat_template
-from maxhydra.data.template_sandbox import LimitedEnvironment, limited
+from maxhydra.data.template_budget import limited
+from maxhydra.data.template_sandbox import LimitedEnvironment
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from tests.support.vocabularies import MARKS, template
 

@@ -9,6 +9,7 @@ import pytest
 
 from maxhydra.config.options import model_option
 from maxhydra.config.schema import model as config
+from maxhydra.config.schema.model_size import parameter_estimate
 from maxhydra.layers import Context
 from maxhydra.model import active_parameters, build, flops_per_token, parameter_count
 from maxhydra.sharding import Sharder
@@ -167,4 +168,4 @@ def test_flops_match_what_the_compiler_counts():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_closed_form_is_close_to_the_published_size(name: str) -> None:
-    assert model_option(name).parameter_estimate() == pytest.approx(PUBLISHED[name], rel=0.05)
+    assert parameter_estimate(model_option(name)) == pytest.approx(PUBLISHED[name], rel=0.05)

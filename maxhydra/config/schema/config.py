@@ -8,6 +8,7 @@ from maxhydra.config.errors import Problem
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.hardware import Hardware, Mesh
 from maxhydra.config.schema.model import Dtype, Model
+from maxhydra.config.schema.model_size import size_problems
 from maxhydra.config.schema.optimizer import Optimizer
 from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantization
 from maxhydra.config.schema.reward import Reward
@@ -35,6 +36,7 @@ class Config(Schema):
     """Metric that a run returns and a sweeper minimizes."""
 
     def check(self) -> Iterator[Problem]:
+        yield from size_problems(self.model)
         if self.train.seq_len > self.model.context_length:
             yield Problem(
                 "train.seq_len",

@@ -1,6 +1,5 @@
 """Schema of a model: sizes, a repeating pattern of layer kinds, and the mechanisms of each kind."""
 
-from collections import Counter
 from collections.abc import Iterator
 from enum import Enum
 
@@ -8,7 +7,6 @@ from maxhydra.config.declare import (
     MAX_CONTEXT,
     MAX_HEADS,
     MAX_LAYERS,
-    MAX_PARAMETERS,
     MAX_VOCABULARY,
     MAX_WIDTH,
     Schema,
@@ -305,51 +303,8 @@ class Model(Schema):
         used = {*self.prefix, *self.pattern}
         return any(kind.mixer is Mixer.delta for name, kind in self.kinds.items() if name in used)
 
-    def parameter_estimate(self) -> int:
-        """Number of weights of the large matrices, within a few percent of all; nothing is built to count them."""
-        return (
-            (1 + (self.head is Head.separate)) * self.vocab_size * self.emb_dim
-            + (self.embedding.positions is Positions.learned) * self.context_length * self.emb_dim
-            + (self.per_layer.dim or 0) * self.num_layers * self.vocab_size
-            + sum(count * self._kind_estimate(self.kinds[name]) for name, count in Counter(self.layer_kinds()).items())
-        )
-
-    def _kind_estimate(self, kind: Kind) -> int:
-        """Estimated weights of one layer."""
-        attention, delta, mla, width = kind.attention, kind.delta, kind.mla, self.emb_dim
-        heads, kv_heads = attention.num_heads or self.num_heads, attention.num_kv_heads or self.num_kv_heads
-        head_dim = attention.head_dim or self.head_dim
-        if kind.mixer is Mixer.delta:
-            keys = (delta.num_key_heads or heads) * (delta.key_dim or head_dim)
-            mixer = width * (2 * keys + 3 * (delta.num_value_heads or heads) * (delta.value_dim or head_dim))
-        elif kind.mixer is Mixer.mla:
-            nope, value = mla.qk_nope_head_dim or head_dim, mla.v_head_dim or head_dim
-            query = heads * (nope + mla.qk_rope_head_dim)
-            rank = mla.q_lora_rank
-            mixer = width * query if rank is None else rank * (width + query)
-            mixer += mla.kv_lora_rank * (width + heads * (nope + value)) + width * (
-                mla.qk_rope_head_dim + heads * value
-            )
-        else:
-            mixer = 2 * width * head_dim * (heads + kv_heads)
-        return mixer + width * self._feed_forward_width(kind)
-
-    def _feed_forward_width(self, kind: Kind) -> int:
-        """Hidden units of a layer's feed-forward, over all experts, times the matrices that each is part of."""
-        dense, experts = kind.mlp.dim or self.mlp_dim, kind.moe.experts or 0
-        routed = experts * (kind.moe.dim or self.mlp_dim)
-        has_mlp = kind.feed_forward is FeedForward.mlp
-        return 3 * (routed + (kind.moe.shared.dim or 0)) + (2 + (kind.mlp.kind is MlpKind.gated)) * dense * has_mlp
-
-    def _check_size(self) -> Iterator[Problem]:
-        is_known = all(name in self.kinds for name in (*self.prefix, *self.pattern)) and self.pattern
-        if is_known and (count := self.parameter_estimate()) > MAX_PARAMETERS:
-            reason = f"gives a model of about {count:.2g} parameters with the other sizes"
-            yield Problem("num_layers", reason, self.num_layers, f"sizes of at most {MAX_PARAMETERS:.0e} parameters")
-
     def check(self) -> Iterator[Problem]:
         yield from self._check_heads()
-        yield from self._check_size()
         for field in ("prefix", "pattern"):
             for name in getattr(self, field):
                 if name not in self.kinds:
