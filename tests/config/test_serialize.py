@@ -6,9 +6,11 @@ import pytest
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.compose.composer import compose
+from maxhydra.config.resume import config_changes
 from maxhydra.config.serialize import from_yaml, stored_secrets, to_job_yaml, to_stored_yaml
 from maxhydra.launch.gke.settings import GkeSettings
 from maxhydra.launch.slurm.settings import SlurmSettings
+from maxhydra.record.redact import HIDDEN
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
 HEX = "0123456789abcdef0123456789abcdef01234567"
@@ -71,3 +73,12 @@ def test_secrets_in_the_environment_of_pods_are_rejected(name: str, value: str) 
 def test_secrets_in_batch_scripts_are_rejected() -> None:
     (problem,) = SlurmSettings(setup=(f"export WANDB_API_KEY={HEX}", "export HF_TOKEN=$(cat ~/.hf)")).problems()
     assert problem.path == "hydra.launcher.setup" and HEX not in str(problem)
+
+
+def test_a_resume_compares_references_and_hidden_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "hunter2-xyz")
+    config = compose(["tracker.project=${oc.env:SECRET}", f"run.notes={TOKEN}", "run.seed=1"]).config
+    text = to_stored_yaml(config)
+    assert not config_changes(text, config, hidden=HIDDEN)
+    (change,) = config_changes(text.replace("seed: 1", "seed: 2"), config, hidden=HIDDEN)
+    assert change.key == "run.seed"
