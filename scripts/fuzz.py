@@ -85,8 +85,8 @@ def divide(shares: dict[str, int], cases: int, chunk: int, seed: int) -> list[Ch
         count = math.ceil(number / max(1, min(chunk, math.ceil(chunk * share / max(shares.values())))))
         sizes = [number // count + (index < number % count) for index in range(count)]
         rows.append([(test, size) for size in sizes])
-    mixed = itertools.chain.from_iterable(itertools.zip_longest(*rows))
-    return [Chunk(*entry, seed=seed + index) for index, entry in enumerate(entry for entry in mixed if entry)]
+    interleaved = itertools.chain.from_iterable(itertools.zip_longest(*rows))
+    return [Chunk(*entry, seed=seed + index) for index, entry in enumerate(entry for entry in interleaved if entry)]
 
 
 def run_chunk(chunk: Chunk) -> Outcome:
@@ -111,8 +111,8 @@ def run_chunk(chunk: Chunk) -> Outcome:
 
 
 def _read_outcome(chunk: Chunk, code: int, text: str, logged: dict[str, Any]) -> Outcome:
-    tally = logged["tests"].get(chunk.test, {})
-    outcome = Outcome(**tally, peak_bytes=logged["peak_bytes"])
+    stats = logged["tests"].get(chunk.test, {})
+    outcome = Outcome(**stats, peak_bytes=logged["peak_bytes"])
     for failure in logged["failures"].values():
         outcome.failures.append(f"{chunk.test}, seed {chunk.seed}, {chunk.cases} cases\n{_minimal(failure)}")
     if code and not outcome.failures:

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 600
 MAX_KILLS_PER_TRIAL, MAX_STARTS = 3, 4
 # A command that finds its complete output says so and exits with code 2.
-ALREADY_WRITTEN = "already exists"
+ALREADY_EXISTS = "already exists"
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 
 
@@ -162,8 +162,8 @@ class Harness:
         inputs = self._folder / "inputs"
         inputs.mkdir(parents=True)
         random_state = random.Random(0)
-        words = ["".join(random_state.choices("abcdefghij", k=random_state.randint(2, 9))) for _ in range(500)]
-        texts = [{"text": " ".join(random_state.choices(words, k=60))} for _ in range(3000)]
+        vocabulary = ["".join(random_state.choices("abcdefghij", k=random_state.randint(2, 9))) for _ in range(500)]
+        texts = [{"text": " ".join(random_state.choices(vocabulary, k=60))} for _ in range(3000)]
         _write_lines(inputs / "texts.jsonl", texts)
         _write_lines(inputs / "scored.jsonl", [{"text": text["text"][:100]} for text in texts[:60]])
         _write_lines(inputs / "prompts.jsonl", [{"prompt": f"{number}+{number}="} for number in range(60)])
@@ -199,16 +199,16 @@ class Harness:
                 exit_seconds.append(round(time.monotonic() - signal_time, 2))
             elif codes[-1] == 0:
                 break
-        while codes[-1] != 0 and len(codes) < MAX_KILLS_PER_TRIAL + MAX_STARTS and not self._is_written(folder, codes):
+        while codes[-1] != 0 and len(codes) < MAX_KILLS_PER_TRIAL + MAX_STARTS and not self._is_complete(folder, codes):
             codes.append(self._launch(reference.arguments, folder).wait(TIMEOUT_SECONDS))
         differences = compare(reference.result, self._read(task, folder))
-        if codes[-1] != 0 and not self._is_written(folder, codes):
+        if codes[-1] != 0 and not self._is_complete(folder, codes):
             differences.append(f"the last command ended with exit code {codes[-1]}, see {folder / 'console.txt'}")
         return Trial(task, number, [round(delay, 2) for delay in delays], codes, exit_seconds, differences)
 
-    def _is_written(self, folder: Path, codes: list[int]) -> bool:
+    def _is_complete(self, folder: Path, codes: list[int]) -> bool:
         console = folder / "console.txt"
-        return codes[-1] == 2 and console.exists() and ALREADY_WRITTEN in console.read_text()[-2000:]
+        return codes[-1] == 2 and console.exists() and ALREADY_EXISTS in console.read_text()[-2000:]
 
     def _new_folder(self, task: str, name: str) -> Path:
         folder = self._folder / task / name

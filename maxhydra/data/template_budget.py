@@ -151,11 +151,11 @@ def charge_replace(text: Any, old: Any, new: Any) -> None:
 
 def _passed(function: Callable[..., Any], context: Context) -> tuple[Any, ...]:
     """First arguments that Jinja passes to a filter or test in addition to those of the template."""
-    wanted = getattr(function, "jinja_pass_arg", None)
-    if wanted is None:
+    passed = getattr(function, "jinja_pass_arg", None)
+    if passed is None:
         return ()
     values = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
-    return (values[wanted.name],)
+    return (values[passed.name],)
 
 
 def limit_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -134,12 +134,12 @@ def _joins(shapes: Tree, axes: Tree) -> Iterator[tuple[str, tuple[str, ...]]]:
     for part, names in JOINED.items():
         if all("kernel" in shapes[part].get(name, {}) for name in names):
             kernels = [(axes[part][name]["kernel"], shapes[part][name]["kernel"]) for name in names]
-            besides = [jax.tree.map(_beside, *kernel, is_leaf=is_axes) for kernel in kernels]
-            if all(beside == besides[0] for beside in besides):
+            other_axes = [jax.tree.map(_other_axes, *kernel, is_leaf=is_axes) for kernel in kernels]
+            if all(axes == other_axes[0] for axes in other_axes):
                 yield part, names
 
 
-def _beside(names: LogicalAxes, own: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+def _other_axes(names: LogicalAxes, own: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     """Return the dimensions in which arrays must agree to be concatenated."""
     axis = int(names[0] == "embed")
     return (*own.shape[:axis], *own.shape[axis + 1 :])

@@ -20,7 +20,7 @@ _SECRET_PAIRS = frozenset((("api", "key"), ("access", "key"), ("private", "key")
 # So does a key with `token`, unless one of these words marks it as a text token or a count.
 _TEXT_TOKENS = frozenset(("bos", "eos", "pad", "unk", "sep", "cls", "mask", "id", "ids", "per", "next", "special"))
 # Values that are not secret: null values, or a type in source code.
-_HARMLESS_WORDS = frozenset(
+_HARMLESS_VALUES = frozenset(
     ("", "none", "null", "true", "false", "???", HIDDEN, "str", "int", "float", "bool", "bytes")
 )
 
@@ -75,8 +75,8 @@ _VALUE = re.compile(
 
 def is_secret_name(key: str) -> bool:
     """True if a key (dotted, dashed, snake or camel case) names a secret."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", key)
-    parts = [word.lower() for word in re.split(r"[^A-Za-z0-9]+", words) if word]
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", key)
+    parts = [word.lower() for word in re.split(r"[^A-Za-z0-9]+", spaced) if word]
     if _SECRET_WORDS.intersection(parts) or _SECRET_PAIRS.intersection(itertools.pairwise(parts)):
         return True
     return "token" in parts and not _TEXT_TOKENS.intersection(parts)
@@ -93,7 +93,7 @@ class EnvironmentValues:
     def add_read(self, name: str, value: str) -> None:
         """Record the value of a variable. If its name says that it is secret, the value is replaced in every text."""
         self.num_reads += 1
-        if is_secret_name(name) and len(value) >= 4 and value.lower() not in _HARMLESS_WORDS:
+        if is_secret_name(name) and len(value) >= 4 and value.lower() not in _HARMLESS_VALUES:
             self._secrets[value] = f"${{oc.env:{name}}}"
 
     def add_reference(self, path: str, value: Any, reference: Any) -> None:
@@ -166,7 +166,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def _is_harmless(value: str) -> bool:
-    return value.lower() in _HARMLESS_WORDS or _REFERENCE.fullmatch(value) is not None
+    return value.lower() in _HARMLESS_VALUES or _REFERENCE.fullmatch(value) is not None
 
 
 def redact_text(text: str) -> str:

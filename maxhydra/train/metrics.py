@@ -20,6 +20,9 @@ from maxhydra.train.trackers import Tracker
 log = logging.getLogger("maxhydra")
 # Skipped steps or equal losses in a row that are no coincidence.
 MANY = 3
+# Batches without a difference between rewards that are no coincidence: a policy may solve no prompt of the first few.
+MANY_ROLLOUTS = 10
+EQUAL_REWARDS = "all rewards are equal within each group (see reward/mean, reward/errors)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +136,7 @@ class MetricsLogger:
 
     def no_learning(self) -> str | None:
         """The reason why the run has learned nothing from its first step to the last logged one, or None."""
-        return self._learning.verdict()
+        return self._learning.failure_reason()
 
     def log_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of an evaluation, whose time does not count as step time."""
@@ -192,13 +195,15 @@ class LearningMonitor:
         """Whether the loss has never changed. On-policy losses of RL are 0 by construction, whatever is learned."""
         return self._is_loss_constant and len(self._losses) >= MANY and self._losses[-1] != 0
 
-    def verdict(self) -> str | None:
+    def failure_reason(self) -> str | None:
         """The reason why nothing was learned since the first step of the run, or None."""
         applied = self._step - (self._skipped or 0)
+        if self._last_cause == EQUAL_REWARDS and self._step < MANY_ROLLOUTS:
+            return None
         # A first update can be the one that breaks everything, such as one with a learning rate of 1e30.
         if not applied or (applied == 1 and self._step > MANY):
             return f"{applied or 'none'} of the {self._step} updates was applied: {self._last_cause}"
-        if self._informative_batches == 0:
+        if self._informative_batches == 0 and self._step >= MANY_ROLLOUTS:
             return f"no group of {self._step} batches had different rewards, so no completion was better than another"
         if self._is_unchanged():
             return f"the loss was exactly {self._losses[-1]:g} at every logged step"
@@ -222,7 +227,7 @@ def _is_finite(values: Mapping[str, float]) -> bool:
 def _skip_cause(values: Mapping[str, float]) -> str:
     """Why a step was skipped. The text is the same for all steps with the same cause."""
     if values.get("groups/degenerate") == 1:
-        return "all rewards are equal within each group (see reward/mean, reward/errors)"
+        return EQUAL_REWARDS
     if not values["tokens"]:
         return (
             "no token of the batch has a loss (all are masked: are the prompts longer than train.seq_len? "

@@ -49,7 +49,7 @@ settings.register_profile("long", settings.get_profile("short"), derandomize=Fal
 
 
 @dataclasses.dataclass
-class Tally:
+class CaseStats:
     """What the cases of one test did."""
 
     cases: int = 0
@@ -59,7 +59,7 @@ class Tally:
 
 
 # By the node id of the test.
-TALLIES: dict[str, Tally] = {}
+CASE_STATS: dict[str, CaseStats] = {}
 
 
 class OverTime(BaseException):
@@ -98,7 +98,7 @@ def fuzz(
 def run_case(test: Callable[..., None], arguments: dict[str, Any], rejects: tuple[type[Exception], ...]) -> None:
     """Run one case under the guard and count it."""
     name = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-    tally = TALLIES.setdefault(name, Tally())
+    stats = CASE_STATS.setdefault(name, CaseStats())
     _write_current_case(arguments)
     rejection = None
     started = time.perf_counter()
@@ -115,11 +115,11 @@ def run_case(test: Callable[..., None], arguments: dict[str, Any], rejects: tupl
         raise AssertionError(f"the case ended the process with {error.code!r}") from error
     finally:
         seconds = time.perf_counter() - started
-        if seconds > tally.slowest_seconds:
-            tally.slowest_seconds, tally.slowest_case = seconds, _shorten(_describe(arguments))
-    tally.cases += 1
+        if seconds > stats.slowest_seconds:
+            stats.slowest_seconds, stats.slowest_case = seconds, _shorten(_describe(arguments))
+    stats.cases += 1
     if rejection is not None:
-        tally.rejected += 1
+        stats.rejected += 1
         length = len(str(rejection))
         assert 0 < length <= MAX_MESSAGE, f"the message of {type(rejection).__name__} has {length} characters"
 
@@ -131,9 +131,9 @@ def peak_bytes() -> int:
 
 
 def write_outcome(failures: dict[str, str]) -> None:
-    """Write the tallies and failures of this process for scripts/fuzz.py."""
-    tallies = {name: dataclasses.asdict(tally) for name, tally in TALLIES.items()}
-    outcome = {"tests": tallies, "failures": failures, "peak_bytes": peak_bytes()}
+    """Write the all_stats and failures of this process for scripts/fuzz.py."""
+    all_stats = {name: dataclasses.asdict(stats) for name, stats in CASE_STATS.items()}
+    outcome = {"tests": all_stats, "failures": failures, "peak_bytes": peak_bytes()}
     Path(os.environ[LOG_VARIABLE]).write_text(json.dumps(outcome))
 
 

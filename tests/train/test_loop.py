@@ -247,16 +247,18 @@ def test_the_first_logged_step_without_effect_is_named() -> None:
     monitor = LearningMonitor(step=0, past_losses=[])
     for step in (1, 2, 3):
         monitor.observe(step, {**masked_out, "skipped": step})
-    assert "none of the 3 updates" in (monitor.verdict() or "")
+    assert "none of the 3 updates" in (monitor.failure_reason() or "")
     monitor.observe(5, {**effective, "skipped": 3})
-    assert monitor.verdict() is None
+    assert monitor.failure_reason() is None
 
-    monitor.observe(6, {**effective, "skipped": 3, "groups/informative": 0.0})
-    assert "no group of 6 batches had different rewards" in (monitor.verdict() or "")
+    monitor.observe(9, {**effective, "skipped": 3, "groups/informative": 0.0})
+    assert monitor.failure_reason() is None  # too few batches to tell
+    monitor.observe(10, {**effective, "skipped": 3, "groups/informative": 0.0})
+    assert "no group of 10 batches had different rewards" in (monitor.failure_reason() or "")
 
     resumed = LearningMonitor(step=3, past_losses=[0.0] * 3)
     resumed.observe(4, {**masked_out, "skipped": 4})
-    assert "none of the 4 updates" in (resumed.verdict() or "")
+    assert "none of the 4 updates" in (resumed.failure_reason() or "")
 
 
 def test_held_out_batches_without_a_loss_are_rejected() -> None:

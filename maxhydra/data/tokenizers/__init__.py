@@ -141,9 +141,9 @@ def input_files(config: Config) -> list[Path]:
 def template_files(config: Config) -> list[Path]:
     """The file of the chat template: named by the config, built in, or next to tokenizer.json."""
     path = Path(config.path or "").expanduser()
-    beside = (path if path.is_dir() else path.parent) / "chat_template.jinja"
+    default = (path if path.is_dir() else path.parent) / "chat_template.jinja"
     named = config.chat_template
-    paths = [beside] if named is None else [Path(named).expanduser(), TEMPLATES / f"{named}.jinja"]
+    paths = [default] if named is None else [Path(named).expanduser(), TEMPLATES / f"{named}.jinja"]
     return [found for found in paths if found.is_file() and (named is not None or config.kind == "hf")][:1]
 
 

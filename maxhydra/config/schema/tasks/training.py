@@ -257,10 +257,10 @@ class DistillTask(Task):
     head. null: initialized as any other run."""
 
     def check(self) -> Iterator[Problem]:
-        is_mixed = self.divergence is Divergence.jensen_shannon
-        if is_mixed != (self.beta is not None):
-            reason = "is needed by" if is_mixed else "is not used by"
-            accepted = "over 0 and under 1; 0.5 is symmetric" if is_mixed else "null"
+        uses_beta = self.divergence is Divergence.jensen_shannon
+        if uses_beta != (self.beta is not None):
+            reason = "is needed by" if uses_beta else "is not used by"
+            accepted = "over 0 and under 1; 0.5 is symmetric" if uses_beta else "null"
             yield Problem("beta", f"{reason} divergence={self.divergence.value}", value=self.beta, accepted=accepted)
         if self.beta is None and self.beta_end is not None:
             yield Problem("beta_end", "is not used without beta", value=self.beta_end, accepted="null")
