@@ -12,13 +12,12 @@ from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.quantization import Quantization
-from maxhydra.convert.adapter_lineage import find_adapter_lineage
+from maxhydra.convert.adapter_lineage import ACCEPTED, find_adapter_lineage
 from maxhydra.convert.gguf import gguf_source
 from maxhydra.convert.hf import hf_source
 from maxhydra.convert.hf_config import is_hf_folder
 from maxhydra.convert.orbax_io import find_checkpoint, read_format, read_parameters
 from maxhydra.convert.peft import PeftFolder, is_peft_folder, open_peft
-from maxhydra.convert.pinned import ACCEPTED
 from maxhydra.convert.source import Source
 from maxhydra.convert.streaming import Arrays, FileArrays, InMemoryArrays, single_device_shardings, stream_weights
 from maxhydra.model import ModelDef, build, map_leaves, merge_adapter, merge_trees, split_trainable, store_weight

@@ -28,8 +28,8 @@ from maxhydra.config.schema.quantization import Quantization
 from maxhydra.convert.streaming import Arrays
 from maxhydra.model import ModelDef, store_weight_slice
 from maxhydra.model.stored_params import current_path
+from maxhydra.record.atomic_io import NewerFormatError
 from maxhydra.record.checkpoint_manifest import MANIFEST, DamagedCheckpointError, verify_files, write_manifest
-from maxhydra.record.formats import NewerFormatError
 
 Tree = Any
 PARAMS = "params"

@@ -6,9 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.decode.prompts import PromptError
 from maxhydra.decode.request import Handle, RequestRejectedError
-from maxhydra.decode.sampling_params import Message, PromptClient
+from maxhydra.decode.sampling_params import Message, PromptClient, PromptError
 
 HELP = "/reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops a reply"
 

@@ -16,9 +16,8 @@ from maxhydra.config.schema.tasks.inference import DecodeTask
 from maxhydra.convert.orbax_io import checkpoint_steps
 from maxhydra.decode.offline_files import REJECTED, OutputFile, Record, fingerprint, read_records
 from maxhydra.decode.open import model_values
-from maxhydra.decode.prompts import PromptError
 from maxhydra.decode.request import Completion, Delta, Handle, RequestRejectedError, TokenLogprob
-from maxhydra.decode.sampling_params import PromptClient
+from maxhydra.decode.sampling_params import PromptClient, PromptError
 from maxhydra.runtime.progress import ItemProgress, open_item_progress
 
 # Submitted sequences per batch slot of the engine, so that it never waits for this thread.

@@ -25,7 +25,7 @@ from maxhydra.convert.adapter_lineage import run_folder
 from maxhydra.convert.compatibility import KEYS_WITHOUT_EFFECT_ON_WEIGHTS
 from maxhydra.convert.load import load_weights, stored_format
 from maxhydra.decode.engine import Engine
-from maxhydra.decode.prompts import PromptEncoder
+from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder, build_mesh
 

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.schema.config import parameter_estimate
 from maxhydra.config.schema.hardware import Platform
 from maxhydra.config.schema.model import RematPolicy
-from maxhydra.config.schema.model_size import parameter_estimate
 from maxhydra.config.schema.optimizer import OptimizerKind
 from maxhydra.config.schema.quantization import AdapterKind
 from maxhydra.record import redact_argv

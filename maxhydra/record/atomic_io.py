@@ -1,4 +1,9 @@
-"""Atomic file writes, file locks, strict JSON, JSON files of bounded size, and liveness of a process."""
+"""Atomic file writes, locks, strict JSON of bounded size, format versions, and liveness of processes.
+
+run.json, sweep.json and a checkpoint's manifest.json carry `format`, an integer that grows when a reader of an earlier
+version would misread the file, and `maxhydra`, the version that wrote it. Files without `format` have format 1: they
+were written before the field existed. Files are migrated in memory and never rewritten.
+"""
 
 import contextlib
 import datetime
@@ -8,10 +13,12 @@ import math
 import os
 import socket
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any, SupportsFloat
+
+import maxhydra
 
 # JSON cannot represent these numbers; they are stored as strings that float() parses.
 NONFINITE = ("NaN", "Infinity", "-Infinity")
@@ -168,3 +175,37 @@ def is_lost(session: Mapping[str, Any], updated: str) -> bool:
         return not alive
     silence = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(updated)
     return silence.total_seconds() > LOST_SECONDS
+
+
+Values = dict[str, Any]
+
+
+class NewerFormatError(ValueError):
+    """A file was written by a later version of maxhydra; the message names the format and what to install."""
+
+
+def stamp(current: int) -> Values:
+    """The entries that a file of format `current` carries."""
+    return {"format": current, "maxhydra": maxhydra.__version__}
+
+
+def migrate_format(
+    values: Mapping[str, Any], *, current: int, migrations: Mapping[int, Callable[[Values], Values]]
+) -> Values:
+    """Bring a file's values to the `current` format: `migrations[n]` converts format n to n + 1.
+
+    Raises NewerFormatError for a format above `current`, and ValueError if `format` is not a positive integer.
+    """
+    found = values.get("format", 1)
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise ValueError(f"format={found!r} is not a positive integer")
+    if found > current:
+        writer = values.get("maxhydra", "a later version")
+        raise NewerFormatError(
+            f"has format {found}, written by maxhydra {writer}; maxhydra {maxhydra.__version__} reads formats up to "
+            f"{current}: install maxhydra {writer} or later"
+        )
+    migrated = dict(values)
+    for version in range(found, current):
+        migrated = migrations[version](migrated) if version in migrations else migrated
+    return migrated

@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from maxhydra.record.atomic_io import replace_file
-from maxhydra.record.formats import migrate_format, stamp
+from maxhydra.record.atomic_io import migrate_format, replace_file, stamp
 
 MANIFEST = "manifest.json"
 # 1: no manifest. 2: manifest with format, files and digest.

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from maxhydra.record.atomic_io import NONFINITE, is_lost, parse_json
-from maxhydra.record.formats import migrate_format
+from maxhydra.record.atomic_io import NONFINITE, is_lost, migrate_format, parse_json
 from maxhydra.record.metrics import scan_metrics
 
 Facts = dict[str, Any]

@@ -17,9 +17,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from maxhydra.record.atomic_io import acquire_lock, is_lost, process_start, read_json, replace_file, to_json, to_plain
+from maxhydra.record.atomic_io import (
+    NewerFormatError,
+    acquire_lock,
+    is_lost,
+    process_start,
+    read_json,
+    replace_file,
+    stamp,
+    to_json,
+    to_plain,
+)
 from maxhydra.record.facts import DAMAGED, FACTS, RUN_FORMAT, Facts, free_name, parse_facts, rebuild_facts
-from maxhydra.record.formats import NewerFormatError, stamp
 from maxhydra.record.provenance import environment
 from maxhydra.record.redact import redact_facts, redact_text
 

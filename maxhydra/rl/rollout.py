@@ -21,9 +21,8 @@ from maxhydra.config.schema.reward import Reward
 from maxhydra.config.schema.tasks.training import GrpoTask, PolicyLoss, Scale
 from maxhydra.data import Loader, Row
 from maxhydra.decode.engine import Engine
-from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.decode.request import Completion
-from maxhydra.decode.sampling_params import make_requests
+from maxhydra.decode.sampling_params import PromptEncoder, make_requests
 from maxhydra.model import ModelDef
 from maxhydra.rl.reward_pool import RewardPool, RewardResult
 from maxhydra.rl.rewards import Sample, extract_answer

@@ -12,8 +12,7 @@ from maxhydra.launch.base import LauncherSettings, SweepContext, Trial
 from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import launcher_from_json, lists_to_tuples
 from maxhydra.record import RunDirectory, redact_argv
-from maxhydra.record.atomic_io import replace_file
-from maxhydra.record.formats import NewerFormatError, migrate_format, stamp
+from maxhydra.record.atomic_io import NewerFormatError, migrate_format, replace_file, stamp
 
 FILE = "sweep.json"
 # Format of sweep.json. 1: without `format`. 2: with `format`.

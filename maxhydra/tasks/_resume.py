@@ -23,10 +23,9 @@ from maxhydra.config.resume import (
     is_accepted,
     unknown_keys,
 )
-from maxhydra.convert.adapter_lineage import run_folder
+from maxhydra.convert.adapter_lineage import run_folder, weights_record
 from maxhydra.convert.compatibility import changes_from_run
 from maxhydra.convert.orbax_io import checkpoint_steps
-from maxhydra.convert.pinned import weights_record
 from maxhydra.record import RunDirectory
 from maxhydra.record.redact import HIDDEN
 from maxhydra.train.run_inputs import (

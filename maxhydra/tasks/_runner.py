@@ -26,8 +26,7 @@ from maxhydra.config.schema.run import new_name_problem
 from maxhydra.config.serialize import stored_secrets, stored_values, to_stored_yaml
 from maxhydra.measure.record import OutOfMemoryError, explain_out_of_memory, require_memory, suggest_less_memory
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
-from maxhydra.record.atomic_io import from_number
-from maxhydra.record.formats import NewerFormatError
+from maxhydra.record.atomic_io import NewerFormatError, from_number
 from maxhydra.runtime import Machine, signals
 from maxhydra.tasks._resume import Session, prepare_session
 

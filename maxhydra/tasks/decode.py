@@ -11,8 +11,7 @@ from maxhydra.decode.chat_cli import GenerationFailedError, chat, complete, line
 from maxhydra.decode.offline import BatchFailedError, OfflineBatch, check_distinct_files, settings_fingerprint
 from maxhydra.decode.offline_files import OutputFile, check_records, read_records
 from maxhydra.decode.open import open_engine, open_prompts
-from maxhydra.decode.prompts import PromptEncoder
-from maxhydra.decode.sampling_params import PromptClient, is_chat
+from maxhydra.decode.sampling_params import PromptClient, PromptEncoder, is_chat
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = True

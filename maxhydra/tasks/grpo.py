@@ -4,7 +4,7 @@ from contextlib import closing
 
 from maxhydra import data
 from maxhydra.config.schema.tasks.training import GrpoTask
-from maxhydra.decode.prompts import PromptEncoder
+from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.rl.batches import RolloutBatches, make_logprob_fn
 from maxhydra.rl.evaluate import held_out_pass_rate
 from maxhydra.rl.loss import group_loss

@@ -9,7 +9,7 @@ import numpy as np
 from maxhydra.config.schema.tasks.inference import ScoreTask
 from maxhydra.convert.load import load_weights
 from maxhydra.decode.open import check_weights_source, weight_quantization
-from maxhydra.decode.prompts import PromptEncoder
+from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.model import build
 from maxhydra.runtime.progress import open_item_progress
 from maxhydra.score.scorer import (

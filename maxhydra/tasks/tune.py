@@ -11,9 +11,8 @@ from maxhydra.config.yaml_files import display_path
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.runtime.progress import open_step_progress
 from maxhydra.tasks import Job, Outcome
-from maxhydra.tune.experiment import experiment, given_keys
 from maxhydra.tune.space import apply_candidate, axes
-from maxhydra.tune.trial import Trial
+from maxhydra.tune.trial import Trial, experiment, given_keys
 from maxhydra.tune.tuner import Tuner, describe, expected_trials, table
 
 # The trials run in separate processes, which need the devices.

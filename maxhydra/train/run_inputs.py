@@ -16,7 +16,7 @@ from maxhydra.config import Config, Problem
 from maxhydra.config.schema.data import Fingerprint as FingerprintMethod
 from maxhydra.config.schema.quantization import AdapterKind
 from maxhydra.config.schema.tasks.training import DistillTask, DpoTask, GrpoTask, Reference
-from maxhydra.convert.pinned import describe_weights_change, find_pinned, weights_record
+from maxhydra.convert.adapter_lineage import describe_weights_change, find_pinned, weights_record
 from maxhydra.data.sources import input_files as corpus_files
 from maxhydra.data.tokenizers import input_files as tokenizer_files
 from maxhydra.data.tokenizers import template_files

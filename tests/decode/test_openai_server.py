@@ -22,8 +22,8 @@ from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Servic
 from maxhydra.decode.openai_server.http11 import HttpError
 from maxhydra.decode.openai_server.request_schema import parse
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder
-from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.decode.request import Completion, Delta, TokenLogprob
+from maxhydra.decode.sampling_params import PromptEncoder
 from tests.support.fake_engine import WORDS, FakeEngine
 from tests.support.skips import import_optional
 from tests.support.vocabularies import byte_level, save

@@ -19,7 +19,7 @@ from maxhydra.config.schema.decode import Sampling
 from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, listen, serve
 from maxhydra.decode.openai_server.http11 import HttpError, dump_slices, parse_head
 from maxhydra.decode.openai_server.request_schema import SUPPORTED_CHAT, parse
-from maxhydra.decode.prompts import PromptEncoder
+from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.record.loopback import is_allowed_host
 from tests.support.fake_engine import FakeEngine
 from tests.support.fuzzing import fuzz

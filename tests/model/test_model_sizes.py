@@ -9,7 +9,7 @@ import pytest
 
 from maxhydra.config.options import model_option
 from maxhydra.config.schema import model as config
-from maxhydra.config.schema.model_size import parameter_estimate
+from maxhydra.config.schema.config import parameter_estimate
 from maxhydra.layers import Context
 from maxhydra.model import active_parameters, build, flops_per_token, parameter_count
 from maxhydra.sharding import Sharder

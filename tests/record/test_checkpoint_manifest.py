@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from maxhydra.record.atomic_io import NewerFormatError, migrate_format
 from maxhydra.record.checkpoint_manifest import (
     CHECKPOINT_FORMAT,
     MANIFEST,
@@ -16,7 +17,6 @@ from maxhydra.record.checkpoint_manifest import (
     verify_files,
     write_manifest,
 )
-from maxhydra.record.formats import NewerFormatError, migrate_format
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from maxhydra.record import (
     scan_metrics,
     series,
 )
-from maxhydra.record.formats import NewerFormatError
+from maxhydra.record.atomic_io import NewerFormatError
 from maxhydra.record.run_dir import RUN_FORMAT
 
 ROOT = Path(__file__).parents[2]

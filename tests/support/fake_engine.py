@@ -16,9 +16,8 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.tasks.inference import DecodeTask
 from maxhydra.decode.offline import BatchStats, OfflineBatch
 from maxhydra.decode.offline_files import OutputFile, check_records
-from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.decode.request import Delta, Handle, Request, RequestRejectedError, TokenLogprob
-from maxhydra.decode.sampling_params import PromptClient
+from maxhydra.decode.sampling_params import PromptClient, PromptEncoder
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
 

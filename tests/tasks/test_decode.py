@@ -16,9 +16,8 @@ from maxhydra.config.schema.run import Progress
 from maxhydra.decode.chat_cli import chat, complete
 from maxhydra.decode.offline import BatchFailedError
 from maxhydra.decode.offline_files import OutputFile, read_records
-from maxhydra.decode.prompts import PromptEncoder, PromptError
 from maxhydra.decode.request import Delta, Handle
-from maxhydra.decode.sampling_params import SettingError, make_requests, with_overrides
+from maxhydra.decode.sampling_params import PromptEncoder, PromptError, SettingError, make_requests, with_overrides
 from maxhydra.runtime.progress import open_item_progress
 from tests.support.fake_engine import FakeEngine, decode_file, expected_text, make_client
 

@@ -14,8 +14,8 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.tasks.analysis import Batch, TuneTask
 from maxhydra.config.serialize import to_yaml
 from maxhydra.runtime.detect import hardware_options
-from maxhydra.tune.experiment import experiment
 from maxhydra.tune.space import Axis, Candidate, apply_candidate, axes
+from maxhydra.tune.trial import experiment
 from maxhydra.tune.tuner import OutOfTime, eliminate, grid, needs_less, one_by_one
 from tests.support.cli import facts, kill_when, run_ok
 

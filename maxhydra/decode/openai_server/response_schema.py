@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.decode.request import Completion, Delta, TokenLogprob
+from maxhydra.decode.sampling_params import PromptEncoder
 
 
 @dataclasses.dataclass(frozen=True)

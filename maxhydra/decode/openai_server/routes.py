@@ -1,20 +1,49 @@
-"""The routes: submit completions to the engine within the queue limit, and send or stream the results."""
+"""The routes: check access, submit completions to the engine within the queue limit, send or stream the results."""
 
 import asyncio
 import contextlib
+import hmac
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from maxhydra.config import ConfigError
-from maxhydra.decode.openai_server.auth import Access
 from maxhydra.decode.openai_server.http11 import JSON_TYPE, RETRY, Connection, HttpError, RequestHead, dump_slices
 from maxhydra.decode.openai_server.request_schema import CompletionRequest, ServerDefaults, bad_field, parse
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder
-from maxhydra.decode.prompts import PromptEncoder, PromptError
 from maxhydra.decode.request import Completion, Delta, Engine, Handle, RequestRejectedError
-from maxhydra.decode.sampling_params import make_requests
+from maxhydra.decode.sampling_params import PromptEncoder, PromptError, make_requests
+from maxhydra.record.loopback import is_allowed_host
+
+
+class Access:
+    """Accepts clients with the API key; without a key, local clients that address a loopback name.
+
+    Web pages in a browser can send requests to this machine too. They cannot send JSON to another origin without a CORS
+    preflight, and DNS rebinding shows in the Host header.
+    """
+
+    def __init__(self, key: str | None, *, is_local: bool):
+        """`is_local`: the server listens on a loopback address."""
+        self._key, self._is_local = None if key is None else key.encode(), is_local
+
+    def check(self, head: RequestHead) -> None:
+        """Raise HttpError if the request is not allowed."""
+        if head.path == "/health":
+            return
+        if self._key is not None:
+            kind, _, key = head.headers.get("authorization", "").partition(" ")
+            if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
+                message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
+                raise HttpError(401, message, code="invalid_api_key")
+        elif self._is_local and not is_allowed_host(head.headers.get("host", "localhost")):
+            message = "the Host header is not a loopback name; set task.host or task.api_key_env to allow others"
+            raise HttpError(403, message)
+        content_type = head.headers.get("content-type", "").partition(";")[0].strip()
+        if head.method == "POST" and content_type != "application/json":
+            raise HttpError(415, "the body must be JSON: send the header Content-Type: application/json")
+
 
 T = TypeVar("T")
 # Threads for JSON and tokenizers, which would stall every stream if they ran in the event loop. A large request may

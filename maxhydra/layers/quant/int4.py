@@ -14,7 +14,7 @@ from flax import nnx
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.kernels.int8_matmul import QuantizedArray, quantize
-from maxhydra.layers.quant.pack_bits import Quantized, pack_nibbles, unpack_nibbles
+from maxhydra.layers.quant.int8 import Quantized, pack_nibbles, unpack_nibbles
 from maxhydra.sharding import LogicalAxes
 
 LARGEST = 7

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.layers.quant.pack_bits import Quantized, pack_nibbles, unpack_nibbles
+from maxhydra.layers.quant.int8 import Quantized, pack_nibbles, unpack_nibbles
 from maxhydra.sharding import LogicalAxes
 
 BLOCK = 64
