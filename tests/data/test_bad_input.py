@@ -308,3 +308,12 @@ def test_a_single_file_that_gives_no_record_says_why(name: str, content: bytes, 
 def test_an_unreachable_server_is_one_message(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read|cannot be reached"):
         find_files(url, str(tmp_path), endings=(".jsonl",))
+
+
+def test_sizes_of_an_array_record_may_not_exceed_memory() -> None:
+    """Two dimensions of 2^32 - 1 are more values than an address can count."""
+    record = bytearray(encode_arrays({"x": np.zeros((1, 1), np.float32)}))
+    at = record.index(b"\x01\x00\x00\x00\x01\x00\x00\x00")
+    record[at : at + 8] = b"\xff" * 8
+    with pytest.raises(ValueError, match="damaged array record"):
+        decode_arrays(bytes(record))

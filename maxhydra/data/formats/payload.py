@@ -175,7 +175,7 @@ def decode_arrays(record: bytes) -> dict[str, np.ndarray]:
             array = np.frombuffer(record, dtype, size, at)
             arrays[name] = array if len(shape) == 1 else array.reshape(shape)
             at += size * dtype.itemsize
-    except (IndexError, struct.error, UnicodeDecodeError) as error:
+    except (IndexError, OverflowError, struct.error, UnicodeDecodeError) as error:
         raise ValueError(f"damaged array record: {error}") from None
     return arrays
 
