@@ -16,7 +16,7 @@ from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data, OnError, Packing, PackingMethod
 from maxhydra.data import BatchSpec, Loader, Row, RowSpec, host_loader, load_tokenizer
 from maxhydra.data.files import find_files
-from maxhydra.data.formats.payload import encode_arrays
+from maxhydra.data.formats.payload import decode_arrays, encode_arrays
 from tests.support.skips import import_optional
 
 pa = import_optional("pyarrow", extra="data")
