@@ -59,8 +59,10 @@ def _check_session(session: Any) -> None:
     _require(isinstance(session["started"], str), "started")
     _time(session["started"])
     _time(session.get("ended"))
-    _require(isinstance(session["status"], str) and isinstance(session["host"], str), "sessions")
-    _require(isinstance(session["pid"], int) and 0 <= session["pid"] < 2**31, "pid")
+    # The copy of a run on a cluster has neither host nor process.
+    _require(isinstance(session["status"], str) and isinstance(session["host"], str | None), "sessions")
+    pid = session["pid"]
+    _require(pid is None or (isinstance(pid, int) and 0 <= pid < 2**31), "pid")
     _require(isinstance(session["pid_started"], str | None), "pid_started")
     _require(_is_number(session.get("seconds")), "seconds")
     for name in ("start_step", "end_step"):
