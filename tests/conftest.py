@@ -8,12 +8,16 @@ import gc
 import os
 import resource
 import shutil
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support import compile_cache
+
+# Commands under test inherit it; nohup, under which tests may run, ignores the signal.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 pytest_plugins = ["tests.support.skips", "tests.support.cpu_time"]
 

@@ -21,9 +21,9 @@ def outcome_of(test, **arguments):
 
 @pytest.fixture(autouse=True)
 def tallies(monkeypatch):
-    monkeypatch.setattr(fuzzing, "TALLIES", {})
+    monkeypatch.setattr(fuzzing, "CASE_STATS", {})
     monkeypatch.setattr(fuzzing, "MAX_SECONDS", 0.2)
-    return lambda: next(iter(fuzzing.TALLIES.values()))
+    return lambda: next(iter(fuzzing.CASE_STATS.values()))
 
 
 def raise_config_error(text):
