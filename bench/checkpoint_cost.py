@@ -29,7 +29,7 @@ def main() -> None:
     options = parser.parse_args()
 
     config = compose([]).config
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.context.value)
     states = plan_states(config, sharder)
     loader = data.train_loader(config.data, plan_batches(config, sharder))
     loss = next_token_loss(states.model, sharder, config.train)

@@ -21,7 +21,7 @@ def seconds(layers: int) -> float:
     """Seconds to trace, lower and compile, without caches."""
     jax.clear_caches()
     config = compose([f"model.num_layers={layers}", "model.scan_unroll=1", "model.remat.policy=minimal"]).config
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.context.value)
     loader = data.train_loader(config.data, plan_batches(config, sharder))
     batch = loader.peek()
     start = time.perf_counter()

@@ -1,6 +1,7 @@
 """Where a call runs: the platform it is compiled for, and how its arrays are sharded over the mesh."""
 
 import dataclasses
+import math
 from typing import Any, TypeAlias
 
 import jax
@@ -21,6 +22,10 @@ class Placement:
     batch: Entry
     heads: Entry
     kv_heads: Entry
+    length: Entry = None
+    """Mesh axes over which sequences are sharded along their length."""
+    context: str = "auto"
+    """How attention computes such sequences: a strategy of kernels/attention/context.py."""
 
     @classmethod
     def here(cls) -> "Placement":
@@ -30,6 +35,13 @@ class Placement:
     @property
     def devices(self) -> int:
         return 1 if self.mesh is None else self.mesh.size
+
+    def shards(self, entry: Entry) -> int:
+        """Number of shards of a dimension."""
+        if self.mesh is None or entry is None:
+            return 1
+        axes = (entry,) if isinstance(entry, str) else entry
+        return math.prod(self.mesh.shape[axis] for axis in axes)
 
 
 def capability() -> str | None:

@@ -93,7 +93,8 @@ class Context:
         """The devices and the sharding as kernels take them."""
         batch, heads = self.sharder.spec(("act_batch", "act_heads"))
         kv_heads = self.sharder.spec(("act_batch", "act_kv_heads"))[1]
-        return Placement(self.sharder.platform, self.sharder.mesh, batch, heads, kv_heads)
+        length = self.sharder.spec(("act_length",))[0] if self.is_length_split else None
+        return Placement(self.sharder.platform, self.sharder.mesh, batch, heads, kv_heads, length, self.sharder.context)
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Constrain the sharding of an activation to these logical axes."""
@@ -132,9 +133,10 @@ class KernelChoice(NamedTuple):
 
 @contextmanager
 def kernel_errors_as_config_errors() -> Iterator[None]:
-    """Raise UnsupportedError of kernels as ConfigError for the key of model.kernels that chose the backend."""
+    """Raise UnsupportedError of kernels as ConfigError for the key that chose the backend or strategy."""
     try:
         yield
     except UnsupportedError as error:
-        key, accepted = f"model.kernels.{error.operation}", ", ".join(("auto", *error.supported))
+        key = "mesh.context" if error.operation == "context" else f"model.kernels.{error.operation}"
+        accepted = ", ".join(("auto", *error.supported))
         raise ConfigError(Problem(key, "; ".join(error.reasons), value=error.backend, accepted=accepted)) from None

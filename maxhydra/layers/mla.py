@@ -262,7 +262,6 @@ class Mla(nnx.Module):
             chunk=None,
             softcap=None,
             softmax_dtype=self.spec.dtypes.softmax.name,
-            is_length_split=False,
         )
 
 

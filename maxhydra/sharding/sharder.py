@@ -30,10 +30,15 @@ class Sharder:
 
     mesh: jax.sharding.Mesh | AbstractMesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
+    context: str
+    """Strategy of attention over sequences that are sharded along their length (`mesh.context`)."""
 
-    def __init__(self, mesh: jax.sharding.Mesh | AbstractMesh, rules: Mapping[str, Sequence[str]]):
+    def __init__(
+        self, mesh: jax.sharding.Mesh | AbstractMesh, rules: Mapping[str, Sequence[str]], context: str = "auto"
+    ):
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "rules", tuple((name, tuple(axes)) for name, axes in sorted(rules.items())))
+        object.__setattr__(self, "context", context)
 
     @classmethod
     def single(cls) -> "Sharder":

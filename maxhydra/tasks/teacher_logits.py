@@ -70,7 +70,7 @@ def _open_teacher(job: Job, task: TeacherLogitsTask) -> TopLogits:
     if location is None or problems:
         raise ConfigError(problems)
     check_same_model(config, location)
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.context.value)
     spec = plan_batches(config, sharder)
     model = build(config.model)
     sharder.check(model.axes, model.shapes)

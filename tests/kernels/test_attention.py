@@ -44,7 +44,7 @@ BATCH, LENGTH, HEAD_DIM = 2, 18, 8
 
 def make_request(**changes) -> Request:
     fields = {"scale": 0.3, "causal": True, "window": None, "chunk": None, "softcap": None}
-    return Request(**{**fields, "softmax_dtype": "float32", "is_length_split": False, **changes})
+    return Request(**{**fields, "softmax_dtype": "float32", **changes})
 
 
 def make_inputs(heads: tuple[int, int], dtype=jnp.float32, length: int = LENGTH, head_dim: int = HEAD_DIM):
@@ -189,7 +189,8 @@ def test_blocks_cover_all_visible_keys_and_skip_hidden_ones():
         8,
         32,
     ]
-    assert len(list(xla._blocks(2048, 2048, make_request(is_length_split=True), by_position=False))) == 1
+    window = list(xla._blocks(128, 256, make_request(window=10, offset=128), by_position=False))
+    assert [(k.start, k.stop) for _, k in window] == [(0, 256)]
 
 
 @pytest.mark.slow
@@ -246,7 +247,8 @@ PADDED = ("not 192", "multiples of 8", "not 64 and 128")
         ({"has_selection": True}, "does not support a selection of keys"),
         ({"request": make_request(chunk=16)}, "does not support chunks"),
         ({"has_sinks": True}, "does not support sinks"),
-        ({"request": make_request(is_length_split=True)}, "whole sequences"),
+        ({"is_block": True}, "blocks of keys"),
+        ({"request": make_request(offset=64)}, "as many keys as queries"),
         ({"has_positions": True}, "cache"),
         ({"has_segments": True, "length": 63}, "multiples of 2 tokens, not 63"),
     ],
@@ -264,13 +266,11 @@ def test_cudnn_rejects_unsupported_calls_and_auto_selects_the_next(changes, reas
     ("changes", "reason"),
     [
         ({"platform": "cpu"}, "runs on gpu, not cpu"),
-        ({"devices": 8}, "runs on 1 device, not 8"),
         ({"head_dim": 320}, "up to 256, not 320"),
         ({"value_dim": 512}, "up to 256, not 512"),
         ({"length": 96}, "takes lengths in multiples of 64, not 96"),
         ({"has_selection": True}, "does not support a selection of keys"),
         ({"has_positions": True}, "cache"),
-        ({"request": make_request(softcap=30.0, is_length_split=True)}, "whole sequences"),
     ],
 )
 def test_triton_rejects_unsupported_calls(changes, reason):
@@ -288,7 +288,6 @@ def test_triton_rejects_unsupported_calls(changes, reason):
         ({"head_dim": 96}, "takes heads of 64 or 128 or 256, not 96"),
         ({"dtype": "float32"}, "takes bfloat16 or float16, not float32"),
         ({"length": 64}, "takes lengths in multiples of 128, not 64"),
-        ({"devices": 8}, "runs on 1 device, not 8"),
     ],
 )
 def test_mosaic_rejects_unsupported_calls(changes, reason):
@@ -315,7 +314,7 @@ def test_mosaic_rejects_unsupported_calls(changes, reason):
         ({"platform": "gpu"}, "runs on tpu, not gpu"),
         ({"length": 200}, "takes lengths in multiples of 128, not 200"),
         ({"has_positions": True}, "cache"),
-        ({"has_split_groups": True}, "sharded alike"),
+        ({"is_block": True}, "blocks of keys"),
     ],
 )
 def test_splash_serves_tpus_and_rejects_unsupported_calls(changes, reason):

@@ -48,14 +48,16 @@ def _compile_kernels(program: Program, device: jax.Device) -> dict[str, Any]:
 def _compile_training(chip: str, devices: Sequence[jax.Device]) -> dict[str, Any]:
     """The kernels that `auto` selects, and the required fraction of a device's memory."""
     config = compose([*MODEL, f"hardware=tpu-{chip}", "mesh=fsdp"], None).config
-    report = compile_report(config, Sharder(build_mesh(config.mesh, devices), config.mesh.rules))
+    report = compile_report(
+        config, Sharder(build_mesh(config.mesh, devices), config.mesh.rules, config.mesh.context.value)
+    )
     fraction = sum(report.bytes_per_device.values()) / (config.hardware.memory_gib * 2**30)
     return {"names": list(report.kernels), "memory": fraction}
 
 
 def _compile_decoding(device: jax.Device) -> dict[str, Any]:
     config = compose(MODEL, None).config
-    sharder = Sharder(build_mesh(config.mesh, [device]), config.mesh.rules)
+    sharder = Sharder(build_mesh(config.mesh, [device]), config.mesh.rules, config.mesh.context.value)
     model = build(config.model, None, None)
     params = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
