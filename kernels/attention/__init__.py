@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from maxhydra.kernels.attention import cudnn, mosaic, reference, splash, triton, xla
 from maxhydra.kernels.attention.spec import Request, TokenInfo
 from maxhydra.kernels.dispatch import CallSpec, Capability, Operation, UnsupportedError, either
-from maxhydra.kernels.placement import Placement, capability
+from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.tiles import Sizes, with_sizes
 
 __all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "Request", "UnsupportedError", "attention"]
@@ -217,7 +217,7 @@ def attention(
     call = Call(
         request=request,
         platform=place.platform,
-        capability=capability(),
+        capability=place.capability,
         devices=place.devices,
         dtype=q_BTNH.dtype.name,
         head_dim=q_BTNH.shape[3],
