@@ -10,6 +10,9 @@ from jax.sharding import AbstractMesh
 # Mesh axes over which one dimension is sharded.
 Entry: TypeAlias = str | tuple[str, ...] | None
 
+# Compute capability by device name, for GPUs that are not attached: their descriptions do not state it.
+CAPABILITIES = {"A100": "8.0", "H100": "9.0", "H200": "9.0", "B200": "10.0"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -42,6 +45,18 @@ class Placement:
             return 1
         axes = (entry,) if isinstance(entry, str) else entry
         return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def capability(self) -> str | None:
+        """Compute capability of the mesh's NVIDIA GPUs, of this host's for a mesh without devices; else None."""
+        if self.platform != "gpu":
+            return None
+        device: Any = None if self.mesh is None else self.mesh.abstract_mesh.abstract_device
+        if device is None:
+            return capability()
+        if isinstance(self.mesh, jax.sharding.Mesh) and hasattr(self.mesh.devices.flat[0], "compute_capability"):
+            return self.mesh.devices.flat[0].compute_capability
+        return next((value for name, value in CAPABILITIES.items() if name in device.device_kind), None)
 
 
 def capability() -> str | None:

@@ -16,7 +16,7 @@ from maxhydra.kernels.attention import blockwise, context, cudnn, mosaic, refere
 from maxhydra.kernels.attention.partials import BlockKernel
 from maxhydra.kernels.attention.spec import Request, TokenInfo
 from maxhydra.kernels.dispatch import CallSpec, Capability, Operation, UnsupportedError, either
-from maxhydra.kernels.placement import Placement, capability
+from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.tiles import Sizes, with_sizes
 
 __all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "Request", "UnsupportedError", "attention"]
@@ -233,7 +233,7 @@ def attention(
     call = Call(
         request=request,
         platform=place.platform,
-        capability=capability(),
+        capability=place.capability,
         devices=place.devices,
         dtype=q_BTNH.dtype.name,
         head_dim=q_BTNH.shape[3],

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from maxhydra.kernels.dispatch import CallSpec, Capability, Operation, UnsupportedError
 from maxhydra.kernels.grouped_matmul import megablox, mosaic, reference, triton
-from maxhydra.kernels.placement import Placement, capability
+from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.tiles import Sizes, with_sizes
 
 __all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "UnsupportedError", "grouped_matmul"]
@@ -115,7 +115,7 @@ def grouped_matmul(
     place = place or Placement.here()
     call = Call(
         platform=place.platform,
-        capability=capability(),
+        capability=place.capability,
         devices=place.devices,
         dtype=x_MD.dtype.name,
         sizes=sizes,
