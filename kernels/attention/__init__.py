@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from maxhydra.kernels.attention import blockwise, context, cudnn, mosaic, reference, splash, triton, xla
 from maxhydra.kernels.attention.partials import BlockKernel
@@ -45,7 +44,7 @@ class Call(CallSpec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend(Capability[Call]):
-    """Capabilities of one backend. With devices=None the compiler can partition it over any number of devices."""
+    """Capabilities of one backend."""
 
     run: Run
     head_dims: tuple[int, ...] | None = None
@@ -69,8 +68,6 @@ class Backend(Capability[Call]):
     """Kernels that attend to one block of keys at a time, for context parallelism."""
     offset: bool = True
     """Whether keys may start with tokens before the first query."""
-    by_device: bool = False
-    """A single-device kernel that runs under shard_map on the local rows and heads."""
 
     def requirements(self, call: Call) -> tuple[tuple[bool, str], ...]:
         largest = max(call.head_dim, call.value_dim)
@@ -120,6 +117,7 @@ BACKENDS: dict[str, Backend] = {
         selection=False,
         value_dim=False,
         offset=False,
+        splits=("batch", "length", "heads"),
     ),
     "mosaic": Backend(
         run=mosaic.attention,
@@ -132,7 +130,7 @@ BACKENDS: dict[str, Backend] = {
         selection=False,
         value_dim=False,
         block=BlockKernel(mosaic.block_forward, mosaic.block_backward),
-        by_device=True,
+        splits=("batch", "length", "heads"),
         tile_extents=lambda call: mosaic.tile_extents(call.length),
     ),
     "triton": Backend(
@@ -144,7 +142,7 @@ BACKENDS: dict[str, Backend] = {
         positions=False,
         selection=False,
         block=BlockKernel(triton.block_forward, triton.block_backward),
-        by_device=True,
+        splits=("batch", "length", "heads"),
         tile_extents=lambda call: triton.tile_extents(call.length),
     ),
     "splash": Backend(
@@ -154,7 +152,7 @@ BACKENDS: dict[str, Backend] = {
         length_multiple=splash.LENGTH_MULTIPLE,
         positions=False,
         selection=False,
-        by_device=True,
+        splits=("batch", "length", "heads"),
     ),
     "xla": Backend(run=xla.attention, block=BlockKernel(blockwise.forward, blockwise.backward)),
     "reference": Backend(run=reference.attention),
@@ -234,7 +232,7 @@ def attention(
         request=request,
         platform=place.platform,
         capability=place.capability,
-        devices=place.devices,
+        splits=place.splits("batch", "length", "heads", "kv_heads"),
         dtype=q_BTNH.dtype.name,
         head_dim=q_BTNH.shape[3],
         value_dim=v_BSKH.shape[3],
@@ -245,21 +243,29 @@ def attention(
         has_sinks=sinks_N is not None,
         sizes=sizes,
     )
-    if place.shards(place.length) > 1:
+    if place.num_shards("length") > 1:
         run = _over_length(backend, call, place, q_BTNH.shape, has_whole_keys=has_whole_keys)
-    else:
-        row = OPERATION.select(backend, call)
-        run = with_sizes(row.run, sizes)
-        run = over_devices(run, place) if row.by_device else run
-    return run(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
+        return run(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
+    row = OPERATION.select(backend, call)
+    run = with_sizes(row.run, sizes)
+    if row.splits is not None:
+        k_BSKH, v_BSKH = context.align_heads(k_BSKH, v_BSKH, place)
+    queries, keys = place.spec("batch", None, "heads"), context.key_spec(place, k_BSKH, None)
+    specs = (queries, keys, keys, place.spec("batch"), place.spec("heads"))
+
+    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo, sinks: jax.Array | None) -> jax.Array:
+        return run(q, k, v, request, tokens, sinks)
+
+    mapped = row.map_shards(on_device, place, in_specs=specs, out_specs=queries)
+    return mapped(q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)
 
 
 def _over_length(backend: str, call: Call, place: Placement, shape: tuple[int, ...], *, has_whole_keys: bool) -> Run:
     """The computation over sequences that are sharded along their length (context.py); queries have this shape."""
     request, (_, T, N, _) = call.request, shape
     strategy = context.choose_strategy(place, request, num_heads=N, has_selection=call.has_selection)
-    ways = place.shards(place.length)
-    call = dataclasses.replace(call, devices=1, is_long=True)
+    ways = place.num_shards("length")
+    call = dataclasses.replace(call, splits=(), is_long=True)
     if call.has_selection:
         row = OPERATION.select(backend, dataclasses.replace(call, has_positions=True))
         return context.by_position(row.run, place)
@@ -316,24 +322,3 @@ def _check_shapes(
         raise ValueError(f"the selection of keys has shape {tokens.selected_BTS.shape}, expected {(B, T, S)}")
     if request.causal and tokens.q_positions_BT is None and T + request.offset != S:
         raise ValueError(f"causal attention of {T} queries over {S} keys needs positions or an offset to order them")
-
-
-def over_devices(run: Run, place: Placement) -> Run:
-    """Run the kernel on the rows and heads of each device."""
-    if place.mesh is None or place.mesh.size == 1:
-        return run
-
-    def run_sharded(
-        q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: Request, tokens: TokenInfo, sinks_N: Any
-    ) -> jax.Array:
-        k_BSKH, v_BSKH, kv_heads = context.align_heads(k_BSKH, v_BSKH, place)
-        queries, keys = (PartitionSpec(place.batch, None, axes, None) for axes in (place.heads, kv_heads))
-        specs: Any = (queries, keys, keys, PartitionSpec(place.batch), PartitionSpec(place.heads))
-
-        def on_device(q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo, sinks: Any) -> jax.Array:
-            return run(q, k, v, request, tokens, sinks)
-
-        mapped = jax.shard_map(on_device, mesh=place.mesh, in_specs=specs, out_specs=queries, check_vma=False)
-        return mapped(q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)
-
-    return run_sharded

@@ -25,6 +25,7 @@ from maxhydra.kernels.attention.ring import Ring, attend, from_zigzag, to_zigzag
 from maxhydra.kernels.attention.spec import Request, TokenInfo
 from maxhydra.kernels.dispatch import UnsupportedError
 from maxhydra.kernels.placement import Entry, Placement
+from maxhydra.kernels.sharded_vjp import axes_of
 
 Run = Callable[[jax.Array, jax.Array, jax.Array, Request, TokenInfo, Any], jax.Array]
 
@@ -37,7 +38,7 @@ logger = logging.getLogger("maxhydra")
 
 def choose_strategy(place: Placement, request: Request, *, num_heads: int, has_selection: bool) -> str:
     """The strategy of this call, or UnsupportedError if the requested one cannot serve it."""
-    ways = place.shards(place.length) * place.shards(place.heads)
+    ways = place.num_shards("length") * place.num_shards("heads")
     reasons: dict[str, tuple[str, ...]] = dict.fromkeys(STRATEGIES, ())
     if num_heads % ways:
         reasons["ulysses"] = (
@@ -79,23 +80,29 @@ def halo(request: Request, length: int, devices: int) -> int:
     return -(-tokens // multiple) * multiple
 
 
-def align_heads(k_BSKH: jax.Array, v_BSKH: jax.Array, place: Placement) -> tuple[jax.Array, jax.Array, Entry]:
-    """Keys and values, and the mesh axes of their heads, so that each device has those of its query heads.
+def align_heads(k_BSKH: jax.Array, v_BSKH: jax.Array, place: Placement) -> tuple[jax.Array, jax.Array]:
+    """Keys and values with heads that can be split like those of the queries, each with the query heads that share it.
 
-    Key heads that the axes do not divide are repeated until they can be; a single one is replicated.
+    Heads that the axes do not divide are repeated until they can be; `key_spec` replicates a single one.
     """
-    K, ways = k_BSKH.shape[2], place.shards(place.heads)
-    if K == 1 or ways == 1:
-        return k_BSKH, v_BSKH, None if K == 1 else place.heads
-    if K % ways or place.kv_heads != place.heads:
-        repeats = math.lcm(K, ways) // K
-        k_BSKH, v_BSKH = (jnp.repeat(x, repeats, axis=2) for x in (k_BSKH, v_BSKH))
-    return k_BSKH, v_BSKH, place.heads
+    K, ways = k_BSKH.shape[2], place.num_shards("heads")
+    repeats = 1 if K == 1 else math.lcm(K, ways) // K
+    return repeat_heads(k_BSKH, repeats), repeat_heads(v_BSKH, repeats)
+
+
+def repeat_heads(x_BSKH: jax.Array, repeats: int) -> jax.Array:
+    return x_BSKH if repeats == 1 else jnp.repeat(x_BSKH, repeats, axis=2)
+
+
+def key_spec(place: Placement, k_BSKH: jax.Array, length: str | None) -> PartitionSpec:
+    """The sharding of aligned keys and values."""
+    return place.spec("batch", length, None if k_BSKH.shape[2] == 1 else "heads")
 
 
 def by_ulysses(run: Run, place: Placement, *, has_whole_keys: bool) -> Run:
     """Run a single-device kernel on whole sequences of some heads."""
-    axis, ways = place.length, place.shards(place.length)
+    axis, ways = place.spec("length")[0], place.num_shards("length")
+    heads = (*axes_of(place.spec("heads")[0]), *axes_of(axis))
 
     def exchange(x: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
@@ -104,27 +111,27 @@ def by_ulysses(run: Run, place: Placement, *, has_whole_keys: bool) -> Run:
         def on_device(q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo, sinks: Any) -> jax.Array:
             if not has_whole_keys:
                 repeats = math.lcm(k.shape[2], ways) // k.shape[2]
-                k, v = (exchange(jnp.repeat(x, repeats, axis=2)) for x in (k, v))
+                k, v = (exchange(repeat_heads(x, repeats)) for x in (k, v))
             whole = jax.tree.map(lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True), tokens)
             out = run(exchange(q), k, v, request, whole, sinks)
             return jax.lax.all_to_all(out, axis, split_axis=1, concat_axis=2, tiled=True)
 
-        k, v, kv_heads = align_heads(k, v, place)
-        heads = (*_names(place.heads), *_names(axis))
-        if has_whole_keys and k.shape[2] % place.shards(heads):
-            repeats = math.lcm(k.shape[2], place.shards(heads)) // k.shape[2]
-            k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-        keys = PartitionSpec(place.batch, None, heads) if has_whole_keys else PartitionSpec(place.batch, axis, kv_heads)
-        queries, of_tokens = PartitionSpec(place.batch, axis, place.heads), PartitionSpec(place.batch, axis)
-        specs: Any = (queries, keys, keys, of_tokens, PartitionSpec(heads))
-        return _map(on_device, place, specs, queries)(q, k, v, tokens, sinks)
+        k, v = align_heads(k, v, place)
+        keys = key_spec(place, k, "length")
+        if has_whole_keys:
+            repeats = math.lcm(k.shape[2], ways * place.num_shards("heads")) // k.shape[2]
+            k, v = (repeat_heads(x, repeats) for x in (k, v))
+            keys = PartitionSpec(place.spec("batch")[0], None, heads)
+        queries, of_tokens = place.spec("batch", "length", "heads"), place.spec("batch", "length")
+        specs = (queries, keys, keys, of_tokens, PartitionSpec(heads))
+        return place.shard_map(on_device, specs, queries)(q, k, v, tokens, sinks)
 
     return run_sharded
 
 
 def by_neighbours(run: Run, place: Placement, *, tokens_before: int) -> Run:
     """Run a single-device kernel on the keys of a device and the tokens before them, for windows."""
-    axis, ways = place.length, place.shards(place.length)
+    axis, ways = place.spec("length")[0], place.num_shards("length")
 
     def extended(x_BT: jax.Array) -> jax.Array:
         """A device's tokens behind those of the devices before it, zeros where there are none."""
@@ -135,27 +142,28 @@ def by_neighbours(run: Run, place: Placement, *, tokens_before: int) -> Run:
         return jnp.concatenate(parts, axis=1)
 
     def run_sharded(q: jax.Array, k: jax.Array, v: jax.Array, request: Request, tokens: TokenInfo, sinks: Any) -> Any:
+        own_request = dataclasses.replace(local_request(request), offset=tokens_before)
+
         def on_device(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, sinks: Any) -> jax.Array:
             segments = jnp.ones(q.shape[:2], jnp.int32) if segments is None else segments
-            segments = _chunk_segments(segments, request, place)
-            own = dataclasses.replace(local_request(request), offset=tokens_before)
-            if not tokens_before:
-                return run(q, k, v, own, TokenInfo(segments, segments, None, None), sinks)
-            k, v, kv_segments = (extended(x) for x in (k, v, segments))
-            return run(q, k, v, own, TokenInfo(segments, kv_segments, None, None), sinks)
+            if request.chunk is not None:
+                segments = _chunk_segments(segments, request.chunk, axis, ways)
+            kv_segments = segments
+            if tokens_before:
+                k, v, kv_segments = (extended(x) for x in (k, v, segments))
+            return run(q, k, v, own_request, TokenInfo(segments, kv_segments, None, None), sinks)
 
-        k, v, kv_heads = align_heads(k, v, place)
-        queries, of_tokens = PartitionSpec(place.batch, axis, place.heads), PartitionSpec(place.batch, axis)
-        keys = PartitionSpec(place.batch, axis, kv_heads)
-        specs: Any = (queries, keys, keys, of_tokens, PartitionSpec(place.heads))
-        return _map(on_device, place, specs, queries)(q, k, v, tokens.q_segments_BT, sinks)
+        k, v = align_heads(k, v, place)
+        queries, keys = place.spec("batch", "length", "heads"), key_spec(place, k, "length")
+        specs = (queries, keys, keys, place.spec("batch", "length"), place.spec("heads"))
+        return place.shard_map(on_device, specs, queries)(q, k, v, tokens.q_segments_BT, sinks)
 
     return run_sharded
 
 
 def by_ring(kernel: BlockKernel, place: Placement, *, is_gathered: bool, has_whole_keys: bool) -> Run:
     """Run a kernel of one block on the keys of each device in turn."""
-    axis, ways = place.length, place.shards(place.length)
+    axis, ways = place.spec("length")[0], place.num_shards("length")
 
     def run_sharded(q: jax.Array, k: jax.Array, v: jax.Array, request: Request, tokens: TokenInfo, sinks: Any) -> Any:
         half = zigzag_part(q.shape[1], request, place)
@@ -176,59 +184,51 @@ def by_ring(kernel: BlockKernel, place: Placement, *, is_gathered: bool, has_who
                 return zigzag_blocks(x_BS, ways)
             return x_BS.reshape(x_BS.shape[0], ways, -1, *x_BS.shape[2:]).swapaxes(0, 1)
 
-        k, v, kv_heads = align_heads(k, v, place)
-        queries, of_tokens = PartitionSpec(place.batch, axis, place.heads), PartitionSpec(place.batch, axis)
-        length = None if has_whole_keys else axis
-        keys, of_keys = PartitionSpec(place.batch, length, kv_heads), PartitionSpec(place.batch, length)
-        specs: Any = (Inputs(queries, keys, keys, PartitionSpec(place.heads), of_tokens, of_keys),)
+        k, v = align_heads(k, v, place)
+        queries, length = place.spec("batch", "length", "heads"), None if has_whole_keys else "length"
+        keys, of_tokens, of_keys = (
+            key_spec(place, k, length),
+            place.spec("batch", "length"),
+            place.spec("batch", length),
+        )
+        specs = (Inputs(queries, keys, keys, place.spec("heads"), of_tokens, of_keys),)
         inputs = Inputs(q, k, v, sinks, tokens.q_segments_BT, tokens.kv_segments_BS)
-        return _map(on_device, place, specs, queries)(inputs)
+        return place.shard_map(on_device, specs, queries)(inputs)
 
     return run_sharded
 
 
 def zigzag_part(length: int, request: Request, place: Placement) -> int | None:
     """Tokens of a part in zigzag order; None if the mask needs no balance or a device's tokens are not even."""
-    own = length // place.shards(place.length)
+    own = length // place.num_shards("length")
     return own // 2 if request.causal and own % 2 == 0 else None
 
 
 def by_position(run: Run, place: Placement) -> Run:
     """Run a kernel that takes positions on a device's queries and all keys, for selections of keys."""
-    axis = place.length
+    axis = place.spec("length")[0]
 
     def run_sharded(q: jax.Array, k: jax.Array, v: jax.Array, request: Request, tokens: TokenInfo, sinks: Any) -> Any:
         def on_device(q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo, sinks: Any) -> jax.Array:
             (B, T), S = q.shape[:2], k.shape[1]
             q_positions_BT = jnp.broadcast_to(jax.lax.axis_index(axis) * T + jnp.arange(T), (B, T))
-            tokens = tokens._replace(
-                q_positions_BT=q_positions_BT, kv_positions_BS=jnp.broadcast_to(jnp.arange(S), (B, S))
-            )
+            kv_positions_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
+            tokens = tokens._replace(q_positions_BT=q_positions_BT, kv_positions_BS=kv_positions_BS)
             return run(q, k, v, request, tokens, sinks)
 
-        k, v, kv_heads = align_heads(k, v, place)
-        queries, of_tokens = PartitionSpec(place.batch, axis, place.heads), PartitionSpec(place.batch, axis)
-        keys, of_keys = PartitionSpec(place.batch, None, kv_heads), PartitionSpec(place.batch)
-        of_info = TokenInfo(of_tokens, of_keys, None, None, of_tokens)  # type: ignore[arg-type]
-        specs: Any = (queries, keys, keys, of_info, PartitionSpec(place.heads))
-        return _map(on_device, place, specs, queries)(q, k, v, tokens, sinks)
+        k, v = align_heads(k, v, place)
+        queries, keys = place.spec("batch", "length", "heads"), key_spec(place, k, None)
+        of_tokens, of_keys = place.spec("batch", "length"), place.spec("batch")
+        of_info: Any = TokenInfo(of_tokens, of_keys, None, None, of_tokens)  # type: ignore[arg-type]
+        specs = (queries, keys, keys, of_info, place.spec("heads"))
+        return place.shard_map(on_device, specs, queries)(q, k, v, tokens, sinks)
 
     return run_sharded
 
 
-def _map(on_device: Callable[..., jax.Array], place: Placement, specs: Any, out: PartitionSpec) -> Callable[..., Any]:
-    return jax.shard_map(on_device, mesh=place.mesh, in_specs=specs, out_specs=out, check_vma=False)
-
-
-def _chunk_segments(segments_BT: jax.Array, request: Request, place: Placement) -> jax.Array:
+def _chunk_segments(segments_BT: jax.Array, chunk: int, axis: Entry, ways: int) -> jax.Array:
     """Segments that also separate the chunks of the sequence, counted by index."""
-    if request.chunk is None:
-        return segments_BT
     length = segments_BT.shape[1]
-    numbers_T = (jax.lax.axis_index(place.length) * length + jnp.arange(length)) // request.chunk
-    chunks = -(-length * place.shards(place.length) // request.chunk)
+    numbers_T = (jax.lax.axis_index(axis) * length + jnp.arange(length)) // chunk
+    chunks = -(-length * ways // chunk)
     return jnp.where(segments_BT == 0, 0, segments_BT * chunks + numbers_T)
-
-
-def _names(entry: Entry) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else entry

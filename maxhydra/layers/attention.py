@@ -316,12 +316,13 @@ def attend(
     ctx: Context,
     *,
     kernel: KernelChoice,
+    has_whole_keys: bool = False,
     **tokens: jax.Array | None,
 ) -> jax.Array:
     """The attention kernel of the config; an unsupported explicit backend is raised as a ConfigError."""
-    backend, sizes = kernel
+    options: dict[str, Any] = {**kernel._asdict(), "place": ctx.place, "has_whole_keys": has_whole_keys, **tokens}
     with kernel_errors_as_config_errors():
-        return attention(q_BTNH, k_BSKH, v_BSKH, request, backend=backend, sizes=sizes, place=ctx.place, **tokens)
+        return attention(q_BTNH, k_BSKH, v_BSKH, request, **options)
 
 
 def cached_positions(ctx: Context) -> jax.Array:
