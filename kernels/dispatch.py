@@ -3,7 +3,8 @@
 An operation lists its backends fastest first. `auto` selects the first one that supports the call. A backend that is
 requested by name and cannot serve the call raises `UnsupportedError`; nothing falls back silently.
 
-`recording` records which operations a program calls, and with which shapes, while it is traced.
+`recording` records which operations a program calls, and with which shapes, while it is traced; `recording_choices`
+records the backends that serve them.
 """
 
 import dataclasses
@@ -59,6 +60,38 @@ def recording() -> Iterator[list[RecordedCall]]:
         yield calls
     finally:
         _calls.reset(token)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The backend that serves a call of an operation."""
+
+    operation: str
+    backend: str
+    skipped: tuple[str, ...]
+    """The faster backends, each with the first reason against it; empty if the backend was requested by name."""
+
+
+_choices: ContextVar[list[Choice] | None] = ContextVar("choices", default=None)
+
+
+@contextmanager
+def recording_choices() -> Iterator[list[Choice]]:
+    """Collect the backends that are selected in the context, each combination once, in order."""
+    choices: list[Choice] = []
+    token = _choices.set(choices)
+    try:
+        yield choices
+    finally:
+        _choices.reset(token)
+
+
+def _record_choice(choice: Choice) -> str:
+    """Add the choice to those of `recording_choices`, and return its backend."""
+    choices = _choices.get()
+    if choices is not None and choice not in choices:
+        choices.append(choice)
+    return choice.backend
 
 
 def _abstract(value: Any) -> Any:
@@ -160,13 +193,14 @@ class Operation(Generic[Call, Row]):
         if backend != "auto":
             if reasons[backend]:
                 raise UnsupportedError(self.name, backend, reasons[backend], supported)
-            return backend
+            return _record_choice(Choice(self.name, backend, ()))
         if not supported:
             all_reasons = tuple(f"{name} {'; '.join(reasons[name])}" for name in reasons)
             raise UnsupportedError(self.name, backend, all_reasons, supported)
         faster = list(reasons)[: list(reasons).index(supported[0])]
-        _log_choice(self.name, supported[0], tuple(f"{name} {reasons[name][0]}" for name in faster))
-        return supported[0]
+        skipped = tuple(f"{name} {reasons[name][0]}" for name in faster)
+        _log_choice(self.name, supported[0], skipped)
+        return _record_choice(Choice(self.name, supported[0], skipped))
 
     def select(self, backend: str, call: Call) -> Row:
         """Return the capabilities, with the function to run, of the backend that serves the call."""
