@@ -67,7 +67,7 @@ def train(case: Case) -> Trained:
     """Train on one batch from the same initial weights, whatever the mesh."""
     batch_size = f"train.per_device_batch_size={case.rows / case.devices}"
     config = compose([*case.overrides, batch_size]).config
-    sharder = Sharder(build_mesh(config.mesh, jax.devices()[: case.devices]), config.mesh.rules)
+    sharder = Sharder.from_config(config.mesh, build_mesh(config.mesh, jax.devices()[: case.devices]))
     decoder = model.build(config.model)
     sharder.check(decoder.axes, decoder.shapes)
     optimizer = optim.build(config.optimizer, steps=case.steps, shapes=decoder.shapes, axes=decoder.axes)
