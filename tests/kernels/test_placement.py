@@ -40,19 +40,6 @@ def test_only_gpus_have_a_compute_capability() -> None:
     assert Placement("tpu").capability is None
 
 
-def test_choices_name_the_backend_and_the_reason_against_faster_ones() -> None:
-    x_BTD, weight_D = jnp.ones((1, 4, 8)), jnp.ones((8,))
-    with recording_choices() as choices:
-        for backend in ("auto", "auto", "reference"):
-            place = Placement("cpu")
-            rms_norm(x_BTD, weight_D, eps=1e-6, dtype=jnp.float32, backend=backend, place=place)
-    assert [(choice.operation, choice.backend) for choice in choices] == [
-        ("rms_norm", "xla"),
-        ("rms_norm", "reference"),
-    ]
-    assert choices[0].skipped == ("triton runs on gpu, not cpu",)
-
-
 def make_mesh(**sizes: int) -> jax.sharding.Mesh:
     devices = jax.devices("cpu")[: math.prod(sizes.values())]
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
@@ -128,3 +115,16 @@ def test_axes_that_an_enclosing_shard_map_left_free_are_mapped() -> None:
 
     run = jax.shard_map(on_stage, mesh=place.mesh, in_specs=P(), out_specs=P(), axis_names={"tensor"}, check_vma=False)
     np.testing.assert_allclose(jax.jit(run)(x_BD), total(scaled_square, x_BD, *others), rtol=1e-6)
+
+
+def test_choices_name_the_backend_and_the_reason_against_faster_ones() -> None:
+    x_BTD, weight_D = jnp.ones((1, 4, 8)), jnp.ones((8,))
+    with recording_choices() as choices:
+        for backend in ("auto", "auto", "reference"):
+            place = Placement("cpu", None)
+            rms_norm(x_BTD, weight_D, eps=1e-6, dtype=jnp.float32, backend=backend, place=place)
+    assert [(choice.operation, choice.backend) for choice in choices] == [
+        ("rms_norm", "xla"),
+        ("rms_norm", "reference"),
+    ]
+    assert choices[0].skipped == ("triton runs on gpu, not cpu",)

@@ -33,11 +33,7 @@ class Run:
         batch = f"train.per_device_batch_size={GLOBAL_BATCH / devices}"
         sizes = [*SMALL, "model.num_heads=4", "model.num_kv_heads=4"]
         self.config: Config = compose([*sizes, batch, *mesh, *overrides]).config
-        self.sharder = Sharder(
-            build_mesh(self.config.mesh, jax.devices()[:devices]),
-            self.config.mesh.rules,
-            self.config.mesh.context.value,
-        )
+        self.sharder = Sharder(build_mesh(self.config.mesh, jax.devices()[:devices]), self.config.mesh.rules)
         decoder = model.build(self.config.model)
         self.sharder.check(decoder.axes, decoder.shapes)
         optimizer = optim.build(self.config.optimizer, steps=40, shapes=decoder.shapes, axes=decoder.axes)

@@ -55,7 +55,7 @@ def _compile_training(chip: str, devices: Sequence[jax.Device]) -> dict[str, Any
 
 def _compile_decoding(device: jax.Device) -> dict[str, Any]:
     config = compose(MODEL, None).config
-    sharder = Sharder(build_mesh(config.mesh, [device]), config.mesh.rules, config.mesh.context.value)
+    sharder = Sharder(build_mesh(config.mesh, [device]), config.mesh.rules)
     model = build(config.model, None, None)
     params = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
