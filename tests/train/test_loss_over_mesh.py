@@ -14,7 +14,14 @@ from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import next_token_loss
 
 V, D, T, B = 512, 64, 32, 8
-SIZES = ["model=micro", f"model.vocab_size={V}", f"model.emb_dim={D}", "model.num_heads=4", "model.num_kv_heads=4"]
+SIZES = [
+    "model=micro",
+    "model.num_layers=1",
+    f"model.vocab_size={V}",
+    f"model.emb_dim={D}",
+    "model.num_heads=4",
+    "model.num_kv_heads=4",
+]
 
 
 def gradients(*overrides: str, devices: int = 8, dtype: str = "float32") -> tuple[Any, Any]:
@@ -36,9 +43,30 @@ def collectives(*overrides: str) -> list[hlo.Collective]:
     return list(hlo.collectives(hlo.parse_program(step.lower(*arguments).compile().as_text())))
 
 
-@pytest.mark.parametrize("head", ["tied", "separate"])
-def test_traffic_does_not_depend_on_the_number_of_chunks(head: str) -> None:
-    def traffic(chunk: int) -> float:
-        return sum(each.wire_bytes for each in collectives("mesh.fsdp=8", f"model.head={head}", f"train.loss_chunk={chunk}"))
+def traffic(chunk: int, *overrides: str) -> float:
+    """Bytes that a device sends in a step."""
+    found = collectives(f"train.loss_chunk={chunk}", *overrides)
+    return sum(each.count * each.wire_bytes for each in found if "loss" in each.source or each.bytes >= V * D)
 
-    assert traffic(8) == pytest.approx(traffic(0), rel=0.01)
+
+@pytest.mark.parametrize("mesh", [["mesh.fsdp=8"], ["mesh.fsdp=2", "mesh.sequence=2", "mesh.tensor=2"]], ids=str)
+def test_traffic_does_not_depend_on_the_number_of_chunks(mesh: list[str]) -> None:
+    assert traffic(4, *mesh) == pytest.approx(traffic(0, *mesh), rel=0.02)
+
+
+def test_logits_are_not_gathered() -> None:
+    """With the vocabulary split, only numbers per token move, and hidden states."""
+    largest = max(each.bytes for each in collectives("mesh.fsdp=2", "mesh.tensor=4"))
+    assert largest < 4 * (B // 2) * T * (V // 4)
+
+
+@pytest.mark.parametrize(
+    "mesh", [["mesh.fsdp=4", "mesh.tensor=2"], ["mesh.data=2", "mesh.sequence=2", "mesh.tensor=2"]], ids=str
+)
+def test_loss_and_gradients_equal_one_device(mesh: list[str]) -> None:
+    options = ["train.loss_chunk=8", "train.z_loss=0.01", "model.logit_softcap=10"]
+    one, arguments = gradients(*options, "mesh.fsdp=1", devices=1)
+    many, sharded = gradients(*options, *mesh)
+    expected, got = one(*arguments), many(*sharded)
+    for actual, desired in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(actual - desired) < 2e-5 * np.linalg.norm(desired)
