@@ -257,4 +257,4 @@ class PerLayerInput(nnx.Module):
         assert ctx.layer_input is not None
         gated_BTP = gated(self.spec.activation, self.gate(x_BTD, ctx), ctx.layer_input)
         out_BTD = self.norm(self.out(gated_BTP, ctx))
-        return ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
+        return ctx.to_stream(out_BTD)

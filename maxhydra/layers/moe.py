@@ -268,7 +268,7 @@ class Moe(nnx.Module):
         out_BTD = self.experts(routed, ctx, capacity=capacity, is_real_BT=is_real_BT).astype(self.spec.dtypes.compute)
         if self.shared is not None:
             out_BTD = out_BTD + self._shared(x_BTD, ctx)
-        out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
+        out_BTD = ctx.to_stream(out_BTD)
         load_E = expert_load(routing.ids_BTK, is_real_BT, self.spec.router.experts)
         aux = {"load": load_E}
         if self.spec.balance_weight:

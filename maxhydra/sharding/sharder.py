@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -33,7 +34,9 @@ class Sharder:
 
     def __init__(self, mesh: jax.sharding.Mesh | AbstractMesh, rules: Mapping[str, Sequence[str]]):
         object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(self, "rules", tuple((name, tuple(axes)) for name, axes in sorted(rules.items())))
+        # Rules of older configs lack the logical axes that were added since.
+        every = {**RULES, **rules}
+        object.__setattr__(self, "rules", tuple((name, tuple(axes)) for name, axes in sorted(every.items())))
 
     @classmethod
     def from_config(cls, config: Mesh, mesh: jax.sharding.Mesh | AbstractMesh | None = None) -> "Sharder":
@@ -84,6 +87,12 @@ class Sharder:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
 
+    def reshard(self, x: jax.Array, axes: LogicalAxes, *, gradient: LogicalAxes) -> jax.Array:
+        """As `constrain`, with other logical axes for the gradient of the value."""
+        if self.spec(axes) == self.spec(gradient):
+            return self.constrain(x, *axes)
+        return _reshard(self.sharding(axes), self.sharding(gradient), x)
+
     def check(self, axes_tree: Any, shapes_tree: Any) -> None:
         """Raise one ConfigError that lists every dimension that is not divisible by its mesh axes."""
         misfits: dict[tuple[tuple[str, ...], str, int], list[str]] = defaultdict(list)
@@ -115,6 +124,17 @@ class Sharder:
             accepted=f"{fits}{' in total' if len(split) > 1 else ''}",
             hint=f"or do not shard {name}: mesh.rules.{name}=[]",
         )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _reshard(forward: NamedSharding, backward: NamedSharding, x: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, forward)
+
+
+_reshard.defvjp(
+    lambda forward, backward, x: (jax.lax.with_sharding_constraint(x, forward), None),
+    lambda forward, backward, _, gradient: (jax.lax.with_sharding_constraint(gradient, backward),),
+)
 
 
 def bytes_per_device(

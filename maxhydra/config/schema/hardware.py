@@ -105,6 +105,7 @@ AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 RULES: dict[str, list[str]] = {
     "act_batch": ["data", "fsdp", "expert"],
     "act_length": ["sequence"],
+    "act_stream_length": ["sequence", "tensor"],
     "act_embed": [],
     "act_heads": ["tensor"],
     "act_kv_heads": ["tensor"],
