@@ -111,12 +111,8 @@ class MeshAxes(NamedTuple):
             hidden_spec=place.spec("batch", "stream_length") if is_stream_split else tokens,
         )
 
-    def gathered(self, spec: PartitionSpec) -> PartitionSpec:
-        """The spec of a weight of the head while it is used: split by vocabulary only."""
-        return _restrict(spec, self.vocab)
-
-    def reduced(self, spec: PartitionSpec) -> PartitionSpec:
-        """The spec of a weight's gradient: as the weight is stored, over the axes that a reduction can split."""
+    def stored(self, spec: PartitionSpec) -> PartitionSpec:
+        """The spec of a stored weight of the head, and of its gradient, over the axes of tokens and vocabulary."""
         return _restrict(spec, (*self.tokens, *self.vocab))
 
 
@@ -142,6 +138,7 @@ def loss_sums(sharded: ShardedLoss, inputs: Tree, targets: jax.Array) -> tuple[j
 
     def on_device(inputs: Tree, targets: jax.Array) -> Tree:
         hidden, weights, head = inputs
+        head = _gather_head(sharded, head)
         chunked = _chunked(sharded, head, sharded.value)
         sums = chunks.loss_sums(chunked, (_gather(sharded, hidden), weights, _floats(head)), targets)
         return jax.lax.psum(sums, sharded.axes.tokens)
@@ -157,13 +154,14 @@ def _forward(sharded: ShardedLoss, inputs: Tree, targets: jax.Array) -> tuple[tu
 
     def on_device(inputs: Tree, targets: jax.Array) -> Tree:
         hidden, weights, head = inputs
+        head = _gather_head(sharded, head)
         chunked = _chunked(sharded, head, sharded.per_token)
         arguments = (_gather(sharded, hidden), weights, _floats(head))
         sums, (d_hidden, d_weights, d_head) = chunks.sums_and_gradient(chunked, arguments, targets)
         d_head = [_reduce(sharded, spec, d, like) for spec, d, like in zip(floats, d_head, _floats(head), strict=True)]
         return jax.lax.psum(sums, sharded.axes.tokens), (_scatter(sharded, d_hidden), d_weights, d_head)
 
-    gradient = (sharded.axes.hidden_spec, tokens, [sharded.axes.reduced(spec) for spec in floats])
+    gradient = (sharded.axes.hidden_spec, tokens, [sharded.axes.stored(spec) for spec in floats])
     run = sharded.place.manual(on_device, _input_specs(sharded), ((PartitionSpec(), PartitionSpec()), gradient))
     sums, (d_hidden, d_weights, d_head) = run(inputs, targets)
     return sums, (d_hidden, d_weights, d_head, inputs[2])
@@ -195,8 +193,23 @@ def _chunked(sharded: ShardedLoss, head: Tree, per_token: PerToken) -> ChunkedLo
 
 def _input_specs(sharded: ShardedLoss) -> tuple[Any, ...]:
     tokens = sharded.axes.token_spec
-    head = jax.tree.map(sharded.axes.gathered, sharded.specs, is_leaf=_is_spec)
+    head = jax.tree.map(sharded.axes.stored, sharded.specs, is_leaf=_is_spec)
     return (sharded.axes.hidden_spec, tokens, head), tokens
+
+
+def _gather_head(sharded: ShardedLoss, head: Tree) -> Tree:
+    """The weights of the head for this device's part of the vocabulary.
+
+    An explicit all-gather: the partitioner would move it before the conversion to the compute dtype.
+    """
+
+    def gather(spec: PartitionSpec, weight: jax.Array) -> jax.Array:
+        for dimension, entry in enumerate(sharded.axes.stored(spec)):
+            axes = tuple(axis for axis in axes_of(entry) if axis in sharded.axes.tokens)
+            weight = jax.lax.all_gather(weight, axes, axis=dimension, tiled=True) if axes else weight
+        return weight
+
+    return jax.tree.map(gather, sharded.specs, head, is_leaf=_is_spec)
 
 
 def _gather(sharded: ShardedLoss, hidden: jax.Array) -> jax.Array:
@@ -215,7 +228,7 @@ def _scatter(sharded: ShardedLoss, d_hidden: jax.Array) -> jax.Array:
 def _reduce(sharded: ShardedLoss, spec: PartitionSpec, gradient: jax.Array, like: jax.Array) -> jax.Array:
     """Sum the gradient of a weight over tokens, in the dtype of the weight; each device gets its stored part."""
     gradient, scattered = gradient.astype(like.dtype), set()
-    for dimension, entry in enumerate(sharded.axes.reduced(spec)):
+    for dimension, entry in enumerate(sharded.axes.stored(spec)):
         axes = tuple(axis for axis in axes_of(entry) if axis in sharded.axes.tokens)
         if axes:
             gradient = jax.lax.psum_scatter(gradient, axes, scatter_dimension=dimension, tiled=True)

@@ -182,7 +182,7 @@ class Decoder(nnx.Module):
         fused = embed_with_norm(self.embedding, tokens_BT, _in_order(self.prefix), ctx)
         if fused is not None:
             return fused
-        return ctx.constrain_stream(self.embedding(tokens_BT, ctx.positions)), None
+        return ctx.constrain_stream(self.embedding(tokens_BT, ctx.positions, ctx)), None
 
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """Soft-capped logits [B, T, V] of hidden states [B, T, D]; T is sharded if it is divisible."""
@@ -265,7 +265,7 @@ class Decoder(nnx.Module):
         """
         outputs, aux = [], []
         for index, layer in enumerate(_in_order(self.mtp)):
-            later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1), ctx.positions + 1 + index)
+            later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1), ctx.positions + 1 + index, ctx)
             graphdef, weights = self._split(layer)
             run = self.spec.remat.wrap(_as_function(graphdef, Mtp.predict), in_loop=False)
             layer_ctx = ctx.at_layer(len(self.spec.layers) + index, None, None)
