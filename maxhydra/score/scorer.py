@@ -263,10 +263,11 @@ class SequenceScorer:
 
 def without_capacity_limit(model: config.Model) -> config.Model:
     """Return the model with dropless experts: with a capacity, scores would depend on the padding of the batch."""
-    kinds = {
-        name: dataclasses.replace(kind, moe=dataclasses.replace(kind.moe, capacity_factor=None))
-        for name, kind in model.kinds.items()
-    }
+
+    def dropless(moe: config.Moe) -> config.Moe:
+        return dataclasses.replace(moe, capacity_factor=None, dispatch=dataclasses.replace(moe.dispatch, buffer=None))
+
+    kinds = {name: dataclasses.replace(kind, moe=dropless(kind.moe)) for name, kind in model.kinds.items()}
     return dataclasses.replace(model, kinds=kinds)
 
 

@@ -93,6 +93,31 @@ class Shared(Schema):
     """Gate on its output: none, or the sigmoid of a projection of the token."""
 
 
+class DispatchKind(Enum):
+    auto = "auto"
+    all_to_all = "all_to_all"
+    all_gather = "all_gather"
+
+
+@schema
+class Dispatch(Schema):
+    """How tokens reach the devices of their experts under expert parallelism (mesh.expert)."""
+
+    kind: DispatchKind = DispatchKind.auto
+    """all_to_all sends each token to the devices of its experts, top_k * (n - 1) / n rows per token over n devices, and
+    returns as many. all_gather sends every token to all devices, n - 1 rows, and reduce-scatters the outputs. auto:
+    whichever sends less, all_gather for n <= top_k. The results are equal."""
+    buffer: float | None = option(4.0, gt=0)
+    """Rows that a device has room for, as a multiple of an even load, tokens * top_k for the tokens of a device; no
+    larger than the largest possible load, n times the even one. A row is a token for one of its experts, and takes 2
+    bytes * (2 emb_dim + 3 dim) in bfloat16. What exceeds the buffer is dropped, the last rows of the longest queues
+    first, and counted in moe/dropped. Up to buffer devices nothing can be dropped. null: the largest possible load.
+    Not used with a KV cache or in task=score, which never drop."""
+    chunks: int = option(1, ge=1, le=16)
+    """Parts in which the tokens of a device are dispatched, so that one part's communication overlaps with the matmuls
+    of another. Each part has its share of the buffer."""
+
+
 @schema
 class Moe(Schema):
     """A mixture of experts (Shazeer et al., 2017): gated MLPs, of which each token uses the top_k."""
@@ -114,6 +139,7 @@ class Moe(Schema):
     """Slope of the sigmoid if clamp is set."""
     router: Router = section(Router)
     shared: Shared = section(Shared)
+    dispatch: Dispatch = section(Dispatch)
     capacity_factor: float | None = option(None, gt=0)
     """Expert capacity as a multiple of an even share of a sequence's tokens; later tokens are dropped (Lepikhin et al.,
     2021). No token is dropped if null, with a KV cache, or in task=score."""

@@ -31,6 +31,8 @@ from maxhydra.config.schema.attention import (
 )
 from maxhydra.config.schema.feed_forward import (
     Activation,
+    Dispatch,
+    DispatchKind,
     Embedding,
     EmbeddingScale,
     Gate,
@@ -61,6 +63,8 @@ __all__ = [
     "AttentionBias",
     "Delta",
     "DeltaBackend",
+    "Dispatch",
+    "DispatchKind",
     "Dtype",
     "Dtypes",
     "Embedding",
