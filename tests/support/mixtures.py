@@ -23,7 +23,7 @@ class Mixture:
         sizes = {"num_layers": 1, "emb_dim": emb, "mlp_dim": hidden, "num_heads": 1, "num_kv_heads": 1, "head_dim": 2}
         dtypes = config.Dtypes(compute=config.Dtype.float32)
         model = config.Model(**sizes, vocab_size=8, context_length=64, kinds={"layer": kind}, dtypes=dtypes)
-        self.spec, self.emb = MoeSpec.of(model, kind), emb
+        self.spec, self.moe, self.emb, self.hidden = MoeSpec.of(model, kind), moe, emb, hidden
         matmul_spec = MatmulSpec(compute=jnp.dtype(jnp.float32), layout=Layout.plain)
         make = ParamBuilder(jax.random.key(0), dtype=jnp.dtype(jnp.float32), layers=None, matmul_spec=matmul_spec)
         self._graph, state = nnx.split(self.spec.build(make))
