@@ -14,7 +14,7 @@ from maxhydra.config.schema.hardware import AXES, RULES, Mesh
 from maxhydra.layers import Context
 from maxhydra.layers import expert_parallel as subject
 from maxhydra.layers.context import KernelChoice
-from maxhydra.layers.expert_rows import Weights
+from maxhydra.layers.expert_rows import RoutedTokens, Weights
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.sharding.mesh import AXIS_TYPES
 from tests.support.mixtures import EMB, HIDDEN, Mixture, expert, softmax_top_k
