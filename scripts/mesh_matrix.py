@@ -84,9 +84,8 @@ def families() -> list[str]:
 def run_family(family: str, meshes: list[str]) -> Iterator[Result]:
     """Run the meshes of one family in this process, which has simulated devices."""
     # Imported here: the parent process needs no jax.
-    from tests.support.mesh_cases import Case, compare, train  # noqa: PLC0415
-
     from maxhydra.config import ConfigError  # noqa: PLC0415
+    from tests.support.mesh_cases import Case, compare, train  # noqa: PLC0415
 
     options = [f"model={family}", *COMMON]
     expected = train(Case(options, devices=1, rows=ROWS, length=LENGTH, steps=STEPS))

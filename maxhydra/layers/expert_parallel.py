@@ -12,6 +12,7 @@ rows (M * K), M tokens of a device, N devices that exchange tokens, C rows that 
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,7 @@ from maxhydra.layers.expert_rows import (
     dropless,
     rows_of,
     sort_by_expert,
+    weighted_sum,
 )
 from maxhydra.layers.ragged_exchange import Link, Slices, exchange
 
@@ -114,6 +116,7 @@ def expert_parallel(
 ) -> tuple[jax.Array, jax.Array | None]:
     """[B, T, D] in float32, weighted outputs of the experts, and [B, T, K], whether each was computed; None: all were.
 
+    Maps the mesh axes that an enclosing shard_map has not mapped.
     Padding is not sent: it would fill the buffers, and its output is not used.
     """
     sharder = ctx.sharder
@@ -133,7 +136,15 @@ def expert_parallel(
     into, out_of = PartitionSpec(holders, None, hidden), PartitionSpec(holders, hidden, None)
     bias = PartitionSpec(holders, hidden) if spec.has_bias else None
     in_specs: Any = (Weights._make([into, into, out_of, bias, bias]), along, along)
-    run = jax.shard_map(on_device, mesh=sharder.mesh, in_specs=in_specs, out_specs=along, check_vma=False)
+    context = jax.sharding.get_abstract_mesh()
+    run = jax.shard_map(
+        on_device,
+        mesh=context if context.manual_axes else sharder.mesh,
+        in_specs=in_specs,
+        out_specs=along,
+        axis_names=frozenset(ctx.place.free_axes),
+        check_vma=False,
+    )
     out_BTD, is_kept_BTK = run(weights, routed, is_real_BT)
     return out_BTD, None if dispatch.buffer is None or not holders else is_kept_BTK
 
@@ -154,8 +165,8 @@ def _on_device(
         finishes = [dispatch(part, mesh) for part in parts]
         out_MD = jnp.concatenate([finish(weights) for finish in finishes])
         is_kept_MK = jnp.concatenate([part.is_kept_MK for part in parts])
-    if mesh.hidden or mesh.replicated:
-        out_MD = jax.lax.psum(out_MD.astype(mesh.spec.compute), (*mesh.hidden, *mesh.replicated))
+    if axes := (*mesh.hidden, *mesh.replicated):
+        out_MD = _replicated_sum(out_MD.astype(mesh.spec.compute), axes)
     if mesh.replicated:
         is_kept_MK = jax.lax.psum(is_kept_MK.astype(jnp.int32), mesh.replicated) > 0
     return out_MD.astype(jnp.float32), is_kept_MK
@@ -230,10 +241,47 @@ def _send(part: Admitted, mesh: ExpertMesh) -> Finish:
 
     def finish(weights: Weights) -> jax.Array:
         out_CD = apply_experts(weights, rows_CD, sizes_E, spec, mesh.place)
-        out_LD = exchange(out_CD, back, there, link.reversed())
-        return combine(out_LD, part.tokens, part.order, spec)
+        weights_MK = None if spec.scales_input else part.tokens.weights_MK
+        return _return_sums(out_CD, weights_MK, part.order, (there, back), link)
 
     return finish
+
+
+Saved = tuple[jax.Array, jax.Array | None, RowOrder, tuple[Slices, Slices]]
+"""Outputs of the rows, weights of the pairs, and the slices that dispatched the rows and that return them."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _return_sums(
+    out_CD: jax.Array, weights_MK: jax.Array | None, order: RowOrder, slices: tuple[Slices, Slices], link: Link
+) -> jax.Array:
+    """[M, D] in float32: return the rows to their tokens' devices, and sum them by weight; None: all weights are 1.
+
+    The gradient of the weights is computed where the outputs are, so that recomputation does not return them again.
+    """
+    there, back = slices
+    out_LD = exchange(out_CD, back, there, link.reversed())
+    return weighted_sum(out_LD, jnp.ones(order.rows_MK.shape) if weights_MK is None else weights_MK, order)
+
+
+def _return_sums_forward(
+    out_CD: jax.Array, weights_MK: jax.Array | None, order: RowOrder, slices: tuple[Slices, Slices], link: Link
+) -> tuple[jax.Array, Saved]:
+    return _return_sums(out_CD, weights_MK, order, slices, link), (out_CD, weights_MK, order, slices)
+
+
+def _return_sums_backward(link: Link, saved: Saved, d_MD: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
+    out_CD, weights_MK, order, (there, back) = saved
+    d_CD = exchange(d_MD.astype(out_CD.dtype)[order.tokens_R], there, back, link)
+    if weights_MK is None:
+        return d_CD, None, None, None
+    weights_C1 = exchange(weights_MK.reshape(-1, 1)[order.pairs_R], there, back, link)
+    d_weights_C1 = jnp.sum(d_CD.astype(jnp.float32) * out_CD.astype(jnp.float32), axis=1, keepdims=True)
+    d_weights_L1 = exchange(d_weights_C1, back, there, link.reversed())
+    return (d_CD * weights_C1).astype(out_CD.dtype), order.by_pair(d_weights_L1[:, 0]), None, None
+
+
+_return_sums.defvjp(_return_sums_forward, _return_sums_backward)
 
 
 def _gather(part: Admitted, mesh: ExpertMesh) -> Finish:
@@ -254,6 +302,27 @@ def _gather(part: Admitted, mesh: ExpertMesh) -> Finish:
         return jax.lax.psum_scatter(scattered, mesh.exchanged, tiled=True).astype(jnp.float32)
 
     return finish
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _replicated_sum(x_MD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over mesh axes as an output of shard_map that these axes do not split.
+
+    The gradient of shard_map divides the cotangent of such an output by the size of the axes, and that of psum would
+    all-reduce it. All devices have the same cotangent, so it is multiplied instead.
+    """
+    return jax.lax.psum(x_MD, axes)
+
+
+def _replicated_sum_forward(x_MD: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
+    return jax.lax.psum(x_MD, axes), None
+
+
+def _replicated_sum_backward(axes: tuple[str, ...], saved: None, d_MD: jax.Array) -> tuple[jax.Array]:
+    return (d_MD * jax.lax.axis_size(axes),)
+
+
+_replicated_sum.defvjp(_replicated_sum_forward, _replicated_sum_backward)
 
 
 def _starts(sizes: jax.Array) -> jax.Array:

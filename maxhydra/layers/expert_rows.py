@@ -174,7 +174,7 @@ def apply_experts(
 def combine(out_RD: jax.Array, tokens: Tokens, order: RowOrder, spec: ExpertsSpec) -> jax.Array:
     """[M, D] in float32: the sum of each token's rows, by weight unless the weight scaled the input."""
     weights_MK = jnp.ones_like(tokens.weights_MK) if spec.scales_input else tokens.weights_MK
-    return _weighted_sum(out_RD, weights_MK, order)
+    return weighted_sum(out_RD, weights_MK, order)
 
 
 def _grouped_matmul(
@@ -205,7 +205,7 @@ _repeat.defvjp(_repeat_forward, _repeat_backward)
 
 
 @jax.custom_vjp
-def _weighted_sum(out_RD: jax.Array, weights_MK: jax.Array, order: RowOrder) -> jax.Array:
+def weighted_sum(out_RD: jax.Array, weights_MK: jax.Array, order: RowOrder) -> jax.Array:
     """[M, D] in float32: sum over each token's rows. No array of the gradient is larger than the rows."""
     return jnp.einsum("MKD,MK->MD", order.by_pair(out_RD).astype(jnp.float32), weights_MK)
 
@@ -213,7 +213,7 @@ def _weighted_sum(out_RD: jax.Array, weights_MK: jax.Array, order: RowOrder) -> 
 def _weighted_sum_forward(
     out_RD: jax.Array, weights_MK: jax.Array, order: RowOrder
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, RowOrder]]:
-    return _weighted_sum(out_RD, weights_MK, order), (out_RD, weights_MK, order)
+    return weighted_sum(out_RD, weights_MK, order), (out_RD, weights_MK, order)
 
 
 def _weighted_sum_backward(
@@ -226,4 +226,4 @@ def _weighted_sum_backward(
     return (d_RD * weights_R1).astype(out_RD.dtype), order.by_pair(d_weights_R), None
 
 
-_weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)
+weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)

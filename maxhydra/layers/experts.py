@@ -78,7 +78,7 @@ class Experts(nnx.Module):
             slots_BTK = _slots(routed.ids_BTK, is_real_BT, self.spec.experts)
             is_kept_BTK = slots_BTK < capacity
             out_BTD = self._with_capacity(routed, jnp.where(is_kept_BTK, slots_BTK, capacity), ctx, capacity=capacity)
-        elif ctx.sharder.mesh.size == 1:
+        elif not ctx.place.free_axes:
             out_MD = dropless(self._weights(), routed.flat(), self.spec, ctx.place)
             out_BTD = out_MD.reshape(routed.x_BTD.shape)
         else:

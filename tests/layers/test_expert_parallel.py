@@ -210,10 +210,11 @@ def collectives(kind, **sizes):
 
 
 def test_all_to_all_sends_bfloat16_both_ways_and_gathers_only_loads():
-    """Forward there and back, and the gradients of both."""
+    """Forward there and back, and the gradients of both; backward the router's weights too, and their gradients."""
     name, rows, room = "ragged_all_to_all", 256 * 4, 2 * 256 * 4
     there, back = (name, "bfloat16", (rows, EMB)), (name, "bfloat16", (room, EMB))
-    assert collectives(SEND, devices=64) == [("all_gather", "int32", (128,)), there, there, back, back]
+    loads, weights = ("all_gather", "int32", (128,)), [(name, "float32", (size, 1)) for size in (rows, room)]
+    assert collectives(SEND, devices=64) == [loads, there, there, back, back, *weights]
 
 
 def test_all_gather_sends_tokens_in_bfloat16():
