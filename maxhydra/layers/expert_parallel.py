@@ -83,17 +83,17 @@ class ExpertMesh:
 
     def room(self, tokens: int, top_k: int) -> int:
         """Rows that a device has room for."""
-        rows, buffer = self.most_rows(tokens, top_k), self.spec.dispatch.buffer
+        rows, buffer = self.most_rows(tokens, top_k), self.spec.parallel.buffer
         if buffer is not None:
             rows = min(rows, math.ceil(buffer * tokens * top_k / self.size(self.replicated)))
         return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
     def gathers(self, top_k: int) -> bool:
         """Whether tokens are all-gathered: by `auto`, if that sends no more rows than an all-to-all."""
-        kind, devices = self.spec.dispatch.kind, self.devices
-        if kind is config.DispatchKind.auto or devices == 1:
+        dispatch, devices = self.spec.parallel.dispatch, self.devices
+        if dispatch is config.Dispatch.auto or devices == 1:
             return devices - 1 <= top_k * (devices - 1) / devices
-        return kind is config.DispatchKind.all_gather
+        return dispatch is config.Dispatch.all_gather
 
     def exchange_ids(self, ids_MK: jax.Array) -> jax.Array:
         """Ids among the reachable experts, in the order of their devices; -1 for all others."""
@@ -125,8 +125,8 @@ def expert_parallel(
     hidden = tuple(axis for axis in _axes(hidden) if axis not in holders)
     exchanged = tuple(axis for axis in holders if axis in (*_axes(batch), *_axes(length)))
     # With a cache a completion must not depend on the other sequences of its batch.
-    dispatch = spec.dispatch if ctx.cache is None else dataclasses.replace(spec.dispatch, buffer=None, chunks=1)
-    mesh = ExpertMesh(dataclasses.replace(spec, dispatch=dispatch), ctx.place, holders, exchanged, hidden)
+    parallel = spec.parallel if ctx.cache is None else dataclasses.replace(spec.parallel, buffer=None, chunks=1)
+    mesh = ExpertMesh(dataclasses.replace(spec, parallel=parallel), ctx.place, holders, exchanged, hidden)
 
     def on_device(weights: Weights, routed: RoutedTokens, is_real_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         out_MD, is_kept_MK = _on_device(weights, routed.flat(), is_real_BT.reshape(-1, 1), mesh)
@@ -146,7 +146,7 @@ def expert_parallel(
         check_vma=False,
     )
     out_BTD, is_kept_BTK = run(weights, routed, is_real_BT)
-    return out_BTD, None if dispatch.buffer is None or not holders else is_kept_BTK
+    return out_BTD, None if parallel.buffer is None or not holders else is_kept_BTK
 
 
 def _on_device(
@@ -156,7 +156,7 @@ def _on_device(
     if not mesh.holders:
         out_MD, is_kept_MK = dropless(weights, tokens, mesh.spec, mesh.place), jnp.ones_like(tokens.ids_MK, bool)
     else:
-        M, chunks = tokens.x_MD.shape[0], mesh.spec.dispatch.chunks
+        M, chunks = tokens.x_MD.shape[0], mesh.spec.parallel.chunks
         tokens = tokens._replace(ids_MK=jnp.where(is_real_M1, mesh.exchange_ids(tokens.ids_MK), -1))
         split = [jnp.split(x, chunks if M % chunks == 0 else 1) for x in tokens]
         parts = [_admit(Tokens(*arrays), mesh) for arrays in zip(*split, strict=True)]

@@ -39,7 +39,7 @@ class ExpertsSpec:
     init_scale: float
     out_scale: float
     compute: np.dtype
-    dispatch: config.Dispatch
+    parallel: config.ExpertParallel
 
     @classmethod
     def of(cls, model: config.Model, moe: config.Moe) -> "ExpertsSpec":
@@ -57,7 +57,7 @@ class ExpertsSpec:
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             compute=Dtypes.of(model.dtypes).compute,
-            dispatch=moe.dispatch,
+            parallel=model.expert_parallel,
         )
 
     def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -263,12 +263,13 @@ class SequenceScorer:
 
 def without_capacity_limit(model: config.Model) -> config.Model:
     """Return the model with dropless experts: with a capacity, scores would depend on the padding of the batch."""
-
-    def dropless(moe: config.Moe) -> config.Moe:
-        return dataclasses.replace(moe, capacity_factor=None, dispatch=dataclasses.replace(moe.dispatch, buffer=None))
-
-    kinds = {name: dataclasses.replace(kind, moe=dropless(kind.moe)) for name, kind in model.kinds.items()}
-    return dataclasses.replace(model, kinds=kinds)
+    kinds = {
+        name: dataclasses.replace(kind, moe=dataclasses.replace(kind.moe, capacity_factor=None))
+        for name, kind in model.kinds.items()
+    }
+    return dataclasses.replace(
+        model, kinds=kinds, expert_parallel=dataclasses.replace(model.expert_parallel, buffer=None)
+    )
 
 
 def _round_up(count: int, multiple: int) -> int:

@@ -19,18 +19,12 @@ from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.sharding.mesh import AXIS_TYPES
 from tests.support.mixtures import EMB, HIDDEN, Mixture, expert, softmax_top_k
 
-AUTO, SEND, GATHER = config.DispatchKind
+AUTO, SEND, GATHER = config.Dispatch
 BATCH, LENGTH = 8, 32
 
 
 def sharder_of(axes, **rules):
     return Sharder(build_mesh(Mesh(**axes), jax.devices()), Mesh().rules | rules)
-
-
-def with_dispatch(mixture, **keys):
-    """The same mixture, dispatched in another way."""
-    moe = dataclasses.replace(mixture.moe, dispatch=dataclasses.replace(mixture.moe.dispatch, **keys))
-    return Mixture(moe, hidden=mixture.hidden)
 
 
 def inputs(mixture, *, favourite=None):
@@ -84,11 +78,11 @@ def one_device(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [SEND, GATHER], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("dispatch", [SEND, GATHER], ids=lambda dispatch: dispatch.value)
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_equal_those_of_one_device(case, kind):
+def test_outputs_and_gradients_equal_those_of_one_device(case, dispatch):
     moe, axes, rules = CASES[case]
-    mixture, sharder = with_dispatch(Mixture(moe), kind=kind), sharder_of(axes, **rules)
+    mixture, sharder = Mixture(moe, dispatch=dispatch), sharder_of(axes, **rules)
     found = value_and_gradients(lambda w, x: mixture(w, x, sharder=sharder).out_BTD, *inputs(mixture))
     assert_same(found, one_device(case))
 
@@ -115,11 +109,11 @@ def kept_rows(chosen, devices, room):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [SEND, GATHER], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("dispatch", [SEND, GATHER], ids=lambda dispatch: dispatch.value)
 @pytest.mark.parametrize("favourite", [None, 3], ids=["random", "few_experts"])
-def test_full_buffers_drop_the_end_of_the_longest_queues(favourite, kind):
+def test_full_buffers_drop_the_end_of_the_longest_queues(favourite, dispatch):
     """The second half of the last sequence is padding, which takes no room. Dropped rows have no gradient either."""
-    mixture = with_dispatch(Mixture(dataclasses.replace(PLAIN, top_k=4)), kind=kind, buffer=1.0)
+    mixture = Mixture(dataclasses.replace(PLAIN, top_k=4), dispatch=dispatch, buffer=1.0)
     weights, x = inputs(mixture, favourite=favourite)
     is_real = np.ones((BATCH, LENGTH), bool)
     is_real[-1, LENGTH // 2 :] = False
@@ -143,7 +137,7 @@ def test_full_buffers_drop_the_end_of_the_longest_queues(favourite, kind):
 
 @pytest.mark.slow
 def test_without_a_limit_one_expert_gets_all_tokens():
-    mixture = with_dispatch(Mixture(PLAIN), kind=SEND, buffer=None)
+    mixture = Mixture(PLAIN, dispatch=SEND, buffer=None)
     weights, x = inputs(mixture, favourite=5)
     sharder = sharder_of({"expert": 8})
     found = value_and_gradients(lambda w, x: mixture(w, x, sharder=sharder).out_BTD, weights, x)
@@ -152,9 +146,9 @@ def test_without_a_limit_one_expert_gets_all_tokens():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [SEND, GATHER], ids=lambda kind: kind.value)
-def test_chunks_do_not_change_the_result(kind):
-    mixture = with_dispatch(Mixture(PLAIN), kind=kind, chunks=2)
+@pytest.mark.parametrize("dispatch", [SEND, GATHER], ids=lambda dispatch: dispatch.value)
+def test_chunks_do_not_change_the_result(dispatch):
+    mixture = Mixture(PLAIN, dispatch=dispatch, chunks=2)
     sharder = sharder_of({"expert": 4, "fsdp": 2})
     found = value_and_gradients(lambda w, x: mixture(w, x, sharder=sharder).out_BTD, *inputs(mixture))
     assert_same(found, one_device("expert"))
@@ -163,15 +157,14 @@ def test_chunks_do_not_change_the_result(kind):
 @pytest.mark.parametrize(("devices", "top_k", "gathers"), [(2, 8, True), (8, 8, True), (8, 6, False), (64, 8, False)])
 def test_auto_gathers_only_if_that_sends_no_more_rows(devices, top_k, gathers):
     """Rows sent per token: devices - 1 by all-gather, top_k * (devices - 1) / devices by all-to-all."""
-    programs = {kind: collectives(kind, devices=devices, top_k=top_k) for kind in (AUTO, SEND, GATHER)}
+    programs = {dispatch: collectives(dispatch, devices=devices, top_k=top_k) for dispatch in (AUTO, SEND, GATHER)}
     assert programs[AUTO] == programs[GATHER if gathers else SEND]
     assert programs[SEND] != programs[GATHER]
 
 
-def local_equations(kind, *, devices, top_k=4, buffer=2.0, tokens=256):
+def local_equations(dispatch, *, devices, top_k=4, buffer=2.0, tokens=256):
     """The equations that each GPU executes in the experts and their gradient, for so many tokens per device."""
-    moe = config.Moe(experts=128, top_k=top_k, dispatch=config.Dispatch(kind=kind, buffer=buffer))
-    experts = Mixture(moe).spec.experts
+    experts = Mixture(config.Moe(experts=128, top_k=top_k), dispatch=dispatch, buffer=buffer).spec.experts
     spec = dataclasses.replace(experts, compute=jnp.dtype("bfloat16"), kernel=KernelChoice("xla", ()))
     device = AbstractDevice("NVIDIA H200", None, "gpu")
     mesh = AbstractMesh((1, 1, devices, 1, 1), AXES, axis_types=AXIS_TYPES, abstract_device=device)
@@ -201,10 +194,10 @@ def inner_jaxprs(jaxpr, *, inside):
                 yield from inner_jaxprs(inner, inside=inside or equation.primitive.name == "shard_map")
 
 
-def collectives(kind, **sizes):
+def collectives(dispatch, **sizes):
     """(primitive, dtype, shape) of every collective that a GPU executes, except the sum of its weights' gradients."""
     names = ("all_gather", "all_to_all", "ragged_all_to_all", "reduce_scatter")
-    equations = [one for one in local_equations(kind, **sizes) if one.primitive.name in names]
+    equations = [one for one in local_equations(dispatch, **sizes) if one.primitive.name in names]
     operands = [(one.primitive.name, one.invars[0].aval) for one in equations]
     return sorted((name, str(aval.dtype), aval.shape) for name, aval in operands)
 

@@ -93,31 +93,6 @@ class Shared(Schema):
     """Gate on its output: none, or the sigmoid of a projection of the token."""
 
 
-class DispatchKind(Enum):
-    auto = "auto"
-    all_to_all = "all_to_all"
-    all_gather = "all_gather"
-
-
-@schema
-class Dispatch(Schema):
-    """How tokens reach the devices of their experts under expert parallelism (mesh.expert)."""
-
-    kind: DispatchKind = DispatchKind.auto
-    """all_to_all sends each token to the devices of its experts, top_k * (n - 1) / n rows per token over n devices, and
-    returns as many. all_gather sends every token to all devices, n - 1 rows, and reduce-scatters the outputs. auto:
-    whichever sends less, all_gather for n <= top_k. The results are equal."""
-    buffer: float | None = option(4.0, gt=0)
-    """Rows that a device has room for, as a multiple of an even load, tokens * top_k for the tokens of a device; no
-    larger than the largest possible load, n times the even one. A row is a token for one of its experts, and takes 2
-    bytes * (2 emb_dim + 3 dim) in bfloat16. What exceeds the buffer is dropped, the last rows of the longest queues
-    first, and counted in moe/dropped. Up to buffer devices nothing can be dropped. null: the largest possible load.
-    Not used with a KV cache or in task=score, which never drop."""
-    chunks: int = option(1, ge=1, le=16)
-    """Parts in which the tokens of a device are dispatched, so that one part's communication overlaps with the matmuls
-    of another. Each part has its share of the buffer."""
-
-
 @schema
 class Moe(Schema):
     """A mixture of experts (Shazeer et al., 2017): gated MLPs, of which each token uses the top_k."""
@@ -139,7 +114,6 @@ class Moe(Schema):
     """Slope of the sigmoid if clamp is set."""
     router: Router = section(Router)
     shared: Shared = section(Shared)
-    dispatch: Dispatch = section(Dispatch)
     capacity_factor: float | None = option(None, gt=0)
     """Expert capacity as a multiple of an even share of a sequence's tokens; later tokens are dropped (Lepikhin et al.,
     2021). No token is dropped if null, with a KV cache, or in task=score."""
@@ -173,6 +147,31 @@ class Moe(Schema):
                 "input is only supported for experts without bias and not with softmax_of_chosen",
                 value="input",
             )
+
+
+class Dispatch(Enum):
+    auto = "auto"
+    all_to_all = "all_to_all"
+    all_gather = "all_gather"
+
+
+@schema
+class ExpertParallel(Schema):
+    """How tokens reach the devices of their experts, and return, if experts are sharded (mesh.expert)."""
+
+    dispatch: Dispatch = Dispatch.auto
+    """all_to_all sends each token to the devices of its experts: top_k * (n - 1) / n rows per token over n devices, and
+    as many back. all_gather sends every token to all devices, n - 1 rows, and reduce-scatters the outputs. auto:
+    whichever sends less, all_gather for n <= top_k. Both give the same result."""
+    buffer: float | None = option(4.0, gt=0)
+    """Rows that a device can receive, as a multiple of an even load; a row is a token for one of its experts, and an
+    even load is top_k times the tokens of a device. At most n are used, which all tokens for one device fill: up to
+    `buffer` devices nothing is dropped. Beyond it, the last rows of the longest queues are dropped and counted in
+    moe/dropped. In bfloat16 a layer needs 4 * emb_dim + 6 * moe.dim bytes per row. null: n, never drop. With a KV cache
+    and in task=score it is null."""
+    chunks: int = option(1, ge=1, le=16)
+    """Parts in which a device dispatches its tokens, so that the communication of one part overlaps with the matmuls of
+    another. Each has its part of the buffer. Tokens that they do not divide are dispatched at once."""
 
 
 class EmbeddingScale(Enum):

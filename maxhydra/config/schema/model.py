@@ -32,9 +32,9 @@ from maxhydra.config.schema.attention import (
 from maxhydra.config.schema.feed_forward import (
     Activation,
     Dispatch,
-    DispatchKind,
     Embedding,
     EmbeddingScale,
+    ExpertParallel,
     Gate,
     GroupScore,
     Mlp,
@@ -64,11 +64,11 @@ __all__ = [
     "Delta",
     "DeltaBackend",
     "Dispatch",
-    "DispatchKind",
     "Dtype",
     "Dtypes",
     "Embedding",
     "EmbeddingScale",
+    "ExpertParallel",
     "FeedForward",
     "FusedLinearBackend",
     "Gate",
@@ -291,6 +291,7 @@ class Model(Schema):
     remat: Remat = section(Remat)
     scan_unroll: int = option(1, ge=1, le=MAX_LAYERS)
     """Pattern repetitions unrolled per iteration of the scan over layers; num_layers unrolls all."""
+    expert_parallel: ExpertParallel = section(ExpertParallel)
     kernels: ModelKernels = section(ModelKernels)
     path: str | None = None
     """model=from_hf: Hugging Face folder whose config.json defines the model. Weights and tokenizer are loaded from it,
