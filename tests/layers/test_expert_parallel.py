@@ -17,6 +17,7 @@ from maxhydra.layers.context import KernelChoice
 from maxhydra.layers.expert_rows import RoutedTokens, Weights
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.sharding.mesh import AXIS_TYPES
+from maxhydra.train.loss import load_metrics
 from tests.support.mixtures import EMB, HIDDEN, Mixture, expert, softmax_top_k
 
 AUTO, SEND, GATHER = config.Dispatch
@@ -133,6 +134,12 @@ def test_full_buffers_drop_the_end_of_the_longest_queues(favourite, dispatch):
     found = value_and_gradients(lambda w, x: run(w, x).out_BTD, weights, x, is_real)
     assert_same(found, value_and_gradients(by_hand, weights, x, is_real))
     assert jax.jit(run)(weights, x).aux["dropped"] == np.sum(chosen) - np.sum(kept)
+
+
+def test_dropped_rows_of_all_layers_are_a_metric():
+    layers = {"pattern": {"0": {"mlp": {"load": jnp.ones((2, 4)), "dropped": jnp.array([3.0, 4.0])}}}}
+    assert load_metrics({**layers, "prefix": {"0": {"mlp": {"dropped": jnp.array(5.0)}}}})["moe/dropped"] == 12
+    assert "moe/dropped" not in load_metrics({"pattern": {"0": {"mlp": {"load": jnp.ones((2, 4))}}}})
 
 
 @pytest.mark.slow
