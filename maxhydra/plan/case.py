@@ -7,6 +7,7 @@ a search can try thousands.
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +19,8 @@ from maxhydra import model, optim
 from maxhydra.config import Config
 from maxhydra.config.schema.hardware import AXES, Platform
 from maxhydra.config.schema.model import RematPolicy
+from maxhydra.kernels import rms_norm
+from maxhydra.kernels.dispatch import Capability
 from maxhydra.layers import MoeSpec
 from maxhydra.model.block import BlockSpec, Remat
 from maxhydra.model.decoder import BLOCKS, DecoderSpec
@@ -171,10 +174,10 @@ class Case:
     def batch_axes(self) -> tuple[str, ...]:
         return self.sharder.mesh_axes("act_batch") + self.sharder.mesh_axes("act_length")
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether attention runs in a kernel that does not write its logits to memory."""
-        return self.config.hardware.platform in (Platform.gpu, Platform.tpu)
+    def serves(self, backend: str, backends: Mapping[str, Capability[Any]]) -> bool:
+        """Whether a GPU kernel serves an operation on this many devices."""
+        is_gpu = self.config.hardware.platform is Platform.gpu
+        return is_gpu and backends[backend].devices in (None, self.devices)
 
     def local_bytes(self, array: Array) -> int:
         return bytes_per_device(array.shape, array.dtype, self.sharder.spec(array.axes), self.sharder.mesh)
@@ -194,15 +197,15 @@ class Case:
         return math.prod(array.shape) / array.layers * array.compute_bytes / kept
 
     def trace(self, kind: BlockSpec, policy: Remat | None = None) -> LayerTrace:
-        return trace_layer(self.subject.traced, kind.name, policy or self.remat)
+        # Kernels of the norms save fewer residuals than XLA, whose residuals are the same on every platform.
+        platform = "gpu" if self.serves("triton", rms_norm.BACKENDS) else "cpu"
+        return trace_layer(self.subject.traced, kind.name, policy or self.remat, platform=platform)
 
     def saved_bytes(self, kind: BlockSpec, policy: Remat | None = None) -> float:
         """Bytes of activations that one layer of this kind saves on a device."""
         tensor = self.mesh[TENSOR]
         rows = self.stream_tokens / self.seq_len
-        return self.trace(kind, policy).bytes(
-            rows=rows, length=self.seq_len, tensor=tensor, fused_attention=self.is_fused
-        )
+        return self.trace(kind, policy).bytes(rows=rows, length=self.seq_len, tensor=tensor)
 
     @property
     def experts(self) -> list[MoeSpec]:

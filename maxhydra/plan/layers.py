@@ -7,7 +7,6 @@ hidden sizes). A dimension that contains the prime scales with that size.
 """
 
 import dataclasses
-import math
 from functools import cache
 from typing import Any, TypeVar
 
@@ -15,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from maxhydra.config.schema import model as config
+from maxhydra.config.schema.hardware import AXES, RULES
 from maxhydra.config.schema.kernels import TritonBackend
 from maxhydra.config.schema.quantization import Quantization
 from maxhydra.layers import Context, MatmulSpec, ParamBuilder, resolve_rules
@@ -25,8 +26,11 @@ from maxhydra.model.block import BlockSpec, Remat
 from maxhydra.model.decoder import DecoderSpec
 from maxhydra.model.fused_block import block_class
 from maxhydra.sharding import Sharder
+from maxhydra.sharding.mesh import AXIS_TYPES
 
-BATCH, TOKENS, WIDTH = 1009, 127, 1013
+# The batch is also a multiple of 64, as kernels require of their rows.
+BATCH, TOKENS, WIDTH = 64 * 1009, 127, 1013
+FLOAT32 = 4
 S = TypeVar("S")
 
 
@@ -50,28 +54,25 @@ class SavedArray:
 
 @dataclasses.dataclass(frozen=True)
 class LayerTrace:
-    """Residuals of one layer kind under one remat policy."""
+    """Residuals of one layer kind under one remat policy, with a fused attention kernel."""
 
     saved: tuple[SavedArray, ...]
-    attention_heads: int
-    """Query heads whose softmax normalizers a fused attention kernel saves; 0 if attention is recomputed."""
 
-    def bytes(self, *, rows: float, length: int, tensor: int, fused_attention: bool) -> float:
-        """Bytes on one device; a fused attention kernel saves its normalizer instead of the logits."""
-        arrays = [array for array in self.saved if array.lengths < 2 or not fused_attention]
-        total = sum(array.bytes(rows=rows, length=length, tensor=tensor) for array in arrays)
-        return total + (4.0 * rows * length * self.attention_heads / tensor if fused_attention else 0.0)
+    def bytes(self, *, rows: float, length: int, tensor: int) -> float:
+        """Bytes on one device. Attention logits are left out: a fused kernel does not write them."""
+        arrays = [array for array in self.saved if array.lengths < 2]
+        return sum(array.bytes(rows=rows, length=length, tensor=tensor) for array in arrays)
 
 
 @cache
-def trace_layer(model: "HashedModel", kind: str, remat: Remat) -> LayerTrace:
-    """Trace one layer kind under a remat policy."""
+def trace_layer(model: "HashedModel", kind: str, remat: Remat, *, platform: str) -> LayerTrace:
+    """Trace one layer kind under a remat policy; the kernels of a platform save other residuals than XLA."""
     wide = _widened(model.model)
     spec = DecoderSpec.of(wide, None, resolve_rules(model.quantization))
     block_spec = BlockSpec.of(wide, kind)
     graphdef, weights = _abstract_block(block_spec, spec.matmul_spec)
     rows, length, compute = BATCH, TOKENS, spec.dtypes.compute
-    ctx = _context(wide, block_spec, compute)
+    ctx = _context(wide, block_spec, compute, platform)
 
     def layer(weights: Any, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         return nnx.merge(graphdef, weights)(x_BTD, ctx).x_BTD
@@ -84,9 +85,19 @@ def trace_layer(model: "HashedModel", kind: str, remat: Remat) -> LayerTrace:
     x_BTD = jax.ShapeDtypeStruct((rows, length, wide.emb_dim), compute)
     leaves = jax.tree.leaves(jax.eval_shape(residuals, weights, x_BTD, ctx))
     saved = [_saved_array(leaf) for leaf in leaves if not leaf.size % BATCH and leaf.dtype != jnp.int32]
-    mixes = getattr(block_spec.mixer, "num_heads", 0)
-    keeps_attention = remat.policy in (config.RematPolicy.none, config.RematPolicy.minimal) or "context" in remat.save
-    return LayerTrace(tuple(saved), mixes // WIDTH if keeps_attention else 0)
+    return LayerTrace(tuple(saved + _kernel_outputs(block_spec, remat, compute.itemsize)))
+
+
+def _kernel_outputs(spec: BlockSpec, remat: Remat, item_bytes: int) -> list[SavedArray]:
+    """What a fused attention kernel saves in addition: its normalizer, and its output where XLA's is recomputed."""
+    mixer: Any = spec.mixer
+    heads = getattr(mixer, "num_heads", 0) // WIDTH
+    is_minimal = remat.policy is config.RematPolicy.minimal
+    if not heads or not (is_minimal or remat.policy is config.RematPolicy.none or "context" in remat.save):
+        return []
+    width = getattr(mixer, "value_dim", None) or mixer.head_dim
+    output = [SavedArray(item_bytes, heads * width, 1, is_split=True)] if is_minimal else []
+    return [*output, SavedArray(FLOAT32, heads, 1, is_split=True)]
 
 
 def _abstract_block(spec: BlockSpec, matmul_spec: MatmulSpec) -> tuple[Any, Any]:
@@ -99,7 +110,7 @@ def _abstract_block(spec: BlockSpec, matmul_spec: MatmulSpec) -> tuple[Any, Any]
     return nnx.split(nnx.eval_shape(build))
 
 
-def _context(model: config.Model, spec: BlockSpec, compute: np.dtype) -> Context:
+def _context(model: config.Model, spec: BlockSpec, compute: np.dtype, platform: str) -> Context:
     """Shapes of a training context."""
     tokens = jax.ShapeDtypeStruct((BATCH, TOKENS), jnp.int32)
     shared: dict[str, Any] = {}
@@ -111,12 +122,17 @@ def _context(model: config.Model, spec: BlockSpec, compute: np.dtype) -> Context
     return Context(
         positions=tokens,
         segments=tokens,
-        sharder=Sharder.single(),
+        sharder=Sharder(_one_device(platform), RULES),
         cache=None,
         dropout_key=None,
         layer_input=per_layer,
         shared=shared,
     )
+
+
+def _one_device(platform: str) -> AbstractMesh:
+    device = AbstractDevice(device_kind=platform, num_cores=None, platform=platform)
+    return AbstractMesh((1,) * len(AXES), AXES, axis_types=AXIS_TYPES, abstract_device=device)
 
 
 def _saved_array(leaf: jax.ShapeDtypeStruct) -> SavedArray:

@@ -9,6 +9,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from maxhydra.kernels import linear_cross_entropy
 from maxhydra.plan.case import NOTHING_RECOMPUTED, Array, Case
 from maxhydra.plan.traffic import FLOAT32, expert_rows
 
@@ -32,7 +33,7 @@ class Memory:
     layer: float
     """Recomputed and intermediate activations of the layer in work."""
     gathered: float
-    """Weights of one layer, gathered for use, and their gradient before it is scattered."""
+    """Weights of one layer, gathered for use."""
     loss: float
     """Logits and their gradient, and the gathered head."""
     experts: float
@@ -92,18 +93,18 @@ def _cast_bytes(case: Case, array: Array) -> float:
 
 
 def _gradient_bytes(case: Case, trained: list[Array]) -> float:
-    """Gradients that exist when the last layer of the backward pass is done: all but the embedding's are sharded."""
-    return sum(case.local_bytes(array) * array.compute_bytes / array.dtype.itemsize for array in trained) / 2
+    """Sharded gradients in the dtype in which layers use the weights."""
+    return sum(case.local_bytes(array) * array.compute_bytes / array.dtype.itemsize for array in trained)
 
 
 def _gathered_bytes(case: Case) -> float:
-    """Weights of the largest layer, gathered over the axes that only store them, and their gradient."""
+    """Weights of the largest layer, gathered over the axes that only store them."""
     layers: dict[str, float] = {}
     for array in case.subject.weights:
         if array.is_block and array.is_matrix and case.split(array)[0]:
             name = "/".join(array.path.split("/")[:2])
             layers[name] = layers.get(name, 0.0) + case.used_bytes(array)
-    return 2 * max(layers.values(), default=0.0)
+    return max(layers.values(), default=0.0)
 
 
 def _loss_bytes(case: Case) -> float:
@@ -116,7 +117,9 @@ def _loss_bytes(case: Case) -> float:
     # A tied head is transposed first, and a loop over chunks carries the gradient of the head.
     heads = 1 if chunk == case.seq_len and not case.subject.spec.is_tied else 2
     head = config.emb_dim * vocabulary * _compute_bytes(case)
-    return tokens * vocabulary * (logits + _compute_bytes(case)) + heads * head
+    # The kernel writes the gradient over the logits.
+    in_place = case.serves("triton", linear_cross_entropy.BACKENDS) and logits == _compute_bytes(case)
+    return tokens * vocabulary * (logits + (0 if in_place else _compute_bytes(case))) + heads * head
 
 
 def _layer_work(case: Case) -> tuple[float, float]:

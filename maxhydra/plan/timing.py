@@ -15,15 +15,18 @@ from maxhydra.config.schema.quantization import QuantizationKind
 from maxhydra.model import flops_per_token
 from maxhydra.model.block import BlockSpec
 from maxhydra.plan.case import NOTHING_RECOMPUTED, Case
-from maxhydra.plan.traffic import Overlap, Phase, Transfer, transfers
+from maxhydra.plan.traffic import FLOAT32, Overlap, Phase, Transfer, transfers
 
 # Shares of the peak matmul rate that projections and attention reach, and of the peak memory bandwidth.
-MATMUL_RATE = {Platform.gpu: 0.76, Platform.tpu: 0.80}
-FLOAT8_RATE = 0.72
+MATMUL_RATE = {Platform.gpu: 0.69, Platform.tpu: 0.80}
+FLOAT8_RATE = 0.58
 ATTENTION_RATE = {Platform.gpu: 0.45, Platform.tpu: 0.45}
 MEMORY_RATE = 0.8
 # Reads and writes of every activation of a layer, over all elementwise operations of forward and backward pass.
-ELEMENTWISE_PASSES = 2.0
+# With float8, operands of matmuls are also scaled, cast and transposed.
+ELEMENTWISE_PASSES, FLOAT8_PASSES = 2.5, 5.0
+# A factored optimizer also reads and writes float32 updates of the size of the weights.
+FACTORED_PASSES = 6
 # Share of a link's rate that collectives reach, and seconds to start one, per doubling of its devices.
 LINK_RATE = 0.8
 START_SECONDS = 6e-6
@@ -109,7 +112,7 @@ def compute_time(case: Case) -> Compute:
     bandwidth = (hardware.bandwidth_gb_s or 1.0) * 1e9 * MEMORY_RATE
     layers, mixing = _forward_flops(case)
     head = 2.0 * config.model.emb_dim * config.model.vocab_size * (1 + len(case.subject.spec.mtp))
-    layer_rate = _layer_rate(case, rate, peak)
+    layer_rate = _layer_rate(case, rate)
     again = _recomputed(case)
     matmul = 3 * tokens * (layers / layer_rate + head / rate)
     attention = 3 * tokens * mixing / attention_rate
@@ -136,13 +139,13 @@ def _projection_flops(kind: BlockSpec) -> float:
     return kind.mixer.forward_flops(1) if hasattr(kind.mixer, "num_heads") else kind.mixer.forward_flops(2)
 
 
-def _layer_rate(case: Case, rate: float, peak: float) -> float:
+def _layer_rate(case: Case, rate: float) -> float:
     """FLOP/s of the layers' projections: those of float8 if they are quantized to it."""
-    kinds = case.config.quantization.kinds
-    float8 = case.config.hardware.peak_tflops.get("float8")
-    if float8 and any(kind is QuantizationKind.fp8 for kind in kinds):
-        return float8 * 1e12 * FLOAT8_RATE
-    return rate
+    return case.config.hardware.peak_tflops["float8"] * 1e12 * FLOAT8_RATE if _is_float8(case) else rate
+
+
+def _is_float8(case: Case) -> bool:
+    return "float8" in case.config.hardware.peak_tflops and QuantizationKind.fp8 in case.config.quantization.kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,14 +181,17 @@ def _elementwise_bytes(case: Case) -> float:
     config = case.config.model
     logits = jnp.dtype(config.dtypes.logits.value).itemsize + jnp.dtype(config.dtypes.compute.value).itemsize
     vocabulary = config.vocab_size / case.sharder.num_shards("act_vocab")
-    return ELEMENTWISE_PASSES * layers + 2 * case.stream_tokens * vocabulary * logits
+    passes = FLOAT8_PASSES if _is_float8(case) else ELEMENTWISE_PASSES
+    return passes * layers + 2 * case.stream_tokens * vocabulary * logits
 
 
 def _optimizer_bytes(case: Case) -> float:
     """State is read and written once, gradients are read twice (norm and update); the layers' weights are cast."""
     weights = sum(map(case.local_bytes, case.subject.weights))
     moments = sum(map(case.local_bytes, case.subject.moments))
-    return 4.0 * weights + 2.0 * moments
+    is_factored = moments < weights / 2
+    numbers = sum(case.local_bytes(array) / array.dtype.itemsize for array in case.subject.weights)
+    return 4.0 * weights + 2.0 * moments + is_factored * FACTORED_PASSES * FLOAT32 * numbers
 
 
 def _hideable(case: Case, compute: Compute, phase: Phase) -> float:
