@@ -7,7 +7,7 @@ a search can try thousands.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,7 @@ from maxhydra.config.schema.model import RematPolicy
 from maxhydra.kernels import rms_norm
 from maxhydra.kernels.dispatch import Capability
 from maxhydra.layers import MoeSpec
+from maxhydra.model import flops_per_token
 from maxhydra.model.block import BlockSpec, Remat
 from maxhydra.model.decoder import BLOCKS, DecoderSpec
 from maxhydra.plan.layers import HashedModel, LayerTrace, trace_layer
@@ -63,7 +64,7 @@ class Array:
         return sum(name != "layers" for name in self.axes) > 1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
     """What is planned, without a mesh."""
 
@@ -74,6 +75,13 @@ class Subject:
     frozen: frozenset[str]
     """Paths of the weights that are not trained."""
     traced: HashedModel
+    layouts: dict[AxisSizes, "Layout"] = dataclasses.field(default_factory=dict)
+
+    def layout(self, sizes: AxisSizes) -> "Layout":
+        """The layout on a mesh, made once."""
+        if sizes not in self.layouts:
+            self.layouts[sizes] = Layout(sizes, self.config.mesh.rules)
+        return self.layouts[sizes]
 
     @classmethod
     def of(cls, config: Config) -> "Subject":
@@ -94,9 +102,51 @@ class Subject:
         )
 
     @cached_property
-    def kinds(self) -> dict[BlockSpec, int]:
+    def kinds(self) -> list[tuple[BlockSpec, int]]:
         """Layer kinds and how many layers of each the model has, multi-token prediction included."""
-        return dict(Counter(self.spec.layers + self.spec.mtp))
+        counts = Counter(kind.name for kind in self.spec.layers + self.spec.mtp)
+        specs = {kind.name: kind for kind in self.spec.layers + self.spec.mtp}
+        return [(specs[name], count) for name, count in counts.items()]
+
+    @cached_property
+    def experts(self) -> tuple[MoeSpec, ...]:
+        """The mixture of every layer that has one."""
+        found = [getattr(kind.parallel_moe, "moe", kind.feed_forward) for kind in self.spec.layers]
+        return tuple(spec for spec in found if isinstance(spec, MoeSpec))
+
+    @cached_property
+    def forward_flops(self) -> "ForwardFlops":
+        """FLOPs per token of one forward pass."""
+        config, length = self.config.model, self.config.train.seq_len
+        mixing = sum(count * (kind.mixer.forward_flops(length) - _projection_flops(kind)) for kind, count in self.kinds)
+        layers = sum(count * kind.forward_flops(length) for kind, count in self.kinds) - mixing
+        return ForwardFlops(
+            layers=layers,
+            mixing=mixing,
+            head=2.0 * config.emb_dim * config.vocab_size * (1 + len(self.spec.mtp)),
+            routed=sum(moe.forward_flops() for moe in self.experts),
+            model=flops_per_token(config, length) / 3,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardFlops:
+    """FLOPs per token of one forward pass."""
+
+    layers: float
+    """Projections of all layers."""
+    mixing: float
+    """Attention and other mixing of tokens."""
+    head: float
+    routed: float
+    """Experts and routers, part of `layers`."""
+    model: float
+    """The sum as model.flops_per_token counts it."""
+
+
+def _projection_flops(kind: BlockSpec) -> float:
+    """FLOPs of a mixer's projections: those of a sequence of one token, whose attention costs next to nothing."""
+    return kind.mixer.forward_flops(1)
 
 
 def _arrays(shapes: Any, axes: Any, compute: int) -> list[Array]:
@@ -109,6 +159,34 @@ def _arrays(shapes: Any, axes: Any, compute: int) -> list[Array]:
         is_cast = array.is_matrix and "router" not in path
         arrays.append(dataclasses.replace(array, compute_bytes=compute) if is_cast else array)
     return arrays
+
+
+class Layout:
+    """How the arrays of a subject are sharded over one mesh; shared by all cases with this mesh."""
+
+    def __init__(self, sizes: AxisSizes, rules: Mapping[str, Sequence[str]]):
+        self.sharder = Sharder(AbstractMesh(sizes.total, AXES, axis_types=AXIS_TYPES), rules)
+        self.mesh = dict(zip(AXES, sizes.total, strict=True))
+        self._local: dict[int, int] = {}
+        self._split: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+
+    def local_bytes(self, array: Array) -> int:
+        """Bytes of an array's largest shard."""
+        if id(array) not in self._local:
+            spec = self.sharder.spec(array.axes)
+            self._local[id(array)] = bytes_per_device(array.shape, array.dtype, spec, self.sharder.mesh)
+        return self._local[id(array)]
+
+    def split(self, array: Array) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Mesh axes over which a weight is gathered for use, and those over which it stays split."""
+        if id(array) not in self._split:
+            gathered: list[str] = []
+            kept: list[str] = []
+            for name, entry in zip(array.axes, self.sharder.spec(array.axes), strict=True):
+                axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+                (kept if name in SPLIT_IN_USE else gathered).extend(axes)
+            self._split[id(array)] = tuple(gathered), tuple(kept)
+        return self._split[id(array)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,12 +217,16 @@ class Case:
         return self.subject.config
 
     @cached_property
-    def sharder(self) -> Sharder:
-        return Sharder(AbstractMesh(self.sizes.total, AXES, axis_types=AXIS_TYPES), self.config.mesh.rules)
+    def layout(self) -> Layout:
+        return self.subject.layout(self.sizes)
 
-    @cached_property
+    @property
+    def sharder(self) -> Sharder:
+        return self.layout.sharder
+
+    @property
     def mesh(self) -> dict[str, int]:
-        return dict(zip(AXES, self.sizes.total, strict=True))
+        return self.layout.mesh
 
     @property
     def devices(self) -> int:
@@ -180,16 +262,11 @@ class Case:
         return is_gpu and backends[backend].devices in (None, self.devices)
 
     def local_bytes(self, array: Array) -> int:
-        return bytes_per_device(array.shape, array.dtype, self.sharder.spec(array.axes), self.sharder.mesh)
+        return self.layout.local_bytes(array)
 
     def split(self, array: Array) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Mesh axes over which a weight is gathered for use, and those over which it stays split."""
-        gathered: list[str] = []
-        kept: list[str] = []
-        for name, entry in zip(array.axes, self.sharder.spec(array.axes), strict=True):
-            axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-            (kept if name in SPLIT_IN_USE else gathered).extend(axes)
-        return tuple(gathered), tuple(kept)
+        return self.layout.split(array)
 
     def used_bytes(self, array: Array) -> float:
         """Bytes of a weight of one layer on a device while the layer uses it, in the compute dtype."""
@@ -206,12 +283,6 @@ class Case:
         tensor = self.mesh[TENSOR]
         rows = self.stream_tokens / self.seq_len
         return self.trace(kind, policy).bytes(rows=rows, length=self.seq_len, tensor=tensor)
-
-    @property
-    def experts(self) -> list[MoeSpec]:
-        """The mixture of every layer that has one."""
-        found = [getattr(kind.parallel_moe, "moe", kind.feed_forward) for kind in self.subject.spec.layers]
-        return [spec for spec in found if isinstance(spec, MoeSpec)]
 
 
 NOTHING_RECOMPUTED = Remat(RematPolicy.none, (), ())

@@ -180,5 +180,3 @@ class HashedModel:
 
     model: config.Model
     quantization: Quantization | None = None
-
-

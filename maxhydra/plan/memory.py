@@ -73,7 +73,7 @@ def memory(case: Case) -> Memory:
         optimizer=sum(map(case.local_bytes, case.subject.moments)),
         cast_weights=sum(_cast_bytes(case, array) for array in weights if array.is_block),
         gradients=accumulators + _gradient_bytes(case, trained),
-        activations=sum(count * case.saved_bytes(kind) for kind, count in case.subject.kinds.items()),
+        activations=sum(count * case.saved_bytes(kind) for kind, count in case.subject.kinds),
         layer=layer,
         gathered=_gathered_bytes(case),
         loss=_loss_bytes(case) + 2 * stream + accumulators,
@@ -103,7 +103,8 @@ def _gathered_bytes(case: Case) -> float:
     for array in case.subject.weights:
         if array.is_block and array.is_matrix and case.split(array)[0]:
             name = "/".join(array.path.split("/")[:2])
-            layers[name] = layers.get(name, 0.0) + case.used_bytes(array)
+            # The gradient of all experts exists before it is scattered; dense ones are scattered one by one.
+            layers[name] = layers.get(name, 0.0) + case.used_bytes(array) * (2 if array.is_expert else 1)
     return max(layers.values(), default=0.0)
 
 
@@ -124,20 +125,17 @@ def _loss_bytes(case: Case) -> float:
 
 def _layer_work(case: Case) -> tuple[float, float]:
     """Bytes of the activations of the largest layer while it is in work, and of its routed rows among them."""
-    kinds = case.subject.kinds
-    sizes = {kind: LIVE_SHARE * case.saved_bytes(kind, NOTHING_RECOMPUTED) for kind in kinds}
+    sizes = [LIVE_SHARE * case.saved_bytes(kind, NOTHING_RECOMPUTED) for kind, _ in case.subject.kinds]
     rows = _row_bytes(case)
-    return max(sizes.values()) + max(0.0, rows), rows
+    return max(sizes) + max(0.0, rows), rows
 
 
 def _row_bytes(case: Case) -> float:
     """Bytes by which buffers of routed rows exceed the K rows of each token of a device."""
-    if not case.experts:
+    if not case.subject.experts:
         return 0.0
-    spec = case.experts[0]
+    spec = case.subject.experts[0]
     extra = max(0.0, expert_rows(case, spec) - case.stream_tokens * spec.router.top_k)
     hidden = 3 * spec.experts.dim / case.mesh["tensor"]
     # Outputs are combined in float32.
     return extra * (_compute_bytes(case) * (2 * spec.experts.emb_dim + hidden) + FLOAT32 * spec.experts.emb_dim)
-
-

@@ -12,13 +12,11 @@ import jax.numpy as jnp
 from maxhydra.config.schema.hardware import AXES, Hardware, Platform
 from maxhydra.config.schema.model import RematPolicy
 from maxhydra.config.schema.quantization import QuantizationKind
-from maxhydra.model import flops_per_token
-from maxhydra.model.block import BlockSpec
 from maxhydra.plan.case import NOTHING_RECOMPUTED, Case
 from maxhydra.plan.traffic import FLOAT32, Overlap, Phase, Transfer, transfers
 
 # Shares of the peak matmul rate that projections and attention reach, and of the peak memory bandwidth.
-MATMUL_RATE = {Platform.gpu: 0.69, Platform.tpu: 0.80}
+MATMUL_RATE = {Platform.gpu: 0.69, Platform.tpu: 0.72}
 FLOAT8_RATE = 0.58
 ATTENTION_RATE = {Platform.gpu: 0.45, Platform.tpu: 0.45}
 MEMORY_RATE = 0.8
@@ -98,7 +96,7 @@ def step_time(case: Case) -> StepTime | None:
     total = compute.total + exposed + blocking
     tokens = case.step_tokens / total
     peak = hardware.peak_tflops[case.config.model.dtypes.compute.value] * 1e12 * case.devices
-    mfu = tokens * flops_per_token(case.config.model, case.seq_len) / peak
+    mfu = tokens * 3 * case.subject.forward_flops.model / peak
     return StepTime(compute, tuple(links), exposed, blocking, tokens, mfu)
 
 
@@ -110,33 +108,19 @@ def compute_time(case: Case) -> Compute:
     attention_rate = peak * ATTENTION_RATE.get(hardware.platform, 0.3)
     tokens = case.tokens * case.grad_accum
     bandwidth = (hardware.bandwidth_gb_s or 1.0) * 1e9 * MEMORY_RATE
-    layers, mixing = _forward_flops(case)
-    head = 2.0 * config.model.emb_dim * config.model.vocab_size * (1 + len(case.subject.spec.mtp))
+    flops = case.subject.forward_flops
     layer_rate = _layer_rate(case, rate)
     again = _recomputed(case)
-    matmul = 3 * tokens * (layers / layer_rate + head / rate)
-    attention = 3 * tokens * mixing / attention_rate
+    matmul = 3 * tokens * (flops.layers / layer_rate + flops.head / rate)
+    attention = 3 * tokens * flops.mixing / attention_rate
     return Compute(
         matmul=matmul,
         attention=attention,
         elementwise=_elementwise_bytes(case) * case.grad_accum / bandwidth,
         optimizer=_optimizer_bytes(case) / bandwidth,
-        recomputed=again.projections * tokens * layers / layer_rate + again.attention * tokens * mixing / attention_rate,
+        recomputed=tokens
+        * (again.projections * flops.layers / layer_rate + again.attention * flops.mixing / attention_rate),
     )
-
-
-def _forward_flops(case: Case) -> tuple[float, float]:
-    """Forward FLOPs per token of all projections, and of attention or other mixing of tokens."""
-    total = mixing = 0.0
-    for kind, count in case.subject.kinds.items():
-        total += count * kind.forward_flops(case.seq_len)
-        mixing += count * (kind.mixer.forward_flops(case.seq_len) - _projection_flops(kind))
-    return total - mixing, mixing
-
-
-def _projection_flops(kind: BlockSpec) -> float:
-    """FLOPs of a mixer's projections: those that remain for a sequence of one token, whose attention costs nothing."""
-    return kind.mixer.forward_flops(1) if hasattr(kind.mixer, "num_heads") else kind.mixer.forward_flops(2)
 
 
 def _layer_rate(case: Case, rate: float) -> float:
@@ -161,11 +145,10 @@ def _recomputed(case: Case) -> _Again:
     policy, saved = case.remat.policy, set(case.remat.save) | set(case.remat.offload)
     if policy is RematPolicy.none:
         return _Again(0.0, 0.0)
-    spec = case.subject.spec.layers[-1]
-    total = sum(kind.forward_flops(case.seq_len) * count for kind, count in case.subject.kinds.items())
-    routed = sum(moe.forward_flops() for moe in case.experts) / total if total else 0.0
+    spec, flops = case.subject.kinds[-1][0], case.subject.forward_flops
     if policy is RematPolicy.minimal:
-        return _Again(2 / 3 * routed, 0.0)
+        # Grouped matmuls are not among the matmuls that the policy saves.
+        return _Again(2 / 3 * flops.routed / flops.layers, 0.0)
     feed_forward = spec.feed_forward.forward_flops() / max(spec.forward_flops(case.seq_len), 1.0)
     last = feed_forward / 3
     if policy is RematPolicy.full:
@@ -177,7 +160,7 @@ def _recomputed(case: Case) -> _Again:
 
 def _elementwise_bytes(case: Case) -> float:
     """Bytes that elementwise operations read and write in one pass over the batch."""
-    layers = sum(count * case.saved_bytes(kind, NOTHING_RECOMPUTED) for kind, count in case.subject.kinds.items())
+    layers = sum(count * case.saved_bytes(kind, NOTHING_RECOMPUTED) for kind, count in case.subject.kinds)
     config = case.config.model
     logits = jnp.dtype(config.dtypes.logits.value).itemsize + jnp.dtype(config.dtypes.compute.value).itemsize
     vocabulary = config.vocab_size / case.sharder.num_shards("act_vocab")

@@ -86,9 +86,7 @@ def weight_transfers(case: Case) -> Iterator[Transfer]:
         yield from _reduced(case, array, gathered, rest)
 
 
-def _reduced(
-    case: Case, array: Array, gathered: tuple[str, ...], rest: tuple[str, ...]
-) -> Iterator[Transfer]:
+def _reduced(case: Case, array: Array, gathered: tuple[str, ...], rest: tuple[str, ...]) -> Iterator[Transfer]:
     """The gradient of a weight: scattered over the axes that store it, reduced over the other axes of the batch."""
     size, layers, times = case.used_bytes(array) * array.layers, array.layers, case.grad_accum
     if array.is_expert and rest and gathered:
@@ -187,7 +185,7 @@ def sequence_transfers(case: Case) -> Iterator[Transfer]:
     times = case.grad_accum * (1 if case.remat.policy is RematPolicy.none else 2)
     compute = jnp.dtype(case.config.model.dtypes.compute.value).itemsize
     shards = math.prod(case.mesh[axis] for axis in axes)
-    for kind, count in case.subject.kinds.items():
+    for kind, count in case.subject.kinds:
         width = _key_width(case, kind.mixer)
         size = case.stream_tokens * shards * width * compute * count
         sent = ring(case, axes, size)
@@ -214,9 +212,9 @@ def expert_rows(case: Case, spec: MoeSpec) -> float:
 def expert_transfers(case: Case) -> Iterator[Transfer]:
     """expert: tokens are gathered to the devices of all experts, and their outputs scattered in float32."""
     axes = case.sharder.mesh_axes("experts")
-    if not axes or not case.experts:
+    if not axes or not case.subject.experts:
         return
-    layers, times = len(case.experts), case.grad_accum
+    layers, times = len(case.subject.experts), case.grad_accum
     shards = math.prod(case.mesh[axis] for axis in axes)
     compute = jnp.dtype(case.config.model.dtypes.compute.value).itemsize
     tokens = ring(case, axes, shards * case.stream_tokens * case.config.model.emb_dim)
