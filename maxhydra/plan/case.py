@@ -7,9 +7,9 @@ a search can try thousands.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, wraps
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ from maxhydra.train import plan_states
 # Weight dimensions that stay split in the matmul that uses them; the others are all-gathered for it.
 SPLIT_IN_USE = ("heads", "kv_heads", "mlp", "vocab", "experts")
 TENSOR = "tensor"
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +103,10 @@ class Subject:
         )
 
     @cached_property
+    def trained(self) -> list[Array]:
+        return [array for array in self.weights if array.path not in self.frozen]
+
+    @cached_property
     def kinds(self) -> list[tuple[BlockSpec, int]]:
         """Layer kinds and how many layers of each the model has, multi-token prediction included."""
         counts = Counter(kind.name for kind in self.spec.layers + self.spec.mtp)
@@ -167,6 +172,8 @@ class Layout:
     def __init__(self, sizes: AxisSizes, rules: Mapping[str, Sequence[str]]):
         self.sharder = Sharder(AbstractMesh(sizes.total, AXES, axis_types=AXIS_TYPES), rules)
         self.mesh = dict(zip(AXES, sizes.total, strict=True))
+        self.results: dict[Any, Any] = {}
+        """Results of functions that depend on the mesh alone (`per_mesh`)."""
         self._local: dict[int, int] = {}
         self._split: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {}
 
@@ -283,6 +290,20 @@ class Case:
         tensor = self.mesh[TENSOR]
         rows = self.stream_tokens / self.seq_len
         return self.trace(kind, policy).bytes(rows=rows, length=self.seq_len, tensor=tensor)
+
+
+def per_mesh(function: Callable[..., R]) -> Callable[..., R]:
+    """Compute a function of a case and hashable arguments once for each mesh: it must not depend on anything else."""
+
+    @wraps(function)
+    def cached(case: Case, *args: Any) -> R:
+        key, results = (function.__qualname__, *args), case.layout.results
+        if key not in results:
+            results[key] = function(case, *args)
+        found: R = results[key]
+        return found
+
+    return cached
 
 
 NOTHING_RECOMPUTED = Remat(RematPolicy.none, (), ())

@@ -10,7 +10,7 @@ from maxhydra.model import parameter_count
 from maxhydra.plan.case import Case
 from maxhydra.plan.memory import Memory, memory
 from maxhydra.plan.timing import StepTime, step_time
-from maxhydra.plan.traffic import Transfer, transfers
+from maxhydra.plan.traffic import Overlap, Transfer, transfers
 
 GIB = 2**30
 
@@ -108,7 +108,8 @@ def advice(plan: Plan) -> Iterator[str]:
             "or lower mesh.fsdp in favor of mesh.tensor or mesh.data"
         )
     if time.exposed_activations > 0.2 * time.seconds:
-        slow = max(time.links, key=lambda link: link.seconds)
+        waited = {item.axes for item in plan.transfers if item.overlap is Overlap.none}
+        slow = max((link for link in time.links if link.axes in waited), key=lambda link: link.seconds)
         keys = ", ".join(f"mesh.{axis}" for axis in slow.axes)
         where = "the network between nodes" if slow.far_bytes > 0 else "the links of a node"
         yield f"{time.exposed_activations / time.seconds:.0%} of the step waits for {where}: lower {keys}"

@@ -10,7 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from maxhydra.kernels import linear_cross_entropy
-from maxhydra.plan.case import NOTHING_RECOMPUTED, Array, Case
+from maxhydra.plan.case import NOTHING_RECOMPUTED, Case, per_mesh
 from maxhydra.plan.traffic import FLOAT32, expert_rows
 
 # Share of a layer's activations that exist at once while its backward pass runs, from compiled steps for H200.
@@ -63,16 +63,14 @@ class Memory:
 
 def memory(case: Case) -> Memory:
     """Memory of a training step on each device."""
-    weights = case.subject.weights
-    trained = [array for array in weights if array.path not in case.subject.frozen]
-    accumulators = sum(map(case.local_bytes, trained)) if case.grad_accum > 1 else 0
+    accumulators = _trained_bytes(case) if case.grad_accum > 1 else 0
     stream = case.stream_tokens * case.config.model.emb_dim * _compute_bytes(case)
     layer, rows = _layer_work(case)
     return Memory(
-        weights=sum(map(case.local_bytes, weights)),
-        optimizer=sum(map(case.local_bytes, case.subject.moments)),
-        cast_weights=sum(_cast_bytes(case, array) for array in weights if array.is_block),
-        gradients=accumulators + _gradient_bytes(case, trained),
+        weights=_weight_bytes(case),
+        optimizer=_moment_bytes(case),
+        cast_weights=_cast_bytes(case),
+        gradients=accumulators + _gradient_bytes(case),
         activations=sum(count * case.saved_bytes(kind) for kind, count in case.subject.kinds),
         layer=layer,
         gathered=_gathered_bytes(case),
@@ -82,21 +80,40 @@ def memory(case: Case) -> Memory:
     )
 
 
+@per_mesh
+def _weight_bytes(case: Case) -> float:
+    return sum(map(case.local_bytes, case.subject.weights))
+
+
+@per_mesh
+def _moment_bytes(case: Case) -> float:
+    return sum(map(case.local_bytes, case.subject.moments))
+
+
+@per_mesh
+def _trained_bytes(case: Case) -> float:
+    return sum(map(case.local_bytes, case.subject.trained))
+
+
 def _compute_bytes(case: Case) -> int:
     return jnp.dtype(case.config.model.dtypes.compute.value).itemsize
 
 
-def _cast_bytes(case: Case, array: Array) -> float:
-    """Bytes of the sharded copy in the compute dtype; none if the weight is stored in it."""
-    same = array.dtype.itemsize == array.compute_bytes
-    return 0.0 if same else case.local_bytes(array) * array.compute_bytes / array.dtype.itemsize
+@per_mesh
+def _cast_bytes(case: Case) -> float:
+    """Bytes of the sharded copy of the layers' matrices in the compute dtype; none of those that are stored in it."""
+    arrays = [array for array in case.subject.weights if array.is_block and array.dtype.itemsize != array.compute_bytes]
+    return sum(case.local_bytes(array) * array.compute_bytes / array.dtype.itemsize for array in arrays)
 
 
-def _gradient_bytes(case: Case, trained: list[Array]) -> float:
+@per_mesh
+def _gradient_bytes(case: Case) -> float:
     """Sharded gradients in the dtype in which layers use the weights."""
+    trained = case.subject.trained
     return sum(case.local_bytes(array) * array.compute_bytes / array.dtype.itemsize for array in trained)
 
 
+@per_mesh
 def _gathered_bytes(case: Case) -> float:
     """Weights of the largest layer, gathered over the axes that only store them."""
     layers: dict[str, float] = {}

@@ -100,9 +100,10 @@ def _with_batch(case: Case, sequences: int, limits: Limits) -> Case | None:
 def _ranked(cases: Sequence[Case], limits: Limits) -> list[Plan]:
     """Plans of the cases that fit, fastest first; without any, those that need the least memory."""
     capacity = cases[0].config.hardware.memory_gib or math.inf
-    fitting = [case for case in cases if memory(case).peak <= capacity * 2**30 * limits.memory_share]
+    peaks = {index: memory(case).peak for index, case in enumerate(cases)}
+    fitting = [cases[index] for index, peak in peaks.items() if peak <= capacity * 2**30 * limits.memory_share]
     if not fitting:
-        smallest = sorted(cases, key=lambda case: memory(case).peak)[: limits.results]
+        smallest = [cases[index] for index in sorted(peaks, key=lambda index: peaks[index])[: limits.results]]
         return [make_plan(case, memory_share=limits.memory_share) for case in smallest]
     plans = [make_plan(case, memory_share=limits.memory_share) for case in fitting]
     return sorted(plans, key=lambda plan: -(plan.time.tokens_per_second if plan.time else -plan.memory.peak))

@@ -9,10 +9,10 @@ import math
 
 import jax.numpy as jnp
 
-from maxhydra.config.schema.hardware import AXES, Hardware, Platform
+from maxhydra.config.schema.hardware import AXES, Platform
 from maxhydra.config.schema.model import RematPolicy
 from maxhydra.config.schema.quantization import QuantizationKind
-from maxhydra.plan.case import NOTHING_RECOMPUTED, Case
+from maxhydra.plan.case import NOTHING_RECOMPUTED, Case, per_mesh
 from maxhydra.plan.traffic import FLOAT32, Overlap, Phase, Transfer, transfers
 
 # Shares of the peak matmul rate that projections and attention reach, and of the peak memory bandwidth.
@@ -168,6 +168,7 @@ def _elementwise_bytes(case: Case) -> float:
     return passes * layers + 2 * case.stream_tokens * vocabulary * logits
 
 
+@per_mesh
 def _optimizer_bytes(case: Case) -> float:
     """State is read and written once, gradients are read twice (norm and update); the layers' weights are cast."""
     weights = sum(map(case.local_bytes, case.subject.weights))
@@ -217,6 +218,7 @@ def _near_far(case: Case, item: Transfer) -> tuple[float, float]:
     return item.bytes if members > 1 else 0.0, item.bytes / members
 
 
+@per_mesh
 def near_members(case: Case, axes: tuple[str, ...]) -> int:
     """Devices of a group over these axes that share a node (GPU) or a slice (TPU)."""
     links = case.config.hardware.links
@@ -238,15 +240,16 @@ def _seconds(case: Case, item: Transfer) -> float:
     devices = math.prod(case.mesh[axis] for axis in item.axes)
     seconds = item.calls * START_SECONDS * math.log2(max(devices, 2))
     if links.domain_gb_s:
-        seconds += near / (links.domain_gb_s * 1e9 * LINK_RATE * _torus_share(case, hardware, item.axes))
+        seconds += near / (links.domain_gb_s * 1e9 * LINK_RATE * _torus_share(case, item.axes))
     if far and links.network_gb_s:
         seconds += far / (links.network_gb_s * 1e9 * LINK_RATE)
     return seconds
 
 
-def _torus_share(case: Case, hardware: Hardware, axes: tuple[str, ...]) -> float:
+@per_mesh
+def _torus_share(case: Case, axes: tuple[str, ...]) -> float:
     """Share of a device's links along which a group over these axes lies: all behind a switch, a part in a torus."""
-    dimensions = hardware.links.torus_dimensions
+    dimensions = case.config.hardware.links.torus_dimensions
     if not dimensions:
         return 1.0
     within = dict(zip(AXES, case.sizes.within, strict=True))

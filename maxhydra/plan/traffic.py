@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from maxhydra.config.schema.model import RematPolicy
 from maxhydra.layers import MoeSpec
-from maxhydra.plan.case import Array, Case
+from maxhydra.plan.case import Array, Case, per_mesh
 
 FLOAT32 = 4
 
@@ -68,40 +68,44 @@ def ring(case: Case, axes: tuple[str, ...], size: float) -> float:
 
 def weight_transfers(case: Case) -> Iterator[Transfer]:
     """fsdp, and the other axes that store weights: gathered per layer and pass; gradients scattered, then reduced."""
-    for array in case.subject.weights:
-        if _is_table(array):
-            continue
-        gathered, kept = case.split(array)
-        rest = tuple(axis for axis in case.batch_axes if axis not in gathered + kept)
-        size, layers = case.used_bytes(array) * array.layers, array.layers
+    for transfer in _weights_of_a_pass(case):
         times = case.grad_accum
-        # The head is used once, with its gradient: there is no second gather.
-        backward = 1 if array.is_block else 0
-        if gathered:
-            sent = ring(case, gathered, size) * times
-            yield Transfer("weights", gathered, sent, layers * times, Phase.forward, Overlap.layer)
-            yield Transfer("weights", gathered, sent * backward, layers * times, Phase.backward, Overlap.layer)
-        if array.path in case.subject.frozen:
-            continue
-        yield from _reduced(case, array, gathered, rest)
+        yield dataclasses.replace(transfer, bytes=transfer.bytes * times, calls=transfer.calls * times)
 
 
-def _reduced(case: Case, array: Array, gathered: tuple[str, ...], rest: tuple[str, ...]) -> Iterator[Transfer]:
-    """The gradient of a weight: scattered over the axes that store it, reduced over the other axes of the batch."""
-    size, layers, times = case.used_bytes(array) * array.layers, array.layers, case.grad_accum
-    if array.is_expert and rest and gathered:
-        # The gradient of a shard_map input is one all-reduce over all axes that the weight was replicated on.
-        axes = tuple(axis for axis in case.mesh if axis in gathered + rest)
-        yield Transfer("gradients", axes, 2 * ring(case, axes, size) * times, layers, Phase.backward, Overlap.layer)
-        return
-    shards = math.prod(case.mesh[axis] for axis in gathered)
+@per_mesh
+def _weights_of_a_pass(case: Case) -> list[Transfer]:
+    """Transfers of weights and gradients in one forward and backward pass, added up by axes."""
+    totals: dict[tuple[str, tuple[str, ...], Phase], tuple[float, float]] = {}
+    for array in case.subject.weights:
+        for item in () if _is_table(array) else _weight(case, array):
+            key = (item.what, item.axes, item.phase)
+            sent, calls = totals.get(key, (0.0, 0.0))
+            # Small arrays are combined with their neighbors.
+            totals[key] = (sent + item.bytes, max(calls, item.calls))
+    return [
+        Transfer(what, axes, sent, calls, phase, Overlap.layer) for (what, axes, phase), (sent, calls) in totals.items()
+    ]
+
+
+def _weight(case: Case, array: Array) -> Iterator[Transfer]:
+    """Gathers of one weight and the reduction of its gradient."""
+    gathered, kept = case.split(array)
+    rest = tuple(axis for axis in case.batch_axes if axis not in gathered + kept)
+    size, layers = case.used_bytes(array) * array.layers, array.layers
     if gathered:
-        yield Transfer(
-            "gradients", gathered, ring(case, gathered, size) * times, layers * times, Phase.backward, Overlap.layer
-        )
+        sent = ring(case, gathered, size)
+        yield Transfer("weights", gathered, sent, layers, Phase.forward, Overlap.layer)
+        if array.is_block:
+            # The head is used once, together with its gradient: there is no second gather.
+            yield Transfer("weights", gathered, sent, layers, Phase.backward, Overlap.layer)
+    if array.path in case.subject.frozen:
+        return
+    if gathered:
+        yield Transfer("gradients", gathered, ring(case, gathered, size), layers, Phase.backward, Overlap.layer)
     if rest:
-        sent = 2 * ring(case, rest, size / shards) * times
-        yield Transfer("gradients", rest, sent, layers * times, Phase.backward, Overlap.layer)
+        shards = math.prod(case.mesh[axis] for axis in gathered)
+        yield Transfer("gradients", rest, 2 * ring(case, rest, size / shards), layers, Phase.backward, Overlap.layer)
 
 
 def _is_table(array: Array) -> bool:
