@@ -263,6 +263,98 @@ class Case:
     def batch_axes(self) -> tuple[str, ...]:
         return self.sharder.mesh_axes("act_batch") + self.sharder.mesh_axes("act_length")
 
+    def serves(self, backend: Capability[Any], *dimensions: str) -> bool:
+        """Whether a GPU kernel serves an operation whose operands have these dimensions (kernels/placement.py)."""
+        split = [name for name in dimensions if self.sharder.num_shards(f"act_{name}") > 1]
+        is_supported = backend.splits is None or set(split) <= set(backend.splits)
+        return self.config.hardware.platform is Platform.gpu and is_supported
+
+    def local_bytes(self, array: Array) -> int:
+        """Bytes of an array's largest shard."""
+        if id(array) not in self._local:
+            spec = self.sharder.spec(array.axes)
+            self._local[id(array)] = bytes_per_device(array.shape, array.dtype, spec, self.sharder.mesh)
+        return self._local[id(array)]
+
+    def split(self, array: Array) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Mesh axes over which a weight is gathered for use, and those over which it stays split."""
+        if id(array) not in self._split:
+            gathered: list[str] = []
+            kept: list[str] = []
+            for name, entry in zip(array.axes, self.sharder.spec(array.axes), strict=True):
+                axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+                (kept if name in SPLIT_IN_USE else gathered).extend(axes)
+            self._split[id(array)] = tuple(gathered), tuple(kept)
+        return self._split[id(array)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A subject on a mesh, with a remat policy and a batch."""
+
+    subject: Subject
+    sizes: AxisSizes
+    remat: Remat
+    rows: float
+    """Sequences per device in one forward pass; a fraction if several devices share a sequence."""
+    grad_accum: int
+
+    @classmethod
+    def of(cls, subject: Subject, *, devices: int, slices: int) -> "Case":
+        """The case of the subject's own config; ConfigError if its mesh does not have this many devices."""
+        config = subject.config
+        return cls(
+            subject=subject,
+            sizes=axis_sizes(config.mesh, devices=devices, slices=slices),
+            remat=Remat.of(config.model.remat),
+            rows=config.train.per_device_batch_size,
+            grad_accum=config.train.grad_accum,
+        )
+
+    @property
+    def config(self) -> Config:
+        return self.subject.config
+
+    @cached_property
+    def layout(self) -> Layout:
+        return self.subject.layout(self.sizes)
+
+    @property
+    def sharder(self) -> Sharder:
+        return self.layout.sharder
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return self.layout.mesh
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.sizes.total)
+
+    @property
+    def seq_len(self) -> int:
+        return self.config.train.seq_len
+
+    @property
+    def tokens(self) -> float:
+        """Tokens per device in one forward pass, each counted on one device only."""
+        return self.rows * self.seq_len
+
+    @property
+    def stream_tokens(self) -> float:
+        """Tokens whose residual stream a device holds: those of its batch and sequence shard."""
+        shards = self.sharder.num_shards("act_batch") * self.sharder.num_shards("act_length")
+        return self.tokens * self.devices / shards
+
+    @property
+    def step_tokens(self) -> float:
+        """Tokens of one optimizer step on all devices."""
+        return self.tokens * self.devices * self.grad_accum
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return self.sharder.mesh_axes("act_batch") + self.sharder.mesh_axes("act_length")
+
     def serves(self, backend: str, backends: Mapping[str, Capability[Any]]) -> bool:
         """Whether a GPU kernel serves an operation on this many devices."""
         is_gpu = self.config.hardware.platform is Platform.gpu
@@ -282,7 +374,7 @@ class Case:
 
     def trace(self, kind: BlockSpec, policy: Remat | None = None) -> LayerTrace:
         # Kernels of the norms save fewer residuals than XLA, whose residuals are the same on every platform.
-        platform = "gpu" if self.serves("triton", rms_norm.BACKENDS) else "cpu"
+        platform = "gpu" if self.serves(rms_norm.BACKENDS["triton"], "batch", "length") else "cpu"
         return trace_layer(self.subject.traced, kind.name, policy or self.remat, platform=platform)
 
     def saved_bytes(self, kind: BlockSpec, policy: Remat | None = None) -> float:

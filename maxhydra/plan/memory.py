@@ -136,7 +136,9 @@ def _loss_bytes(case: Case) -> float:
     heads = 1 if chunk == case.seq_len and not case.subject.spec.is_tied else 2
     head = config.emb_dim * vocabulary * _compute_bytes(case)
     # The kernel writes the gradient over the logits.
-    in_place = case.serves("triton", linear_cross_entropy.BACKENDS) and logits == _compute_bytes(case)
+    in_place = case.serves(
+        linear_cross_entropy.BACKENDS["triton"], "batch", "length", "vocab"
+    ) and logits == _compute_bytes(case)
     return tokens * vocabulary * (logits + (0 if in_place else _compute_bytes(case))) + heads * head
 
 

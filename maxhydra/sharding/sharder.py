@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.hardware import AXES, RULES
-from maxhydra.sharding.mesh import AXIS_TYPES
+from maxhydra.config.schema.hardware import AXES, RULES, Mesh
+from maxhydra.sharding.mesh import AXIS_TYPES, build_mesh
 
 # One logical axis name per dimension of an array, or None for a dimension that is never sharded.
 LogicalAxes: TypeAlias = tuple[str | None, ...]
@@ -34,6 +34,11 @@ class Sharder:
     def __init__(self, mesh: jax.sharding.Mesh | AbstractMesh, rules: Mapping[str, Sequence[str]]):
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "rules", tuple((name, tuple(axes)) for name, axes in sorted(rules.items())))
+
+    @classmethod
+    def from_config(cls, config: Mesh, mesh: jax.sharding.Mesh | AbstractMesh | None = None) -> "Sharder":
+        """The sharder of the section `mesh` of a config, over a mesh of all devices by default."""
+        return cls(build_mesh(config) if mesh is None else mesh, config.rules)
 
     @classmethod
     def single(cls) -> "Sharder":
