@@ -4,8 +4,8 @@ python bench/plan_check.py                  estimates beside the stored numbers 
 python bench/plan_check.py measured         estimated step times beside those measured on one H200
 python bench/plan_check.py compile [NAME]   compile the cases that are not stored yet, and store their numbers
 
-Compiling needs the CUDA plugin of jax and no GPU (bench/aot.py). The numbers are in docs/lab/plan_compiled.jsonl; a line
-that is deleted there is compiled again.
+Compiling needs the CUDA plugin of jax and no GPU (bench/aot.py). The numbers are in docs/lab/plan_compiled.jsonl; a
+line that is deleted there is compiled again.
 """
 
 import json
@@ -29,66 +29,59 @@ DOCS = Path(__file__).parent.parent / "docs"
 COMPILED = DOCS / "lab" / "plan_compiled.jsonl"
 MIB = 2**20
 
-LLAMA = "model=llama3.1-8b train.seq_len=4096 model.dtypes.logits=bfloat16"
-QWEN = "model=qwen3-30b-a3b train.seq_len=4096 train.per_device_batch_size=1 model.dtypes.logits=bfloat16"
+FULL, MINIMAL, NONE = (f"model.remat.policy={policy}" for policy in ("full", "minimal", "none"))
+BASE = "train.seq_len=4096 model.dtypes.logits=bfloat16"
+LLAMA = f"model=llama3.1-8b {BASE}"
+QWEN = f"model=qwen3-30b-a3b {BASE} train.per_device_batch_size=1"
 SMALL = f"{LLAMA} model.num_layers=8 model.vocab_size=8192"
 CUT = f"{LLAMA} model.num_layers=4"
 # Name -> overrides, for 8 x H200: models cut in layers, over meshes, remat policies and batches.
 CASES = {
-    "float32_logits": f"{LLAMA} model.num_layers=2 model.dtypes.logits=float32 train.per_device_batch_size=2 mesh.fsdp=8 "
-    "model.remat.policy=full",
-    "fsdp8_full": f"{CUT} train.per_device_batch_size=2 mesh.fsdp=8 model.remat.policy=full",
-    "fsdp8_minimal": f"{CUT} train.per_device_batch_size=2 mesh.fsdp=8 model.remat.policy=minimal",
-    "fsdp8_none": f"{CUT} train.per_device_batch_size=2 mesh.fsdp=8 model.remat.policy=none",
-    "fsdp8_chunked_loss": f"{CUT} train.per_device_batch_size=2 mesh.fsdp=8 model.remat.policy=full train.loss_chunk=1024",
-    "fsdp8_accumulated": f"{CUT} train.per_device_batch_size=1 train.grad_accum=4 mesh.fsdp=8 model.remat.policy=full",
-    "data8": f"{CUT} train.per_device_batch_size=2 mesh.data=8 model.remat.policy=full",
-    "data2_fsdp4": f"{CUT} train.per_device_batch_size=2 mesh.data=2 mesh.fsdp=4 model.remat.policy=full",
-    "fsdp2_tensor4": f"{CUT} train.per_device_batch_size=0.5 mesh.fsdp=2 mesh.tensor=4 model.remat.policy=full",
-    "fsdp4_tensor2_minimal": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=4 mesh.tensor=2 model.remat.policy=minimal",
-    "fsdp4_sequence2": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=4 mesh.sequence=2 model.remat.policy=full",
-    "small_vocabulary_full": f"{SMALL} train.per_device_batch_size=2 mesh.fsdp=8 model.remat.policy=full",
-    "small_vocabulary_minimal": f"{SMALL} train.per_device_batch_size=2 mesh.fsdp=8 model.remat.policy=minimal",
-    "small_vocabulary_none": f"{SMALL} train.per_device_batch_size=2 mesh.fsdp=8 model.remat.policy=none",
-    "small_vocabulary_batch4": f"{SMALL} train.per_device_batch_size=4 mesh.fsdp=8 model.remat.policy=full",
-    "small_vocabulary_tensor2": f"{SMALL} train.per_device_batch_size=1 mesh.fsdp=4 mesh.tensor=2 model.remat.policy=full",
-    "tied_head": "model=llama3.2-1b train.seq_len=4096 train.per_device_batch_size=2 mesh.fsdp=8 model.remat.policy=none "
-    "model.dtypes.logits=bfloat16",
-    "windows": "model=gemma3-4b model.num_layers=6 train.seq_len=4096 train.per_device_batch_size=1 mesh.fsdp=8 "
-    "model.remat.policy=full model.dtypes.logits=bfloat16",
-    "latent_attention": "model=deepseek2-16b model.num_layers=3 train.seq_len=4096 train.per_device_batch_size=1 "
-    "mesh.fsdp=8 model.remat.policy=full model.dtypes.logits=bfloat16",
-    "experts_fsdp8": f"{QWEN} model.num_layers=2 mesh.fsdp=8 model.remat.policy=full",
-    "experts_expert8": f"{QWEN} model.num_layers=2 mesh.expert=8 model.remat.policy=full",
-    "experts_expert8_minimal": f"{QWEN} model.num_layers=4 mesh.expert=8 model.remat.policy=minimal",
-    "experts_data2_fsdp2_expert2": f"{QWEN} model.num_layers=4 mesh.data=2 mesh.fsdp=2 mesh.expert=2 "
-    "model.remat.policy=full",
+    "float32_logits": f"{CUT} model.dtypes.logits=float32 train.per_device_batch_size=2 mesh.fsdp=8 {FULL}",
+    "fsdp8_full": f"{CUT} train.per_device_batch_size=2 mesh.fsdp=8 {FULL}",
+    "fsdp8_minimal": f"{CUT} train.per_device_batch_size=2 mesh.fsdp=8 {MINIMAL}",
+    "fsdp8_none": f"{CUT} train.per_device_batch_size=2 mesh.fsdp=8 {NONE}",
+    "fsdp8_chunked_loss": f"{CUT} train.per_device_batch_size=2 mesh.fsdp=8 {FULL} train.loss_chunk=1024",
+    "fsdp8_accumulated": f"{CUT} train.per_device_batch_size=1 train.grad_accum=4 mesh.fsdp=8 {FULL}",
+    "data8": f"{CUT} train.per_device_batch_size=2 mesh.data=8 {FULL}",
+    "data2_fsdp4": f"{CUT} train.per_device_batch_size=2 mesh.data=2 mesh.fsdp=4 {FULL}",
+    "fsdp2_tensor4": f"{CUT} train.per_device_batch_size=0.5 mesh.fsdp=2 mesh.tensor=4 {FULL}",
+    "fsdp4_tensor2_minimal": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=4 mesh.tensor=2 {MINIMAL}",
+    "fsdp4_sequence2": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=4 mesh.sequence=2 {FULL}",
+    "small_vocabulary_full": f"{SMALL} train.per_device_batch_size=2 mesh.fsdp=8 {FULL}",
+    "small_vocabulary_minimal": f"{SMALL} train.per_device_batch_size=2 mesh.fsdp=8 {MINIMAL}",
+    "small_vocabulary_none": f"{SMALL} train.per_device_batch_size=2 mesh.fsdp=8 {NONE}",
+    "small_vocabulary_batch4": f"{SMALL} train.per_device_batch_size=4 mesh.fsdp=8 {FULL}",
+    "small_vocabulary_tensor2": f"{SMALL} train.per_device_batch_size=1 mesh.fsdp=4 mesh.tensor=2 {FULL}",
+    "tied_head": f"model=llama3.2-1b {BASE} train.per_device_batch_size=2 mesh.fsdp=8 {NONE}",
+    "windows": f"model=gemma3-4b model.num_layers=6 {BASE} train.per_device_batch_size=1 mesh.fsdp=8 {FULL}",
+    "latent_attention": f"model=deepseek2-16b model.num_layers=3 {BASE} train.per_device_batch_size=1 mesh.fsdp=8 {FULL}",
+    "experts_fsdp8": f"{QWEN} model.num_layers=2 mesh.fsdp=8 {FULL}",
+    "experts_expert8": f"{QWEN} model.num_layers=2 mesh.expert=8 {FULL}",
+    "experts_expert8_minimal": f"{QWEN} model.num_layers=4 mesh.expert=8 {MINIMAL}",
+    "experts_mixed": f"{QWEN} model.num_layers=4 mesh.data=2 mesh.fsdp=2 mesh.expert=2 {FULL}",
 }
 
-BASE = "train.seq_len=4096 model.dtypes.logits=bfloat16"
-SMALLER = f"model=llama3.2-1b model.scan_unroll=16 {BASE} model.remat.policy=none"
+SMALLER = f"model=llama3.2-1b model.scan_unroll=16 {BASE} {NONE}"
 LARGER = f"model=llama3.2-3b model.scan_unroll=28 {BASE}"
-LARGEST = (
-    f"model=llama3.1-8b {BASE} model.dtypes.weights=bfloat16 optimizer=adafactor train.loss_chunk=1024 "
-    "model.remat.policy=minimal"
-)
+LARGEST = f"model=llama3.1-8b {BASE} model.dtypes.weights=bfloat16 optimizer=adafactor train.loss_chunk=1024 {MINIMAL}"
 # Tokens per second in docs/lab/2026-11-one-h200.md, one H200; the first of several cards.
 MEASURED = [
     (f"{SMALLER} train.per_device_batch_size=8", 68_700),
     (f"{SMALLER} train.per_device_batch_size=16", 69_804),
     (f"{SMALLER} train.per_device_batch_size=8 quantization=fp8", 83_276),
     (f"{SMALLER} train.per_device_batch_size=16 quantization=fp8", 85_211),
-    (f"{LARGER} model.remat.policy=none train.per_device_batch_size=4", 27_539),
-    (f"{LARGER} model.remat.policy=none train.per_device_batch_size=6", 27_661),
-    (f"{LARGER} model.remat.policy=none train.per_device_batch_size=8 train.loss_chunk=2048", 27_919),
-    (f"{LARGER} model.remat.policy=minimal train.per_device_batch_size=4 train.loss_chunk=1024", 26_716),
+    (f"{LARGER} {NONE} train.per_device_batch_size=4", 27_539),
+    (f"{LARGER} {NONE} train.per_device_batch_size=6", 27_661),
+    (f"{LARGER} {NONE} train.per_device_batch_size=8 train.loss_chunk=2048", 27_919),
+    (f"{LARGER} {MINIMAL} train.per_device_batch_size=4 train.loss_chunk=1024", 26_716),
     (
         f"{LARGER} model.remat.policy=custom model.remat.save=[query,key,value,context,mlp_gate,mlp_up] "
         "train.per_device_batch_size=4 train.loss_chunk=1024",
         25_740,
     ),
-    (f"{LARGER} model.remat.policy=none train.per_device_batch_size=4 quantization=fp8", 34_590),
-    (f"{LARGER} model.remat.policy=none train.per_device_batch_size=8 train.loss_chunk=2048 quantization=fp8", 36_213),
+    (f"{LARGER} {NONE} train.per_device_batch_size=4 quantization=fp8", 34_590),
+    (f"{LARGER} {NONE} train.per_device_batch_size=8 train.loss_chunk=2048 quantization=fp8", 36_213),
     (f"{LARGEST} train.per_device_batch_size=1", 10_115),
     (f"{LARGEST} train.per_device_batch_size=4", 11_738),
 ]
