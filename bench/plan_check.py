@@ -55,7 +55,7 @@ CASES = {
     "small_vocabulary_tensor2": f"{SMALL} train.per_device_batch_size=1 mesh.fsdp=4 mesh.tensor=2 {FULL}",
     "tied_head": f"model=llama3.2-1b {BASE} train.per_device_batch_size=2 mesh.fsdp=8 {NONE}",
     "windows": f"model=gemma3-4b model.num_layers=6 {BASE} train.per_device_batch_size=1 mesh.fsdp=8 {FULL}",
-    "latent_attention": f"model=deepseek2-16b model.num_layers=3 {BASE} train.per_device_batch_size=1 mesh.fsdp=8 {FULL}",
+    "latent": f"model=deepseek2-16b model.num_layers=3 {BASE} train.per_device_batch_size=1 mesh.fsdp=8 {FULL}",
     "experts_fsdp8": f"{QWEN} model.num_layers=2 mesh.fsdp=8 {FULL}",
     "experts_expert8": f"{QWEN} model.num_layers=2 mesh.expert=8 {FULL}",
     "experts_expert8_minimal": f"{QWEN} model.num_layers=4 mesh.expert=8 {MINIMAL}",

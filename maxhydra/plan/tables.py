@@ -76,9 +76,7 @@ def _traffic_lines(plan: Plan) -> Iterator[str]:
         what = ", ".join(dict.fromkeys(item.what for item in items))
         total = sum(item.bytes for item in items)
         link = links.get(axes)
-        near, far = (
-            (readable_bytes(total), "") if link is None else map(readable_bytes, (link.near_bytes, link.far_bytes))
-        )
+        near, far = (total, 0.0) if link is None else (link.near_bytes, link.far_bytes)
         seconds = "" if link is None else readable_seconds(link.seconds)
         rows.append(("+".join(axes), what, readable_bytes(near), readable_bytes(far), seconds))
     yield ""
