@@ -59,6 +59,20 @@ class GkeNodes(Schema):
 
 
 @schema
+class Links(Schema):
+    """Links between devices, for task=plan. Rates are per device and direction, as published."""
+
+    domain_devices: int = option(1, ge=1)
+    """Devices that the fast links connect: the GPUs of a node, the chips of a TPU pod."""
+    domain_gb_s: float | None = option(None, gt=0)
+    """All fast links of a device together (NVLink, ICI), in 10^9 bytes per second."""
+    torus_dimensions: int = option(0, ge=0, le=3)
+    """Dimensions of the torus that the fast links form; 0: a switch."""
+    network_gb_s: float | None = option(None, gt=0)
+    """A device's share of the network between nodes or slices, in 10^9 bytes per second."""
+
+
+@schema
 class Hardware(Schema):
     """A kind of chip. Peak rates are per device, dense, as published by the vendor."""
 
@@ -72,6 +86,7 @@ class Hardware(Schema):
     """Device memory."""
     bandwidth_gb_s: float | None = option(None, gt=0)
     """Device memory bandwidth in 10^9 bytes per second."""
+    links: Links = section(Links)
     xla_flags: list[str] = option([])
     """Added to XLA_FLAGS (LIBTPU_INIT_ARGS on a TPU) before the backend starts; flags in the environment take
     precedence."""
