@@ -34,7 +34,7 @@ _THREADS = min(8, os.cpu_count() or 1)
 # Bytes of one read: each makes a thread give up and take the GIL again, which a training loop uses too.
 _BUFFER = 2**20
 # Seconds between two searches for complete files while a checkpoint is written.
-_SCAN_SECONDS = 0.05
+_SCAN_SECONDS = 0.1
 
 
 class DamagedCheckpointError(Exception):
@@ -213,9 +213,10 @@ def _share(expected: Mapping[str, FileDigest], part: int, parts: int) -> list[st
 
 
 def _list_files(folder: Path) -> Iterator[str]:
+    # Without Path: a save lists its files many times.
     for root, _, names in os.walk(folder):
-        for name in names:
-            yield (Path(root) / name).relative_to(folder).as_posix()
+        inner = root[len(str(folder)) + 1 :].replace(os.sep, "/")
+        yield from (f"{inner}/{name}" if inner else name for name in names)
 
 
 def _hash_files(folder: Path, names: Collection[str], algorithm: str) -> dict[str, FileDigest]:
