@@ -33,8 +33,8 @@ def make_body(kind: str) -> tuple[str, bytes]:
         "text": (TEXT, {"prompt": "word, " * 650_000}),
         "chat": (CHAT, {"messages": [{"role": "user", "content": "word, " * 650_000}]}),
         "messages": (CHAT, {"messages": [message] * 4_000, "user": "a" * 3_200_000}),
-        # Accepted, unlike the others: 200 of 512 tokens of context.
-        "served": (TEXT, {"prompt": [1] * 200, "max_tokens": 2, "user": "a" * 3_900_000}),
+        # Accepted, unlike the others.
+        "served": (TEXT, {"prompt": [1] * 20, "max_tokens": 2, "user": "a" * 3_900_000}),
     }
     path, value = values[kind]
     return path, json.dumps(value).encode()
@@ -113,7 +113,7 @@ def main() -> None:
     options = parser.parse_args()
     environment = {**os.environ, "PYTHONPATH": options.tree}
     command = [sys.executable, "-m", "maxhydra"]
-    model = ["model=micro", "model.context_length=512", "data.tokenizer.chat_template=chatml"]
+    model = ["model=micro", "data.tokenizer.chat_template=lines"]
     with tempfile.TemporaryDirectory() as folder:
         train = ["run.name=run", "train.steps=1", "train.eval_batches=0", "train.sample.tokens=0"]
         subprocess.run([*command, *model, *train], cwd=folder, env=environment, check=True, capture_output=True)
