@@ -1,9 +1,11 @@
 """Latency of small requests while clients flood task=serve with large ones. Prints one JSON line per kind of body.
 
-python bench/serve_flood.py [--seconds 10] [--flooders 4] [--tree CHECKOUT] [KIND ...]
+python bench/serve_flood.py [--seconds 10] [--flooders 4] [--realtime] [--tree CHECKOUT] [KIND ...]
 
 A probe posts small requests one after the other. Flooders, each a process of niceness 19, post bodies of about 3.9 MB
 without pause. The kind `none` is the idle server. --tree serves another checkout of this repository, for comparison.
+--realtime (as root) schedules the threads of the server and the probe before all other processes of the machine, but
+not child processes of the server: on a busy machine, the latencies then still show only what the server waits for.
 """
 
 import argparse
@@ -77,19 +79,28 @@ def probe(port: int, until: float) -> list[float]:
     return sorted(latencies)
 
 
-def measure(port: int, kind: str, flooders: int, seconds: float) -> dict[str, Any]:
+def prioritize(process: int) -> None:
+    """Schedule the present threads of a process in real time; those that they start are not."""
+    for thread in os.listdir(f"/proc/{process}/task"):
+        os.sched_setscheduler(int(thread), os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+
+
+def measure(port: int, kind: str, options: argparse.Namespace) -> dict[str, Any]:
     """Latency percentiles of the probe, and the responses of the flooders."""
     # They start, and the server starts what it needs for large bodies, before the probe.
-    start = time.time() + (0 if kind == "none" else 8)
+    start = time.time() + (0 if kind == "none" else 4)
     pipes, processes = [], []
-    for _ in range(0 if kind == "none" else flooders):
+    for _ in range(0 if kind == "none" else options.flooders):
         receiver, sender = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.Process(target=flood, args=(port, kind, start + seconds, sender))
+        process = multiprocessing.Process(target=flood, args=(port, kind, start + options.seconds, sender))
         process.start()
         pipes.append(receiver)
         processes.append(process)
     time.sleep(max(0.0, start - time.time()))
-    latencies = probe(port, start + seconds)
+    if options.realtime:
+        prioritize(os.getpid())
+    latencies = probe(port, start + options.seconds)
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     statuses: collections.Counter[int] = collections.Counter()
     for pipe, process in zip(pipes, processes, strict=True):
         statuses.update(pipe.recv())
@@ -108,6 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--flooders", type=int, default=4)
+    parser.add_argument("--realtime", action="store_true")
     parser.add_argument("--tree", default=str(Path(__file__).parent.parent))
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}; default all")
     options = parser.parse_args()
@@ -123,8 +135,14 @@ def main() -> None:
             assert process.stdout is not None
             port = int(process.stdout.readline().rsplit(":", 1)[1].split("/")[0])
             probe(port, time.time() + 5)  # compiles
+            link = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+            for kind in KINDS[1:]:  # starts all threads, and compiles what only a large request needs
+                for _ in range(4):
+                    post(link, *make_body(kind))
+            if options.realtime:
+                prioritize(process.pid)
             for kind in options.kinds or KINDS:
-                figures = measure(port, kind, options.flooders, options.seconds)
+                figures = measure(port, kind, options)
                 print(json.dumps({"bench": "serve_flood", "kind": kind, **figures}), flush=True)
         finally:
             process.terminate()
