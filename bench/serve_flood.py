@@ -5,7 +5,8 @@ python bench/serve_flood.py [--seconds 10] [--flooders 4] [--realtime] [--tree C
 A probe posts small requests one after the other. Flooders, each a process of niceness 19, post bodies of about 3.9 MB
 without pause. The kind `none` is the idle server. --tree serves another checkout of this repository, for comparison.
 --realtime (as root) schedules the threads of the server and the probe before all other processes of the machine, but
-not child processes of the server: on a busy machine, the latencies then still show only what the server waits for.
+not child processes of the server, and the flooders, with niceness -10, next: on a busy machine, the latencies then still
+show only what the server waits for.
 """
 
 import argparse
@@ -52,9 +53,9 @@ def post(link: http.client.HTTPConnection, path: str, body: bytes) -> int:
     return response.status
 
 
-def flood(port: int, kind: str, until: float, statuses: Any) -> None:
+def flood(port: int, kind: str, niceness: int, until: float, statuses: Any) -> None:
     """Main of a flooder: send the counts of the statuses it received."""
-    os.nice(19)
+    os.nice(niceness)
     path, body = make_body(kind)
     counts: collections.Counter[int] = collections.Counter()
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
@@ -92,7 +93,9 @@ def measure(port: int, kind: str, options: argparse.Namespace) -> dict[str, Any]
     pipes, processes = [], []
     for _ in range(0 if kind == "none" else options.flooders):
         receiver, sender = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.Process(target=flood, args=(port, kind, start + options.seconds, sender))
+        process = multiprocessing.Process(
+            target=flood, args=(port, kind, -10 if options.realtime else 19, start + options.seconds, sender)
+        )
         process.start()
         pipes.append(receiver)
         processes.append(process)
