@@ -31,17 +31,22 @@ class Sharder:
 
     mesh: jax.sharding.Mesh | AbstractMesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
+    context: str
+    """Strategy of attention over sequences that are sharded along their length (`mesh.context`)."""
 
-    def __init__(self, mesh: jax.sharding.Mesh | AbstractMesh, rules: Mapping[str, Sequence[str]]):
+    def __init__(
+        self, mesh: jax.sharding.Mesh | AbstractMesh, rules: Mapping[str, Sequence[str]], context: str = "auto"
+    ):
         object.__setattr__(self, "mesh", mesh)
         # Rules of older configs lack the logical axes that were added since.
         every = {**RULES, **rules}
         object.__setattr__(self, "rules", tuple((name, tuple(axes)) for name, axes in sorted(every.items())))
+        object.__setattr__(self, "context", context)
 
     @classmethod
     def from_config(cls, config: Mesh, mesh: jax.sharding.Mesh | AbstractMesh | None = None) -> "Sharder":
         """The sharder of the section `mesh` of a config, over a mesh of all devices by default."""
-        return cls(build_mesh(config) if mesh is None else mesh, config.rules)
+        return cls(build_mesh(config) if mesh is None else mesh, config.rules, config.context.value)
 
     @classmethod
     def single(cls) -> "Sharder":

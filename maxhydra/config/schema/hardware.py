@@ -113,6 +113,13 @@ class Hardware(Schema):
             )
 
 
+class ContextStrategy(Enum):
+    auto = "auto"
+    ring = "ring"
+    ulysses = "ulysses"
+    all_gather = "all_gather"
+
+
 # From least to most communication: devices on the fastest links are adjacent along the last axis.
 AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 
@@ -152,7 +159,8 @@ class Axes(Schema):
     expert: int = option(1, ge=-1)
     """Expert parallelism: experts are sharded; in other layers the axis acts as fsdp."""
     sequence: int = option(1, ge=-1)
-    """Context parallelism: sequences are sharded; keys and values are all-gathered in attention."""
+    """Context parallelism: sequences are sharded along their length; mesh.context chooses how attention sees the rest.
+    """
     tensor: int = option(1, ge=-1)
     """Tensor parallelism: heads, feed-forward columns and vocabulary are sharded."""
 
@@ -180,6 +188,11 @@ class Mesh(Axes):
     dcn: Axes = section(Axes)
     slices: int | None = option(None, ge=1)
     """Number of slices. null: as reported by the devices."""
+    context: ContextStrategy = ContextStrategy.auto
+    """Attention over mesh.sequence. ring: keys and values travel around the devices, in zigzag order; ulysses: an
+    all-to-all gives each device whole sequences of some heads, whose number mesh.sequence x mesh.tensor must divide;
+    all_gather: keys and values are gathered, for windows and chunks only from the neighbours that they reach. auto:
+    all_gather for windows, chunks and the sparse indexer, otherwise ulysses if the heads can be divided, else ring."""
     rules: dict[str, list[str]] = option(RULES)
     """Mesh axes over which each logical axis is sharded, in order."""
 
