@@ -147,9 +147,9 @@ def weight_quantization(config: Config) -> Quantization:
 
 def build_model(config: Config) -> tuple[ModelDef, Sharder]:
     """Build the model with quantized weights if configured, and the sharder of its mesh."""
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.pipeline)
     decoder = model.build(config.model, quantization=weight_quantization(config))
-    sharder.check(decoder.axes, decoder.shapes)
+    decoder.check_mesh(sharder)
     return decoder, sharder
 
 

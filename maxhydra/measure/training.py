@@ -60,7 +60,7 @@ def prepare(config: Config, machine: Machine) -> CompiledStep:
 
 def plan(config: Config) -> tuple[TrainingSetup, data.Loader]:
     """The setup of a pretraining run of the config, and its loader."""
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.pipeline)
     states = plan_states(config, sharder)
     spec = plan_batches(config, sharder)
     loader = data.train_loader(config.data, spec)

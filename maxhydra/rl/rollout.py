@@ -40,7 +40,7 @@ class PolicyEngine:
     def __init__(self, model: ModelDef, prompts: PromptEncoder, config: EngineConfig, *, sharder: Sharder, seed: int):
         self._model, self._prompts, self._config, self._sharder = model, prompts, config, sharder
         self._seed = seed
-        sharder.check(model.axes, model.shapes)
+        model.check_mesh(sharder)
         self._shardings = sharder.tree(model.axes)
         self._engine: Engine | None = None
         # Rollouts in a background thread and evaluations take turns.

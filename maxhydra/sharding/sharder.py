@@ -8,12 +8,13 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.hardware import AXES, RULES
+from maxhydra.config.schema.hardware import AXES, RULES, STAGE, Pipeline
 from maxhydra.sharding.mesh import AXIS_TYPES
+from maxhydra.sharding.pipeline import PipelineSchedule, plan_schedule
 
 # One logical axis name per dimension of an array, or None for a dimension that is never sharded.
 LogicalAxes: TypeAlias = tuple[str | None, ...]
@@ -30,9 +31,19 @@ class Sharder:
 
     mesh: jax.sharding.Mesh | AbstractMesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
+    microbatches: int | None
+    """As in `mesh.pipeline`."""
+    repeats: int
 
-    def __init__(self, mesh: jax.sharding.Mesh | AbstractMesh, rules: Mapping[str, Sequence[str]]):
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh | AbstractMesh,
+        rules: Mapping[str, Sequence[str]],
+        pipeline: Pipeline | None = None,
+    ):
         object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "microbatches", None if pipeline is None else pipeline.microbatches)
+        object.__setattr__(self, "repeats", 1 if pipeline is None else pipeline.repeats)
         object.__setattr__(self, "rules", tuple((name, tuple(axes)) for name, axes in sorted(rules.items())))
 
     @classmethod
@@ -45,6 +56,27 @@ class Sharder:
         """Platform of the mesh's devices, which may differ from the local one; the local one for an abstract mesh."""
         device = self.mesh.abstract_mesh.abstract_device
         return jax.default_backend() if device is None else device.platform
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages; 1 inside a stage, where the axis shards nothing."""
+        return 1 if STAGE in self.mesh.abstract_mesh.manual_axes else self.mesh.shape[STAGE]
+
+    def pipeline_schedule(self, rows: int) -> PipelineSchedule:
+        """The schedule of a forward pass over this many sequences; ConfigError if they do not form microbatches."""
+        row_shards = math.prod(self.mesh.shape[axis] for axis in self.mesh_axes("act_batch") if axis != STAGE)
+        return plan_schedule(
+            stages=self.stages,
+            repeats=self.repeats,
+            microbatches=self.microbatches,
+            rows=rows,
+            row_shards=row_shards,
+        )
+
+    def inside_stage(self) -> "Sharder":
+        """The sharder within one pipeline stage: shardings over the other axes of the mesh."""
+        mesh = self.mesh.abstract_mesh.update_axis_types({STAGE: AxisType.Manual})
+        return Sharder(mesh, {name: [axis for axis in axes if axis != STAGE] for name, axes in self.rules})
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
         """Mesh axes of more than one device over which a logical axis is sharded."""

@@ -29,7 +29,7 @@ def run(job: Job) -> Outcome:
     assert isinstance(task, DistillTask)
     if problems := list(_problems(config, task)):
         raise ConfigError(problems)
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.pipeline)
     spec = plan_batches(config, sharder)
     states = plan_states(config, sharder)
 

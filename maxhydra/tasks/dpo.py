@@ -37,7 +37,7 @@ def run(job: Job) -> Outcome:
     reference = task.reference_with(adapter=config.adapter.kind is not AdapterKind.none)
     if problems := list(_problems(config, reference)):
         raise ConfigError(problems)
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.pipeline)
     spec = plan_batches(config, sharder)
     states = plan_states(config, sharder)
     scorer = PairScorer(states.model, sharder, config.train.loss_chunk)

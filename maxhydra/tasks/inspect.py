@@ -77,9 +77,9 @@ def _sharder(config: Config, task: InspectTask) -> Sharder:
     """A sharder over the devices of task.topology, or over an abstract mesh."""
     if task.topology is None:
         mesh = abstract_mesh(config.mesh, devices=task.devices, slices=task.slices)
-        return Sharder(mesh, config.mesh.rules)
+        return Sharder(mesh, config.mesh.rules, config.mesh.pipeline)
     devices = slice_devices(task.topology, slices=task.slices, hardware=config.hardware)
-    return Sharder(build_mesh(config.mesh, devices), config.mesh.rules)
+    return Sharder(build_mesh(config.mesh, devices), config.mesh.rules, config.mesh.pipeline)
 
 
 def _rows(shapes: object, axes: object, sharder: Sharder) -> list[Row]:

@@ -19,7 +19,7 @@ NEEDS_DEVICES = KEEPS_RUN = TRAINS = True
 
 def run(job: Job) -> Outcome:
     config = job.config
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.pipeline)
 
     spec = plan_batches(config, sharder)
     loader = data.train_loader(config.data, spec)

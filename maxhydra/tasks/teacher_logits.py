@@ -70,10 +70,10 @@ def _open_teacher(job: Job, task: TeacherLogitsTask) -> TopLogits:
     if location is None or problems:
         raise ConfigError(problems)
     check_same_model(config, location)
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.pipeline)
     spec = plan_batches(config, sharder)
     model = build(config.model)
-    sharder.check(model.axes, model.shapes)
+    model.check_mesh(sharder)
     dtype = config.model.dtypes.compute.value
     weights = load_weights(location, model, shardings=sharder.tree(model.axes), dtype=dtype)
     return TopLogits(model, weights, sharder, spec, config.data.packing, task.k, config.train.loss_chunk)

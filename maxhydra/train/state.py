@@ -165,7 +165,7 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         value, accepted = config.quantization.kind, "none, fp8 or int8 with an adapter"
         raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint=hint))
     decoder = model.build(config.model, config.adapter, config.quantization)
-    sharder.check(decoder.axes, decoder.shapes)
+    decoder.check_mesh(sharder)
     shapes, axes = split_trainable(decoder.shapes)[0], split_trainable(decoder.axes)[0]
     optimizer = optim.build(
         config.optimizer,

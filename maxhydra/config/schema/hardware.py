@@ -99,11 +99,14 @@ class Hardware(Schema):
 
 
 # From least to most communication: devices on the fastest links are adjacent along the last axis.
-AXES = ("data", "fsdp", "expert", "sequence", "tensor")
+AXES = ("data", "stage", "fsdp", "expert", "sequence", "tensor")
+# Axis of pipeline parallelism.
+STAGE = "stage"
 
 # Logical axis -> mesh axes. Axes of activations start with `act_`; all others belong to weights.
 RULES: dict[str, list[str]] = {
-    "act_batch": ["data", "fsdp", "expert"],
+    # Stages are outermost: each one's rows are whole microbatches (model/pipeline.py).
+    "act_batch": ["stage", "data", "fsdp", "expert"],
     "act_length": ["sequence"],
     "act_embed": [],
     "act_heads": ["tensor"],
@@ -111,10 +114,10 @@ RULES: dict[str, list[str]] = {
     "act_mlp": ["tensor"],
     "act_experts": ["expert"],
     "act_vocab": ["tensor"],
-    "layers": [],
+    "layers": ["stage"],
     "experts": ["expert"],
-    "embed": ["fsdp", "expert", "sequence"],
-    "latent": ["fsdp", "expert", "sequence"],
+    "embed": ["fsdp", "expert", "sequence", "stage"],
+    "latent": ["fsdp", "expert", "sequence", "stage"],
     "heads": ["tensor"],
     "kv_heads": ["tensor"],
     "head_dim": [],
@@ -131,6 +134,9 @@ class Axes(Schema):
 
     data: int = option(1, ge=-1)
     """Data parallelism: replicas of the model, each with a part of the batch."""
+    stage: int = option(1, ge=-1)
+    """Pipeline parallelism: the layers of the repeated pattern are sharded, and microbatches move from stage to stage;
+    embedding, head and other layers use the axis like fsdp."""
     fsdp: int = option(1, ge=-1)
     """Fully sharded data parallelism: batch and weights are sharded; weights are all-gathered layer by layer."""
     expert: int = option(1, ge=-1)
@@ -158,10 +164,23 @@ class Axes(Schema):
 
 
 @schema
+class Pipeline(Schema):
+    """Schedule of pipeline parallelism (mesh.stage > 1)."""
+
+    microbatches: int | None = option(None, ge=1)
+    """Microbatches of one forward pass, a multiple of mesh.stage. More of them leave stages idle for less time. null:
+    2 x mesh.stage if the sequences per device are even, otherwise mesh.stage."""
+    repeats: int = option(1, ge=1)
+    """Runs of consecutive layers on each stage (interleaved schedule). Idle time falls by this factor; the weights and
+    gradients of the layers move between stages once per forward and backward pass, because they are stored in order."""
+
+
+@schema
 class Mesh(Axes):
     """Mesh axes within a slice (fast links); those across slices (data center network) are under dcn."""
 
     dcn: Axes = section(Axes)
+    pipeline: Pipeline = section(Pipeline)
     slices: int | None = option(None, ge=1)
     """Number of slices. null: as reported by the devices."""
     rules: dict[str, list[str]] = option(RULES)
