@@ -150,7 +150,15 @@ def build_model(config: Config) -> tuple[ModelDef, Sharder]:
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.pipeline)
     decoder = model.build(config.model, quantization=weight_quantization(config))
     decoder.check_mesh(sharder)
+    reject_stages(sharder, "mesh.stage")
     return decoder, sharder
+
+
+def reject_stages(sharder: Sharder, path: str) -> None:
+    """Raise ConfigError for a mesh with pipeline stages: decoding runs all layers for every token."""
+    if sharder.stages > 1:
+        reason, accepted = "pipeline parallelism is for training", "1; shard weights over fsdp, expert or tensor"
+        raise ConfigError(Problem(path, reason, value=sharder.stages, accepted=accepted))
 
 
 def load_params(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:

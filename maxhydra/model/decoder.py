@@ -38,7 +38,7 @@ from maxhydra.layers import (
 from maxhydra.model.block import Block, BlockSpec, Mtp, Remat
 from maxhydra.model.fused_block import NormHandoff, block_class, embed_with_norm
 from maxhydra.model.pattern import Pattern, Repetitions, cache_view, merge_view
-from maxhydra.model.pipeline import check_stages, run_pipeline
+from maxhydra.model.pipeline import check_stages, run_pipeline, shard_over_embed
 from maxhydra.sharding import Sharder
 
 # Attributes of the decoder that hold its blocks.
@@ -306,6 +306,8 @@ class Decoder(nnx.Module):
         runs = [spec.remat.wrap(_as_function(graphdef), in_loop=in_loop) for graphdef, _ in splits]
         pattern = Pattern(runs, first=len(self.prefix), keep_layers=keep_layers, unroll=spec.unroll)
         weights = [weights for _, weights in splits]
+        if ctx.sharder.stages > 1 and not is_pipelined:
+            weights = [shard_over_embed(weights, ctx.sharder) for weights in weights]
         repetitions = Repetitions(jnp.arange(spec.repetitions), weights, self._pattern_inputs(ctx))
         if is_pipelined:
             out = run_pipeline(pattern, x_BTD, ctx, repetitions, accum_dtype=spec.dtypes.weights)

@@ -96,6 +96,21 @@ def run_pipeline(
     return PatternOutput(out_BTD, [None] * len(pattern.runs), layer_outputs, aux)
 
 
+def shard_over_embed(weights: nnx.State, sharder: Sharder) -> nnx.State:
+    """Weights of stacked layers with `stage` sharding their other axes instead of the layers.
+
+    For decoding, which runs the layers one after the other on all devices: each is gathered when it is used, as with
+    FSDP. A scan over layers that are sharded over stages would gather all of them at once.
+    """
+
+    def reshard(weight: nnx.Variable) -> nnx.Variable:
+        axes = (None, *weight.get_metadata("axes")[1:])
+        is_divisible = sharder.divides(axes, weight.shape)
+        return weight.replace(sharder.constrain(weight[...], *axes)) if is_divisible else weight
+
+    return jax.tree.map(reshard, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+
 def _reject_amax_history(weights: list[nnx.State]) -> None:
     """Raise ConfigError for delayed scaling: the amaxes of microbatches would be added up instead of their maximum."""
     leaves = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, nnx.Variable))

@@ -21,6 +21,7 @@ from maxhydra.config.schema.reward import Reward
 from maxhydra.config.schema.tasks.training import GrpoTask, PolicyLoss, Scale
 from maxhydra.data import Loader, Row
 from maxhydra.decode.engine import Engine
+from maxhydra.decode.open import reject_stages
 from maxhydra.decode.request import Completion
 from maxhydra.decode.sampling_params import PromptEncoder, make_requests
 from maxhydra.model import ModelDef
@@ -41,6 +42,7 @@ class PolicyEngine:
         self._model, self._prompts, self._config, self._sharder = model, prompts, config, sharder
         self._seed = seed
         model.check_mesh(sharder)
+        reject_stages(sharder, "task.rollout_mesh")
         self._shardings = sharder.tree(model.axes)
         self._engine: Engine | None = None
         # Rollouts in a background thread and evaluations take turns.

@@ -111,6 +111,13 @@ class Sharder:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
 
+    def divides(self, axes: LogicalAxes, shape: Sequence[int]) -> bool:
+        """Whether the mesh axes of every dimension divide it."""
+        return not any(
+            size % math.prod(self.mesh.shape[axis] for axis in _names(entry))
+            for size, entry in zip(shape, self.spec(axes), strict=True)
+        )
+
     def check(self, axes_tree: Any, shapes_tree: Any) -> None:
         """Raise one ConfigError that lists every dimension that is not divisible by its mesh axes."""
         misfits: dict[tuple[tuple[str, ...], str, int], list[str]] = defaultdict(list)

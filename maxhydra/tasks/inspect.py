@@ -19,7 +19,7 @@ from maxhydra.config.schema.tasks.analysis import Format, InspectTask
 from maxhydra.runtime.flags import slice_devices
 from maxhydra.sharding import Sharder, abstract_mesh, build_mesh, bytes_per_device, is_axes
 from maxhydra.tasks import Job, Outcome
-from maxhydra.train import plan_states
+from maxhydra.train import plan_batches, plan_states
 from maxhydra.train.compile import CompileReport, compile_report
 
 NEEDS_DEVICES = KEEPS_RUN = False
@@ -60,6 +60,13 @@ def run(job: Job) -> Outcome:
             "optimizer": sum(row.bytes_per_device for row in moments),
         },
     }
+    if sharder.stages > 1:
+        schedule = sharder.pipeline_schedule(plan_batches(config, sharder).batch // config.train.grad_accum)
+        facts["pipeline"] = {
+            **dataclasses.asdict(schedule),
+            "ticks": schedule.ticks,
+            "bubble_fraction": schedule.bubble_fraction,
+        }
     report = None if task.topology is None else compile_report(config, sharder)
     if report is not None:
         facts["compiled"] = dataclasses.asdict(report)
@@ -128,6 +135,11 @@ def _print(rows: list[Row], facts: dict, hardware: Hardware, dtype: str) -> None
         f"together {readable_bytes(sum(device_bytes.values()))}{capacity}, before activations\n"
         f"training takes {facts['flops_per_token'] / 1e9:,.1f} GFLOP per token"
     )
+    if pipeline := facts.get("pipeline"):
+        print(
+            f"pipeline: {pipeline['stages']} stages x {pipeline['repeats']} repeats, {pipeline['microbatches']} "
+            f"microbatches in {pipeline['ticks']} ticks, stages idle {pipeline['bubble_fraction']:.1%} of the time"
+        )
     for ceiling in _upper_bounds(facts, hardware, dtype):
         print(ceiling)
 

@@ -15,7 +15,6 @@ from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.config.schema.quantization import QuantizationKind
 from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import (
-    with_aux_losses,
     Context,
     DenseCacheSpec,
     LoraSpec,
@@ -26,6 +25,7 @@ from maxhydra.layers import (
     PageTable,
     ParamBuilder,
     QuantRule,
+    with_aux_losses,
 )
 from maxhydra.sharding import Sharder, build_mesh
 
