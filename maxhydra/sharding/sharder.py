@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.hardware import AXES, RULES, STAGE, Pipeline
+from maxhydra.config.schema.hardware import AXES, DATA, RULES, STAGE, Pipeline
 from maxhydra.sharding.mesh import AXIS_TYPES
 from maxhydra.sharding.pipeline import PipelineSchedule, plan_schedule
 
@@ -95,6 +95,24 @@ class Sharder:
             used.update(free)
             entries.append(free if len(free) > 1 else free[0] if free else None)
         return PartitionSpec(*entries)
+
+    def spec_over_data(self, axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
+        """The spec of a matrix with the axis `data` added to the first dimension that it divides.
+
+        Vectors, matrices that no dimension of fits, and arrays that `data` shards already have the usual spec.
+        """
+        spec, size = self.spec(axes), self.mesh.shape[DATA]
+        is_matrix = sum(name != "layers" for name in axes) > 1
+        if size == 1 or not is_matrix or any(DATA in _names(entry) for entry in spec):
+            return spec
+        for dimension, entry in enumerate(spec):
+            names = (*_names(entry), DATA)
+            if (
+                axes[dimension] != "layers"
+                and shape[dimension] % math.prod(self.mesh.shape[axis] for axis in names) == 0
+            ):
+                return PartitionSpec(*spec[:dimension], names if len(names) > 1 else DATA, *spec[dimension + 1 :])
+        return spec
 
     def sharding(self, axes: LogicalAxes) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes))

@@ -46,8 +46,9 @@ def run(job: Job) -> Outcome:
     shapes, axes = model.split_trainable(decoder.shapes)[0], model.split_trainable(decoder.axes)[0]
     state_shapes = jax.eval_shape(optimizer.transform.init, shapes)
     state_axes = optim.state_axes(optimizer, shapes, axes)
-    parameters = _rows(decoder.shapes, decoder.axes, sharder)
-    moments = _rows(state_shapes, state_axes, sharder)
+    shardings = states.shardings()
+    parameters = _rows(decoder.shapes, decoder.axes, shardings.weights)
+    moments = _rows(state_shapes, state_axes, shardings.opt_state)
     count, trained = model.parameter_counts(decoder)
     facts = {
         "parameters": count,
@@ -89,12 +90,12 @@ def _sharder(config: Config, task: InspectTask) -> Sharder:
     return Sharder(build_mesh(config.mesh, devices), config.mesh.rules, config.mesh.pipeline)
 
 
-def _rows(shapes: object, axes: object, sharder: Sharder) -> list[Row]:
+def _rows(shapes: object, axes: object, shardings: object) -> list[Row]:
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     names = jax.tree.leaves(axes, is_leaf=is_axes)
     rows = []
-    for (path, leaf), leaf_axes in zip(leaves, names, strict=True):
-        spec = sharder.spec(leaf_axes)
+    for (path, leaf), leaf_axes, sharding in zip(leaves, names, jax.tree.leaves(shardings), strict=True):
+        spec = sharding.spec
         rows.append(
             Row(
                 name=jax.tree_util.keystr(path, simple=True, separator="/"),
@@ -102,7 +103,7 @@ def _rows(shapes: object, axes: object, sharder: Sharder) -> list[Row]:
                 dtype=np.dtype(leaf.dtype).name,
                 axes=leaf_axes,
                 spec=", ".join(_entry(entry) for entry in spec),
-                bytes_per_device=bytes_per_device(leaf.shape, leaf.dtype, spec, sharder.mesh),
+                bytes_per_device=bytes_per_device(leaf.shape, leaf.dtype, spec, sharding.mesh),
             )
         )
     return rows

@@ -100,8 +100,8 @@ class Hardware(Schema):
 
 # From least to most communication: devices on the fastest links are adjacent along the last axis.
 AXES = ("data", "stage", "fsdp", "expert", "sequence", "tensor")
-# Axis of pipeline parallelism.
-STAGE = "stage"
+# Axes of data and of pipeline parallelism.
+DATA, STAGE = "data", "stage"
 
 # Logical axis -> mesh axes. Axes of activations start with `act_`; all others belong to weights.
 RULES: dict[str, list[str]] = {
@@ -183,6 +183,10 @@ class Mesh(Axes):
     pipeline: Pipeline = section(Pipeline)
     slices: int | None = option(None, ge=1)
     """Number of slices. null: as reported by the devices."""
+    shard_state_over_data: bool = False
+    """Shard optimizer moments and stored weights over data too (ZeRO-1): gradients are reduce-scattered, the weights
+    of a step all-gathered once in model.dtypes.compute. The bytes sent equal those of an all-reduce of the gradients,
+    but the gather does not overlap with the backward pass."""
     rules: dict[str, list[str]] = option(RULES)
     """Mesh axes over which each logical axis is sharded, in order."""
 
