@@ -105,8 +105,8 @@ DATA, STAGE = "data", "stage"
 
 # Logical axis -> mesh axes. Axes of activations start with `act_`; all others belong to weights.
 RULES: dict[str, list[str]] = {
-    # Stages are outermost: each one's rows are whole microbatches (model/pipeline.py).
-    "act_batch": ["stage", "data", "fsdp", "expert"],
+    # In the order of AXES, as "embed": the compiler turns other orders of one into the other by full replication.
+    "act_batch": ["data", "stage", "fsdp", "expert"],
     "act_length": ["sequence"],
     "act_embed": [],
     "act_heads": ["tensor"],
@@ -116,8 +116,8 @@ RULES: dict[str, list[str]] = {
     "act_vocab": ["tensor"],
     "layers": ["stage"],
     "experts": ["expert"],
-    "embed": ["fsdp", "expert", "sequence", "stage"],
-    "latent": ["fsdp", "expert", "sequence", "stage"],
+    "embed": ["stage", "fsdp", "expert", "sequence"],
+    "latent": ["stage", "fsdp", "expert", "sequence"],
     "heads": ["tensor"],
     "kv_heads": ["tensor"],
     "head_dim": [],
