@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from maxhydra.kernels.attention import cudnn, mosaic, reference, splash, triton, xla
 from maxhydra.kernels.attention.spec import Request, TokenInfo
@@ -42,7 +41,7 @@ class Call(CallSpec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend(Capability[Call]):
-    """Capabilities of one backend. With devices=None the compiler can partition it over any number of devices."""
+    """Capabilities of one backend."""
 
     run: Run
     head_dims: tuple[int, ...] | None = None
@@ -62,9 +61,6 @@ class Backend(Capability[Call]):
     """Whether each query may be restricted to a selection of keys."""
     value_dim: bool = True
     """Whether values may have a different size than keys."""
-    split_length: bool = True
-    by_device: bool = False
-    """A single-device kernel that runs under shard_map on the local rows and heads."""
 
     def requirements(self, call: Call) -> tuple[tuple[bool, str], ...]:
         largest = max(call.head_dim, call.value_dim)
@@ -92,8 +88,7 @@ class Backend(Capability[Call]):
                 self.value_dim or call.value_dim == call.head_dim,
                 f"takes values of the size of keys, not {call.value_dim} and {call.head_dim}",
             ),
-            (self.split_length or not call.request.is_length_split, "needs whole sequences on each device"),
-            (not (self.by_device and call.has_split_groups), "needs query and key heads sharded alike"),
+            (self.splits is None or not call.has_split_groups, "needs query and key heads sharded alike"),
         )
 
 
@@ -113,7 +108,7 @@ BACKENDS: dict[str, Backend] = {
         positions=False,
         selection=False,
         value_dim=False,
-        split_length=False,
+        splits=("batch", "heads"),
     ),
     "mosaic": Backend(
         run=mosaic.attention,
@@ -125,8 +120,7 @@ BACKENDS: dict[str, Backend] = {
         positions=False,
         selection=False,
         value_dim=False,
-        split_length=False,
-        devices=1,
+        splits=("batch", "heads"),
         tile_extents=lambda call: mosaic.tile_extents(call.length),
     ),
     "triton": Backend(
@@ -137,8 +131,7 @@ BACKENDS: dict[str, Backend] = {
         length_multiple=triton.LENGTH_MULTIPLE,
         positions=False,
         selection=False,
-        split_length=False,
-        devices=1,
+        splits=("batch", "heads"),
         tile_extents=lambda call: triton.tile_extents(call.length),
     ),
     "splash": Backend(
@@ -148,8 +141,7 @@ BACKENDS: dict[str, Backend] = {
         length_multiple=splash.LENGTH_MULTIPLE,
         positions=False,
         selection=False,
-        split_length=False,
-        by_device=True,
+        splits=("batch", "heads"),
     ),
     "xla": Backend(run=xla.attention),
     "reference": Backend(run=reference.attention),
@@ -218,7 +210,7 @@ def attention(
         request=request,
         platform=place.platform,
         capability=place.capability,
-        devices=place.devices,
+        splits=place.splits("batch", "length", "heads", "kv_heads"),
         dtype=q_BTNH.dtype.name,
         head_dim=q_BTNH.shape[3],
         value_dim=v_BSKH.shape[3],
@@ -232,8 +224,15 @@ def attention(
     )
     row = OPERATION.select(backend, call)
     run = with_sizes(row.run, sizes)
-    run = over_devices(run, place) if row.by_device else run
-    return run(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
+    queries = place.spec("batch", None, "heads", None)
+    keys = place.spec("batch", None, "kv_heads" if k_BSKH.shape[2] > 1 else None, None)
+    specs = (queries, keys, keys, place.spec("batch"), place.spec("heads"))
+
+    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo, sinks: jax.Array | None) -> jax.Array:
+        return run(q, k, v, request, tokens, sinks)
+
+    mapped = row.map_shards(on_device, place, in_specs=specs, out_specs=queries)
+    return mapped(q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)
 
 
 def _check_shapes(
@@ -272,24 +271,3 @@ def _check_shapes(
         raise ValueError(f"the selection of keys has shape {tokens.selected_BTS.shape}, expected {(B, T, S)}")
     if request.causal and tokens.q_positions_BT is None and T != S:
         raise ValueError(f"causal attention of {T} queries over {S} keys needs positions to order them")
-
-
-def over_devices(run: Run, place: Placement) -> Run:
-    """Run the kernel on the rows and heads of each device; a single key and value head is replicated."""
-    if place.mesh is None or place.mesh.size == 1:
-        return run
-
-    def run_sharded(
-        q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: Request, tokens: TokenInfo, sinks_N: Any
-    ) -> jax.Array:
-        queries = PartitionSpec(place.batch, None, place.heads, None)
-        keys = PartitionSpec(place.batch, None, place.kv_heads if k_BSKH.shape[2] > 1 else None, None)
-        specs: Any = (queries, keys, keys, PartitionSpec(place.batch), PartitionSpec(place.heads))
-
-        def on_device(q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo, sinks: Any) -> jax.Array:
-            return run(q, k, v, request, tokens, sinks)
-
-        mapped = jax.shard_map(on_device, mesh=place.mesh, in_specs=specs, out_specs=queries, check_vma=False)
-        return mapped(q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)
-
-    return run_sharded

@@ -51,7 +51,7 @@ BACKENDS: dict[str, Backend] = {
     "triton": Backend(
         run=triton.per_token,
         platforms=("gpu",),
-        devices=1,
+        splits=(),
         multiple=triton.MULTIPLE,
         tile_extents=lambda call: triton.tile_extents(call.vocabulary),
     ),
@@ -86,7 +86,7 @@ def linear_cross_entropy(
     place = place or Placement.here()
     call = Call(
         platform=place.platform,
-        devices=place.devices,
+        splits=place.splits("batch", "length", "vocab"),
         dtype=logits.dtype.name,
         vocabulary=logits.shape[-1],
         is_chunked=size < length,

@@ -27,7 +27,7 @@ from maxhydra.convert.load import load_weights, stored_format
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.model import ModelDef
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding import Sharder
 
 # Tokenizer keys that change the ids of a text.
 TOKENIZER_KEYS = ("kind", "path", "bos", "eos", "add_bos")
@@ -147,7 +147,7 @@ def weight_quantization(config: Config) -> Quantization:
 
 def build_model(config: Config) -> tuple[ModelDef, Sharder]:
     """Build the model with quantized weights if configured, and the sharder of its mesh."""
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.pipeline)
+    sharder = Sharder.from_config(config.mesh)
     decoder = model.build(config.model, quantization=weight_quantization(config))
     decoder.check_mesh(sharder)
     reject_stages(sharder, "mesh.stage")

@@ -91,9 +91,19 @@ class Context:
     @property
     def place(self) -> Placement:
         """The devices and the sharding as kernels take them."""
-        batch, heads = self.sharder.spec(("act_batch", "act_heads"))
-        kv_heads = self.sharder.spec(("act_batch", "act_kv_heads"))[1]
-        return Placement(self.sharder.platform, self.sharder.mesh, batch, heads, kv_heads)
+        spec, length = self.sharder.spec, "act_length" if self.is_length_split else None
+        batch, tokens, heads = spec(("act_batch", length, "act_heads"))
+        return Placement(
+            self.sharder.platform,
+            self.sharder.mesh,
+            batch=batch,
+            heads=heads,
+            kv_heads=spec(("act_batch", length, "act_kv_heads"))[2],
+            length=tokens,
+            stream_length=tokens,
+            vocab=spec(("act_batch", length, "act_vocab"))[2],
+            experts=spec(("experts",))[0],
+        )
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Constrain the sharding of an activation to these logical axes."""

@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.hardware import AXES, DATA, RULES, STAGE, Pipeline
-from maxhydra.sharding.mesh import AXIS_TYPES
+from maxhydra.config.schema.hardware import AXES, DATA, RULES, STAGE, Mesh, Pipeline
+from maxhydra.sharding.mesh import AXIS_TYPES, build_mesh
 from maxhydra.sharding.pipeline import PipelineSchedule, plan_schedule
 
 # One logical axis name per dimension of an array, or None for a dimension that is never sharded.
@@ -45,6 +45,11 @@ class Sharder:
         object.__setattr__(self, "microbatches", None if pipeline is None else pipeline.microbatches)
         object.__setattr__(self, "repeats", 1 if pipeline is None else pipeline.repeats)
         object.__setattr__(self, "rules", tuple((name, tuple(axes)) for name, axes in sorted(rules.items())))
+
+    @classmethod
+    def from_config(cls, config: Mesh, mesh: jax.sharding.Mesh | AbstractMesh | None = None) -> "Sharder":
+        """The sharder of the section `mesh` of a config, over a mesh of all devices by default."""
+        return cls(build_mesh(config) if mesh is None else mesh, config.rules, config.pipeline)
 
     @classmethod
     def single(cls) -> "Sharder":

@@ -16,11 +16,11 @@ from maxhydra import model, optim
 from maxhydra.config import Config
 from maxhydra.config.schema.hardware import Hardware
 from maxhydra.config.schema.tasks.analysis import Format, InspectTask
-from maxhydra.runtime.flags import slice_devices
+from maxhydra.measure.compiled import CompileReport, compile_report
+from maxhydra.runtime.topology import absent_devices
 from maxhydra.sharding import Sharder, abstract_mesh, build_mesh, bytes_per_device, is_axes
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import plan_batches, plan_states
-from maxhydra.train.compile import CompileReport, compile_report
 
 NEEDS_DEVICES = KEEPS_RUN = False
 
@@ -68,7 +68,7 @@ def run(job: Job) -> Outcome:
             "ticks": schedule.ticks,
             "bubble_fraction": schedule.bubble_fraction,
         }
-    report = None if task.topology is None else compile_report(config, sharder)
+    report = None if task.topology is None else compile_report(config, sharder)[0]
     if report is not None:
         facts["compiled"] = dataclasses.asdict(report)
     if task.format is Format.json:
@@ -85,9 +85,9 @@ def _sharder(config: Config, task: InspectTask) -> Sharder:
     """A sharder over the devices of task.topology, or over an abstract mesh."""
     if task.topology is None:
         mesh = abstract_mesh(config.mesh, devices=task.devices, slices=task.slices)
-        return Sharder(mesh, config.mesh.rules, config.mesh.pipeline)
-    devices = slice_devices(task.topology, slices=task.slices, hardware=config.hardware)
-    return Sharder(build_mesh(config.mesh, devices), config.mesh.rules, config.mesh.pipeline)
+        return Sharder.from_config(config.mesh, mesh)
+    devices = absent_devices(task.topology, slices=task.slices, hardware=config.hardware)
+    return Sharder.from_config(config.mesh, build_mesh(config.mesh, devices))
 
 
 def _rows(shapes: object, axes: object, shardings: object) -> list[Row]:

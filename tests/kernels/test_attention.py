@@ -224,7 +224,7 @@ def test_a_query_without_keys_gives_zero_with_zero_gradient(backend):
 
 def make_call(**changes) -> Call:
     fields = {"request": make_request(), "platform": "gpu", "dtype": "bfloat16", "head_dim": 128, "length": 64}
-    fields |= {"devices": 1, "capability": "9.0"}
+    fields |= {"capability": "9.0"}
     flags = dict.fromkeys(("has_segments", "has_positions", "has_selection", "has_sinks"), False)
     return Call(**{**fields, **flags, "value_dim": changes.get("head_dim", 128), **changes})
 
@@ -246,7 +246,7 @@ PADDED = ("not 192", "multiples of 8", "not 64 and 128")
         ({"has_selection": True}, "does not support a selection of keys"),
         ({"request": make_request(chunk=16)}, "does not support chunks"),
         ({"has_sinks": True}, "does not support sinks"),
-        ({"request": make_request(is_length_split=True)}, "whole sequences"),
+        ({"splits": ("batch", "length")}, "cannot be split over length"),
         ({"has_positions": True}, "cache"),
         ({"has_segments": True, "length": 63}, "multiples of 2 tokens, not 63"),
     ],
@@ -264,13 +264,13 @@ def test_cudnn_rejects_unsupported_calls_and_auto_selects_the_next(changes, reas
     ("changes", "reason"),
     [
         ({"platform": "cpu"}, "runs on gpu, not cpu"),
-        ({"devices": 8}, "runs on 1 device, not 8"),
+        ({"splits": ("length", "heads")}, "cannot be split over length"),
         ({"head_dim": 320}, "up to 256, not 320"),
         ({"value_dim": 512}, "up to 256, not 512"),
         ({"length": 96}, "takes lengths in multiples of 64, not 96"),
         ({"has_selection": True}, "does not support a selection of keys"),
         ({"has_positions": True}, "cache"),
-        ({"request": make_request(softcap=30.0, is_length_split=True)}, "whole sequences"),
+        ({"has_split_groups": True}, "sharded alike"),
     ],
 )
 def test_triton_rejects_unsupported_calls(changes, reason):
@@ -288,12 +288,13 @@ def test_triton_rejects_unsupported_calls(changes, reason):
         ({"head_dim": 96}, "takes heads of 64 or 128 or 256, not 96"),
         ({"dtype": "float32"}, "takes bfloat16 or float16, not float32"),
         ({"length": 64}, "takes lengths in multiples of 128, not 64"),
-        ({"devices": 8}, "runs on 1 device, not 8"),
+        ({"splits": ("length",)}, "cannot be split over length"),
     ],
 )
 def test_mosaic_rejects_unsupported_calls(changes, reason):
     capped = {"request": make_request(softcap=30.0), "length": 128}
     assert OPERATION.choose("auto", make_call(**capped)) == "mosaic"
+    assert OPERATION.choose("auto", make_call(**capped, splits=("batch", "heads"))) == "mosaic"
     for window, backend in ((128, "triton"), (1024, "mosaic")):
         assert (
             OPERATION.choose("auto", make_call(**capped | {"request": make_request(softcap=30.0, window=window)}))
@@ -322,7 +323,7 @@ def test_splash_serves_tpus_and_rejects_unsupported_calls(changes, reason):
     supported = {
         "platform": "tpu",
         "length": 256,
-        "devices": 8,
+        "splits": ("batch", "heads"),
         "value_dim": 64,
         "has_sinks": True,
         "has_segments": True,
@@ -431,7 +432,6 @@ def test_the_loss_is_the_same_on_every_backend_that_serves_a_request(mask):
         platform=jax.default_backend(),
         capability=capability(),
         length=128,
-        devices=jax.device_count(),
         dtype=jnp.dtype(dtype).name,
         head_dim=64,
         has_segments="q_segments_BT" in arrays,

@@ -81,11 +81,11 @@ def test_logits_far_from_zero_do_not_overflow(level: float) -> None:
 
 
 def test_the_kernel_serves_one_gpu_and_gives_the_reason_otherwise() -> None:
-    defaults = {"platform": "gpu", "devices": 1, "dtype": "bfloat16", "vocabulary": 128256, "is_chunked": True}
+    defaults = {"platform": "gpu", "dtype": "bfloat16", "vocabulary": 128256, "is_chunked": True}
     assert OPERATION.choose("auto", Call(**defaults)) == "triton"
     for change, reason in (
         ({"platform": "cpu"}, "runs on gpu, not cpu"),
-        ({"devices": 4}, "runs on 1 device, not 4"),
+        ({"splits": ("vocab",)}, "cannot be split over vocab"),
         ({"vocabulary": 50257}, "takes a vocabulary in multiples of 64, not 50257"),
     ):
         with pytest.raises(UnsupportedError, match=reason):

@@ -14,7 +14,7 @@ from maxhydra.kernels.grouped_matmul import megablox
 from maxhydra.kernels.paged_attention import Pages, pallas_tpu
 from maxhydra.kernels.placement import Placement
 
-TPU = Placement("tpu", None, None, None, None)
+TPU = Placement("tpu")
 
 
 class Program(NamedTuple):
