@@ -147,8 +147,16 @@ def build_model(config: Config) -> tuple[ModelDef, Sharder]:
     """Build the model with quantized weights if configured, and the sharder of its mesh."""
     sharder = Sharder.from_config(config.mesh)
     decoder = model.build(config.model, quantization=weight_quantization(config))
-    sharder.check(decoder.axes, decoder.shapes)
+    decoder.check_mesh(sharder)
+    reject_stages(sharder, "mesh.stage")
     return decoder, sharder
+
+
+def reject_stages(sharder: Sharder, path: str) -> None:
+    """Raise ConfigError for a mesh with pipeline stages: decoding runs all layers for every token."""
+    if sharder.stages > 1:
+        reason, accepted = "pipeline parallelism is for training", "1; shard weights over fsdp, expert or tensor"
+        raise ConfigError(Problem(path, reason, value=sharder.stages, accepted=accepted))
 
 
 def load_params(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:

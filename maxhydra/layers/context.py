@@ -104,7 +104,7 @@ class Context:
             stream_length=spec(("act_batch", stream))[1],
             vocab=spec(("act_batch", length, "act_vocab"))[2],
             experts=spec(("experts",))[0],
-            context=self.sharder.context,
+            context=self.sharder.options.context,
         )
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:

@@ -160,15 +160,11 @@ def expert_load(ids_BTK: jax.Array, is_real_BT: jax.Array | None, experts: int) 
     return jnp.sum(is_routed_BTE, axis=(0, 1), dtype=jnp.float32)
 
 
-def balance_loss(load_E: jax.Array, shares_BTE: jax.Array, is_real_BT: jax.Array | None) -> jax.Array:
-    """E * sum_e f_e p_e, f the fraction of the load and p the mean normalized score (Fedus et al., 2022; equation 4).
-
-    1 for a uniform load. The gradient flows through p only: the load is a count.
-    """
+def share_sums(shares_BTE: jax.Array, is_real_BT: jax.Array | None) -> AuxOutputs:
+    """Sum of the normalized scores of each expert over the tokens, and the number of tokens; padding is not counted."""
     real_BT1 = jnp.ones(shares_BTE.shape[:2]) if is_real_BT is None else is_real_BT
     real_BT1 = real_BT1.astype(jnp.float32)[..., None]
-    mean_E = jnp.sum(shares_BTE * real_BT1, axis=(0, 1)) / jnp.maximum(jnp.sum(real_BT1), 1)
-    return load_E.size * jnp.sum(load_E / jnp.maximum(jnp.sum(load_E), 1) * mean_E)
+    return {"shares": jnp.sum(shares_BTE * real_BT1, axis=(0, 1)), "tokens": jnp.sum(real_BT1)}
 
 
 def update_router_bias(bias: jax.Array, load: jax.Array, *, rate: float) -> jax.Array:
@@ -274,7 +270,7 @@ class Moe(nnx.Module):
         load_E = expert_load(routing.ids_BTK, is_real_BT, self.spec.router.experts)
         aux = {"load": load_E} if dropped is None else {"load": load_E, "dropped": dropped}
         if self.spec.balance_weight:
-            aux["loss"] = self.spec.balance_weight * balance_loss(load_E, routing.shares_BTE, is_real_BT)
+            aux |= share_sums(self.spec.balance_weight * routing.shares_BTE, is_real_BT)
         return FeedForwardOutput(checkpoint_name(out_BTD, "mlp_out"), aux)
 
     def _shared(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
