@@ -150,7 +150,7 @@ class Attention(nnx.Module):
             gate_BTNH = ctx.constrain(self.gate(x_BTD, ctx), "act_batch", "act_length", "act_heads", None)
             attended_BTNH = attended_BTNH * jax.nn.sigmoid(gate_BTNH.astype(jnp.float32)).astype(attended_BTNH.dtype)
         out_BTD = self.out(attended_BTNH, ctx)
-        out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
+        out_BTD = ctx.to_stream(out_BTD)
         return MixerOutput(
             checkpoint_name(out_BTD, "attention_out"), cache, {}, shared if self.spec.is_shared else None
         )

@@ -167,7 +167,7 @@ class Mla(nnx.Module):
                 aux = self.indexer.aux_loss(scores_BTS, q_BTNH, k_BSNH, attended_BTS, scale=self.spec.scale)
         attended_BTNV = ctx.constrain(attended_BTNV, "act_batch", "act_length", "act_heads", None)
         out_BTD = self.out(checkpoint_name(attended_BTNV, "context"), ctx)
-        out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
+        out_BTD = ctx.to_stream(out_BTD)
         return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, aux)
 
     def empty_cache(self, cache_spec: CacheSpec, layers: int) -> Cache:
