@@ -100,10 +100,15 @@ def key_spec(place: Placement, k_BSKH: jax.Array, length: str | None) -> Partiti
     return place.spec("batch", length, None if k_BSKH.shape[2] == 1 else "heads")
 
 
+def whole_key_spec(place: Placement) -> PartitionSpec:
+    """The sharding of keys and values that `by_ulysses` takes if they are given for whole sequences."""
+    heads = (*axes_of(place.spec("heads")[0]), *axes_of(place.spec("length")[0]))
+    return PartitionSpec(place.spec("batch")[0], None, heads)
+
+
 def by_ulysses(run: Run, place: Placement, *, has_whole_keys: bool) -> Run:
     """Run a single-device kernel on whole sequences of some heads."""
     axis, ways = place.spec("length")[0], place.num_shards("length")
-    heads = (*axes_of(place.spec("heads")[0]), *axes_of(axis))
 
     def exchange(x: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
@@ -122,9 +127,9 @@ def by_ulysses(run: Run, place: Placement, *, has_whole_keys: bool) -> Run:
         if has_whole_keys:
             repeats = math.lcm(k.shape[2], ways * place.num_shards("heads")) // k.shape[2]
             k, v = (repeat_heads(x, repeats) for x in (k, v))
-            keys = PartitionSpec(place.spec("batch")[0], None, heads)
+            keys = whole_key_spec(place)
         queries, of_tokens = place.spec("batch", "length", "heads"), place.spec("batch", "length")
-        specs = (queries, keys, keys, of_tokens, PartitionSpec(heads))
+        specs = (queries, keys, keys, of_tokens, PartitionSpec(whole_key_spec(place)[2]))
         return place.shard_map(on_device, specs, queries)(q, k, v, tokens, sinks)
 
     return run_sharded

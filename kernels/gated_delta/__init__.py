@@ -84,6 +84,8 @@ BACKENDS: dict[str, Backend] = {
     "chunked": Backend(run=chunked.gated_delta),
 }
 OPERATION: Operation[Call, Backend] = Operation("delta", BACKENDS)
+# Dimensions of the arguments that may be split over devices.
+SPLIT = ("batch", "length", "kv_heads")
 
 
 @OPERATION.record_calls
@@ -127,25 +129,21 @@ def gated_delta(
     place = (place or Placement.here()).dividing(batch=B, length=T, kv_heads=M)
     call = Call(
         platform=place.platform,
-        splits=place.splits("batch", "length", "kv_heads"),
+        splits=place.splits(*SPLIT),
         dtype=value_BTNV.dtype.name,
         is_auto=backend == "auto",
         length=T,
         head_dims=(K, V),
-        states=B
-        * N
-        * -(-T // chunked.CHUNK)
-        * K
-        * V
-        // math.prod(map(place.num_shards, ("batch", "length", "kv_heads"))),
+        states=B * N * -(-T // chunked.CHUNK) * K * V // math.prod(map(place.num_shards, SPLIT)),
     )
-    row = OPERATION.select(backend, call)
-    if place.num_shards("length") > 1:
-        run = over_length(row.run, place)
-        out_BTMGV, state_BMGKV = run(masked(inputs, segments_BT))
-        return out_BTMGV.reshape(B, T, N, V), state_BMGKV.reshape(B, N, K, V)
-    heads, state = place.spec("batch", None, "kv_heads"), place.spec("batch", "kv_heads")
-    specs: Any = Inputs(heads, heads, heads, heads, heads, state, place.spec("batch"))  # type: ignore[arg-type]
-    run = row.map_shards(row.run, place, in_specs=(specs,), out_specs=(heads, state))
+    run = _over_devices(OPERATION.select(backend, call), place)
     out_BTMGV, state_BMGKV = run(masked(inputs, segments_BT))
     return out_BTMGV.reshape(B, T, N, V), state_BMGKV.reshape(B, N, K, V)
+
+
+def _over_devices(row: Backend, place: Placement) -> Run:
+    if place.num_shards("length") > 1:
+        return over_length(row.run, place)
+    heads, state = place.spec("batch", None, "kv_heads"), place.spec("batch", "kv_heads")
+    specs: Any = Inputs(heads, heads, heads, heads, heads, state, place.spec("batch"))  # type: ignore[arg-type]
+    return row.map_shards(row.run, place, in_specs=(specs,), out_specs=(heads, state))
