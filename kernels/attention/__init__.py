@@ -282,7 +282,7 @@ def _over_length(backend: str, call: Call, place: Placement, shape: tuple[int, .
     length = context.zigzag_part(T, request, place) or T // ways
     row = OPERATION.select(backend, dataclasses.replace(call, length=length, has_sinks=False, is_block=True))
     assert row.block is not None
-    kernel = BlockKernel(*(with_sizes(run, call.sizes) for run in row.block))
+    kernel = BlockKernel(with_sizes(row.block.forward, call.sizes), with_sizes(row.block.backward, call.sizes))
     return context.by_ring(kernel, place, is_gathered=strategy == "all_gather", has_whole_keys=has_whole_keys)
 
 

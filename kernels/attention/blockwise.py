@@ -121,12 +121,12 @@ class _Blocks(NamedTuple):
         q_BTKGH = inputs.q_BTNH.reshape(B, T, K, N // K, H)
         of_queries = [_split(x, sizes.C) for x in (q_BTKGH, inputs.q_segments_BT)]
         of_keys = [_split(x, sizes.D) for x in (inputs.k_BSKH, inputs.v_BSKH, inputs.kv_segments_BS)]
-        return cls(of_queries[0], *of_keys[:2], of_queries[1], of_keys[2], S)
+        return cls(of_queries[0], of_keys[0], of_keys[1], of_queries[1], of_keys[2], S)
 
     def is_visible(self, request: Request, sizes: _Sizes, i: jax.Array, j: jax.Array) -> jax.Array:
         """Mask [B or 1, 1, 1, C, D] of the keys of block j that the queries of block i see."""
         q_C1, k_1D = (i * sizes.C + jnp.arange(sizes.C))[:, None], (j * sizes.D + jnp.arange(sizes.D))[None, :]
-        segments = (None, None)
+        segments: tuple[jax.Array | None, jax.Array | None] = (None, None)
         if self.q_segments_IBC is not None and self.kv_segments_JBD is not None:
             segments = (self.q_segments_IBC[i][:, :, None], self.kv_segments_JBD[j][:, None, :])
         mask = visible_mask(request, q_C1, k_1D, *segments)

@@ -250,7 +250,7 @@ class Attention(nnx.Module):
 
         Padding behind the tokens that start a sequence comes later than all of them, and its own output is not used.
         """
-        tokens: dict[str, jax.Array | None] = {}
+        tokens: dict[str, Any] = {}
         if keys_values.positions_BS is not None:
             tokens = {"q_positions_BT": cached_positions(ctx), "kv_positions_BS": keys_values.positions_BS}
         elif ctx.cache is None:
