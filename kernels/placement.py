@@ -53,6 +53,9 @@ class Placement:
     """Tokens of a sequence in the residual stream, between the branches of a block."""
     vocab: Entry = None
     experts: Entry = None
+    context: str = "auto"
+    """How attention computes sequences that are split along their length: a strategy of kernels/attention/context.py.
+    """
 
     @classmethod
     def here(cls) -> "Placement":

@@ -104,6 +104,7 @@ class Context:
             stream_length=spec(("act_batch", stream))[1],
             vocab=spec(("act_batch", length, "act_vocab"))[2],
             experts=spec(("experts",))[0],
+            context=self.sharder.options.context,
         )
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
@@ -173,9 +174,10 @@ class KernelChoice(NamedTuple):
 
 @contextmanager
 def kernel_errors_as_config_errors() -> Iterator[None]:
-    """Raise UnsupportedError of kernels as ConfigError for the key of model.kernels that chose the backend."""
+    """Raise UnsupportedError of kernels as ConfigError for the key that chose the backend or strategy."""
     try:
         yield
     except UnsupportedError as error:
-        key, accepted = f"model.kernels.{error.operation}", ", ".join(("auto", *error.supported))
+        key = "mesh.context" if error.operation == "context" else f"model.kernels.{error.operation}"
+        accepted = ", ".join(("auto", *error.supported))
         raise ConfigError(Problem(key, "; ".join(error.reasons), value=error.backend, accepted=accepted)) from None

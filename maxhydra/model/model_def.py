@@ -90,6 +90,11 @@ class ModelDef:
     def _cast_weights(self) -> set[tuple[str, ...]]:
         return self._abstract.cast_weights()
 
+    def check_mesh(self, sharder: Sharder) -> None:
+        """Raise ConfigError for each axis of the mesh that does not divide the weights or the layers."""
+        self._abstract.check_mesh(sharder)
+        sharder.check(self.axes, self.shapes)
+
     def init(self, key: jax.Array) -> Tree:
         """Initial weights, independent of sharding; jit with out_shardings to create each shard on its device."""
         return nnx.to_pure_dict(nnx.state(Decoder(self._spec, key)))

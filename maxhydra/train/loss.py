@@ -110,10 +110,15 @@ def add_aux_losses(sums: Sums, aux: Tree) -> Sums:
 
 
 def load_metrics(aux: Tree) -> dict[str, jax.Array]:
-    """Max over mean of the expert load in the most imbalanced layer; empty for models without experts."""
+    """Metrics of the experts' load; empty for models without experts.
+
+    Max over mean of the load in the most imbalanced layer, and, if rows can be dropped, how many were in all layers.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(aux)
     ratios = [_max_over_mean(leaf) for keys, leaf in leaves if keys[-1].key == "load"]
-    return {"moe/load_max_mean": jnp.max(jnp.stack(ratios))} if ratios else {}
+    dropped = [jnp.sum(leaf) for keys, leaf in leaves if keys[-1].key == "dropped"]
+    metrics = {"moe/load_max_mean": jnp.max(jnp.stack(ratios))} if ratios else {}
+    return {**metrics, "moe/dropped": jnp.sum(jnp.stack(dropped))} if dropped else metrics
 
 
 def _max_over_mean(load: jax.Array) -> jax.Array:
