@@ -168,7 +168,8 @@ class Axes(Schema):
     """Context parallelism: sequences are sharded along their length; mesh.context chooses how attention sees the rest.
     """
     tensor: int = option(1, ge=-1)
-    """Tensor parallelism: heads, feed-forward columns and vocabulary are sharded."""
+    """Tensor parallelism: heads, feed-forward columns and vocabulary are sharded, and between them the residual stream
+    along its length (mesh.rules.act_stream_length)."""
 
     def check(self) -> Iterator[Problem]:
         sizes = {axis: getattr(self, axis) for axis in AXES}
