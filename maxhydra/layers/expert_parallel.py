@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.placement import Placement
+from maxhydra.kernels.sharded_vjp import axes_of
 from maxhydra.layers.context import Context
 from maxhydra.layers.expert_rows import (
     ExpertsSpec,
@@ -58,6 +59,11 @@ class ExpertMesh:
     def replicated(self) -> tuple[str, ...]:
         """Those of the holders that all have the same tokens."""
         return tuple(axis for axis in self.holders if axis not in self.exchanged)
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Axes over which the outputs of a token are partial sums."""
+        return (*self.hidden, *self.replicated)
 
     def size(self, axes: tuple[str, ...]) -> int:
         assert self.place.mesh is not None
@@ -114,62 +120,59 @@ class ExpertMesh:
 def expert_parallel(
     weights: Weights, routed: RoutedTokens, is_real_BT: jax.Array, spec: ExpertsSpec, ctx: Context
 ) -> tuple[jax.Array, jax.Array | None]:
-    """[B, T, D] in float32, weighted outputs of the experts, and [B, T, K], whether each was computed; None: all were.
+    """[B, T, D] weighted outputs, sharded as the residual stream, and [B, T, K], whether each was computed; None: all.
 
-    Maps the mesh axes that an enclosing shard_map has not mapped.
     Padding is not sent: it would fill the buffers, and its output is not used.
     """
-    sharder = ctx.sharder
+    sharder, place = ctx.sharder, ctx.place
     batch, length, hidden = sharder.spec(("act_batch", "act_length" if ctx.is_length_split else None, "act_mlp"))
     holders = sharder.mesh_axes("experts")
-    hidden = tuple(axis for axis in _axes(hidden) if axis not in holders)
-    exchanged = tuple(axis for axis in holders if axis in (*_axes(batch), *_axes(length)))
+    hidden = tuple(axis for axis in axes_of(hidden) if axis not in holders)
+    exchanged = tuple(axis for axis in holders if axis in (*axes_of(batch), *axes_of(length)))
     # With a cache a completion must not depend on the other sequences of its batch.
     parallel = spec.parallel if ctx.cache is None else dataclasses.replace(spec.parallel, buffer=None, chunks=1)
-    mesh = ExpertMesh(dataclasses.replace(spec, parallel=parallel), ctx.place, holders, exchanged, hidden)
+    mesh = ExpertMesh(dataclasses.replace(spec, parallel=parallel), place, holders, exchanged, hidden)
+    # Partial sums are scattered over the axes that split the residual stream, if it is these.
+    is_scattered = bool(mesh.summed) and axes_of(place.stream_length) == (*axes_of(length), *mesh.summed)
 
     def on_device(weights: Weights, routed: RoutedTokens, is_real_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         out_MD, is_kept_MK = _on_device(weights, routed.flat(), is_real_BT.reshape(-1, 1), mesh)
-        return out_MD.reshape(routed.x_BTD.shape), is_kept_MK.reshape(routed.ids_BTK.shape)
+        out_BTD = out_MD.reshape(routed.x_BTD.shape)
+        if is_scattered:
+            out_BTD = jax.lax.psum_scatter(out_BTD, mesh.summed, scatter_dimension=1, tiled=True)
+        elif mesh.summed:
+            out_BTD = _replicated_sum(out_BTD, mesh.summed)
+        return out_BTD, is_kept_MK.reshape(routed.ids_BTK.shape)
 
     along = PartitionSpec(batch, length)
     into, out_of = PartitionSpec(holders, None, hidden), PartitionSpec(holders, hidden, None)
     bias = PartitionSpec(holders, hidden) if spec.has_bias else None
     in_specs: Any = (Weights._make([into, into, out_of, bias, bias]), along, along)
-    context = jax.sharding.get_abstract_mesh()
-    run = jax.shard_map(
-        on_device,
-        mesh=context if context.manual_axes else sharder.mesh,
-        in_specs=in_specs,
-        out_specs=along,
-        axis_names=frozenset(ctx.place.free_axes),
-        check_vma=False,
-    )
-    out_BTD, is_kept_BTK = run(weights, routed, is_real_BT)
+    out_specs = (PartitionSpec(batch, place.stream_length if is_scattered else length), along)
+    out_BTD, is_kept_BTK = place.manual(on_device, in_specs, out_specs)(weights, routed, is_real_BT)
+    out_BTD = (out_BTD if is_scattered else ctx.to_stream(out_BTD)).astype(jnp.float32)
     return out_BTD, None if parallel.buffer is None or not holders else is_kept_BTK
 
 
 def _on_device(
     weights: Weights, tokens: Tokens, is_real_M1: jax.Array, mesh: ExpertMesh
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs [M, D] in float32 of a device's tokens, and [M, K], whether each was computed."""
+    """Outputs [M, D] of a device's tokens, partial sums over `mesh.summed`, and [M, K], whether each was computed."""
     if not mesh.holders:
-        out_MD, is_kept_MK = dropless(weights, tokens, mesh.spec, mesh.place), jnp.ones_like(tokens.ids_MK, bool)
-    else:
-        M, chunks = tokens.x_MD.shape[0], mesh.spec.parallel.chunks
-        tokens = tokens._replace(ids_MK=jnp.where(is_real_M1, mesh.exchange_ids(tokens.ids_MK), -1))
-        split = [jnp.split(x, chunks if M % chunks == 0 else 1) for x in tokens]
-        parts = [_admit(Tokens(*arrays), mesh) for arrays in zip(*split, strict=True)]
-        # All parts are dispatched before the first is computed, so that collectives can run behind its matmuls.
-        dispatch = _gather if mesh.gathers(tokens.ids_MK.shape[1]) else _send
-        finishes = [dispatch(part, mesh) for part in parts]
-        out_MD = jnp.concatenate([finish(weights) for finish in finishes])
-        is_kept_MK = jnp.concatenate([part.is_kept_MK for part in parts])
-    if axes := (*mesh.hidden, *mesh.replicated):
-        out_MD = _replicated_sum(out_MD.astype(mesh.spec.compute), axes)
+        out_MD = dropless(weights, tokens, mesh.spec, mesh.place)
+        return out_MD.astype(mesh.spec.compute), jnp.ones(tokens.ids_MK.shape, bool)
+    M, chunks = tokens.x_MD.shape[0], mesh.spec.parallel.chunks
+    tokens = tokens._replace(ids_MK=jnp.where(is_real_M1, mesh.exchange_ids(tokens.ids_MK), -1))
+    split = [jnp.split(x, chunks if M % chunks == 0 else 1) for x in tokens]
+    parts = [_admit(Tokens(*arrays), mesh) for arrays in zip(*split, strict=True)]
+    # All parts are dispatched before the first is computed, so that collectives can run behind its matmuls.
+    dispatch = _gather if mesh.gathers(tokens.ids_MK.shape[1]) else _send
+    finishes = [dispatch(part, mesh) for part in parts]
+    out_MD = jnp.concatenate([finish(weights) for finish in finishes])
+    is_kept_MK = jnp.concatenate([part.is_kept_MK for part in parts])
     if mesh.replicated:
         is_kept_MK = jax.lax.psum(is_kept_MK.astype(jnp.int32), mesh.replicated) > 0
-    return out_MD.astype(jnp.float32), is_kept_MK
+    return out_MD.astype(mesh.spec.compute), is_kept_MK
 
 
 class Admitted(NamedTuple):
@@ -305,21 +308,21 @@ def _gather(part: Admitted, mesh: ExpertMesh) -> Finish:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _replicated_sum(x_MD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _replicated_sum(x_BTD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The sum over mesh axes as an output of shard_map that these axes do not split.
 
     The gradient of shard_map divides the cotangent of such an output by the size of the axes, and that of psum would
     all-reduce it. All devices have the same cotangent, so it is multiplied instead.
     """
-    return jax.lax.psum(x_MD, axes)
+    return jax.lax.psum(x_BTD, axes)
 
 
-def _replicated_sum_forward(x_MD: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
-    return jax.lax.psum(x_MD, axes), None
+def _replicated_sum_forward(x_BTD: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
+    return jax.lax.psum(x_BTD, axes), None
 
 
-def _replicated_sum_backward(axes: tuple[str, ...], saved: None, d_MD: jax.Array) -> tuple[jax.Array]:
-    return (d_MD * jax.lax.axis_size(axes),)
+def _replicated_sum_backward(axes: tuple[str, ...], saved: None, d_BTD: jax.Array) -> tuple[jax.Array]:
+    return (d_BTD * jax.lax.axis_size(axes),)
 
 
 _replicated_sum.defvjp(_replicated_sum_forward, _replicated_sum_backward)
@@ -332,8 +335,3 @@ def _starts(sizes: jax.Array) -> jax.Array:
 
 def _index(axes: tuple[str, ...]) -> jax.Array | int:
     return jax.lax.axis_index(axes) if axes else 0
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    """Mesh axes of one entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

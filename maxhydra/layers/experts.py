@@ -54,7 +54,7 @@ class ExpertsOutput(NamedTuple):
     """What the experts return."""
 
     out_BTD: jax.Array
-    """In float32."""
+    """In float32, sharded as the residual stream."""
     dropped: jax.Array | None
     """How many pairs of a token and one of its experts were not computed; None if none can be."""
 
@@ -78,6 +78,7 @@ class Experts(nnx.Module):
             slots_BTK = _slots(routed.ids_BTK, is_real_BT, self.spec.experts)
             is_kept_BTK = slots_BTK < capacity
             out_BTD = self._with_capacity(routed, jnp.where(is_kept_BTK, slots_BTK, capacity), ctx, capacity=capacity)
+            out_BTD = ctx.to_stream(out_BTD)
         elif not ctx.place.free_axes:
             out_MD = dropless(self._weights(), routed.flat(), self.spec, ctx.place)
             out_BTD = out_MD.reshape(routed.x_BTD.shape)
