@@ -136,22 +136,22 @@ def expert_parallel(
     is_scattered = bool(mesh.summed) and axes_of(place.stream_length) == (*axes_of(length), *mesh.summed)
 
     def on_device(weights: Weights, routed: RoutedTokens, is_real_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out_MD, is_kept_MK = _on_device(weights, routed.flat(), is_real_BT.reshape(-1, 1), mesh)
+        out_MD, is_sent_MK = _on_device(weights, routed.flat(), is_real_BT.reshape(-1, 1), mesh)
         out_BTD = out_MD.reshape(routed.x_BTD.shape)
         if is_scattered:
             out_BTD = jax.lax.psum_scatter(out_BTD, mesh.summed, scatter_dimension=1, tiled=True)
         elif mesh.summed:
             out_BTD = _replicated_sum(out_BTD, mesh.summed)
-        return out_BTD, is_kept_MK.reshape(routed.ids_BTK.shape)
+        return out_BTD, is_sent_MK.reshape(routed.ids_BTK.shape)
 
     along = PartitionSpec(batch, length)
     into, out_of = PartitionSpec(holders, None, hidden), PartitionSpec(holders, hidden, None)
     bias = PartitionSpec(holders, hidden) if spec.has_bias else None
     in_specs: Any = (Weights._make([into, into, out_of, bias, bias]), along, along)
     out_specs = (PartitionSpec(batch, place.stream_length if is_scattered else length), along)
-    out_BTD, is_kept_BTK = place.manual(on_device, in_specs, out_specs)(weights, routed, is_real_BT)
+    out_BTD, is_sent_BTK = place.manual(on_device, in_specs, out_specs)(weights, routed, is_real_BT)
     out_BTD = (out_BTD if is_scattered else ctx.to_stream(out_BTD)).astype(jnp.float32)
-    return out_BTD, None if parallel.buffer is None or not holders else is_kept_BTK
+    return out_BTD, None if parallel.buffer is None or not holders else is_sent_BTK
 
 
 def _on_device(
@@ -169,10 +169,10 @@ def _on_device(
     dispatch = _gather if mesh.gathers(tokens.ids_MK.shape[1]) else _send
     finishes = [dispatch(part, mesh) for part in parts]
     out_MD = jnp.concatenate([finish(weights) for finish in finishes])
-    is_kept_MK = jnp.concatenate([part.is_kept_MK for part in parts])
+    is_sent_MK = jnp.concatenate([part.is_sent_MK for part in parts])
     if mesh.replicated:
-        is_kept_MK = jax.lax.psum(is_kept_MK.astype(jnp.int32), mesh.replicated) > 0
-    return out_MD.astype(mesh.spec.compute), is_kept_MK
+        is_sent_MK = jax.lax.psum(is_sent_MK.astype(jnp.int32), mesh.replicated) > 0
+    return out_MD.astype(mesh.spec.compute), is_sent_MK
 
 
 class Admitted(NamedTuple):
@@ -181,11 +181,11 @@ class Admitted(NamedTuple):
     tokens: Tokens
     order: RowOrder
     """Rows of the pairs, sorted by expert."""
-    is_kept_MK: jax.Array
+    is_sent_MK: jax.Array
     """Whether the expert of a pair is reachable and has room for it."""
     load_NNE: jax.Array
     """Rows from each device to each device's experts."""
-    kept_NNE: jax.Array
+    sent_NNE: jax.Array
     """How many of these are sent, the first ones."""
     room: int
 
@@ -199,13 +199,13 @@ def _admit(tokens: Tokens, mesh: ExpertMesh) -> Admitted:
     room, most = mesh.room(*ids_MK.shape), mesh.most_rows(*ids_MK.shape)
     if most <= room:
         return Admitted(tokens, order, ids_MK >= 0, load_NNE, load_NNE, room)
-    kept_NNE = _kept(load_NNE, room)
-    kept_G = kept_NNE[_index(mesh.exchanged)].reshape(-1)
+    sent_NNE = _sent_rows(load_NNE, room)
+    sent_G = sent_NNE[_index(mesh.exchanged)].reshape(-1)
     rank_MK = order.rows_MK - _starts(load_G)[ids_MK]
-    return Admitted(tokens, order, (ids_MK >= 0) & (rank_MK < kept_G[ids_MK]), load_NNE, kept_NNE, room)
+    return Admitted(tokens, order, (ids_MK >= 0) & (rank_MK < sent_G[ids_MK]), load_NNE, sent_NNE, room)
 
 
-def _kept(load_NNE: jax.Array, room: int) -> jax.Array:
+def _sent_rows(load_NNE: jax.Array, room: int) -> jax.Array:
     """How many rows of each queue, from a device to an expert, are sent, if each device has room for so many.
 
     All queues of a device have the same limit, the largest for which their rows fit. The rows left over go to the
@@ -218,11 +218,11 @@ def _kept(load_NNE: jax.Array, room: int) -> jax.Array:
     shorter_NQ = jax.vmap(_starts)(sorted_NQ)
     limits_NQ = (room - shorter_NQ) // jnp.arange(queues_NQ.shape[1], 0, -1)
     limit_N1 = jnp.where(total_N1 <= room, sorted_NQ[:, -1:], jnp.max(limits_NQ, axis=1, keepdims=True))
-    kept_NQ = jnp.minimum(queues_NQ, limit_N1)
+    sent_NQ = jnp.minimum(queues_NQ, limit_N1)
     is_longer_NQ = queues_NQ > limit_N1
-    left_N1 = room - jnp.sum(kept_NQ, axis=1, keepdims=True)
-    kept_NQ = kept_NQ + (is_longer_NQ & (jnp.cumsum(is_longer_NQ, axis=1) <= left_N1))
-    return jnp.swapaxes(kept_NQ.reshape(load_NNE.shape), 0, 1)
+    left_N1 = room - jnp.sum(sent_NQ, axis=1, keepdims=True)
+    sent_NQ = sent_NQ + (is_longer_NQ & (jnp.cumsum(is_longer_NQ, axis=1) <= left_N1))
+    return jnp.swapaxes(sent_NQ.reshape(load_NNE.shape), 0, 1)
 
 
 Finish = Callable[[Weights], jax.Array]
@@ -232,15 +232,15 @@ Finish = Callable[[Weights], jax.Array]
 def _send(part: Admitted, mesh: ExpertMesh) -> Finish:
     """Dispatch by all-to-all: each row goes to the device of its expert, and its output comes back."""
     spec, me, (M, K) = mesh.spec, _index(mesh.exchanged), part.tokens.ids_MK.shape
-    kept_NEN = jnp.transpose(part.kept_NNE, (1, 2, 0))
+    sent_NEN = jnp.transpose(part.sent_NNE, (1, 2, 0))
     # Rows arrive sorted by expert, those of one expert by the device that they come from.
-    target_NEN = jax.vmap(_starts)(kept_NEN.reshape(mesh.devices, -1)).reshape(kept_NEN.shape)
+    target_NEN = jax.vmap(_starts)(sent_NEN.reshape(mesh.devices, -1)).reshape(sent_NEN.shape)
     source_NNE = jax.vmap(_starts)(part.load_NNE.reshape(mesh.devices, -1)).reshape(part.load_NNE.shape)
-    there = Slices(source_NNE[me], part.kept_NNE[me], target_NEN[:, :, me])
-    back = Slices(target_NEN[me].T, part.kept_NNE[:, me], source_NNE[:, me])
+    there = Slices(source_NNE[me], part.sent_NNE[me], target_NEN[:, :, me])
+    back = Slices(target_NEN[me].T, part.sent_NNE[:, me], source_NNE[:, me])
     link = Link(mesh.exchanged, mesh.place.platform, slice_rows=M, sent=M * K, received=part.room)
     rows_CD = exchange(rows_of(part.tokens, part.order, spec), there, back, link)
-    sizes_E = jnp.sum(kept_NEN[me], axis=1)
+    sizes_E = jnp.sum(sent_NEN[me], axis=1)
 
     def finish(weights: Weights) -> jax.Array:
         out_CD = apply_experts(weights, rows_CD, sizes_E, spec, mesh.place)
@@ -289,7 +289,7 @@ _return_sums.defvjp(_return_sums_forward, _return_sums_backward)
 
 def _gather(part: Admitted, mesh: ExpertMesh) -> Finish:
     """Dispatch by all-gather: every device gets all tokens, and sums the outputs of its own experts."""
-    tokens = part.tokens._replace(ids_MK=jnp.where(part.is_kept_MK, part.tokens.ids_MK, -1))
+    tokens = part.tokens._replace(ids_MK=jnp.where(part.is_sent_MK, part.tokens.ids_MK, -1))
     if mesh.exchanged:
         tokens = Tokens(*(jax.lax.all_gather(x, mesh.exchanged, tiled=True) for x in tokens))
 
