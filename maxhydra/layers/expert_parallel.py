@@ -2,11 +2,11 @@
 
 Two ways, which give the same result: an all-to-all sends each row (a token for one of its experts) to one device; an
 all-gather sends every token to all devices, and a reduce-scatter returns their sums. Both send the compute dtype in
-both directions, and so do their gradients. A device has room for a bounded number of rows; all devices know all loads,
+both directions, and so do their gradients. The receive buffer of a device is bounded; all devices know all loads,
 and what does not fit is dropped before it is sent.
 
 D residual stream, E experts of a device, G experts of all devices that exchange tokens, K experts per token, L local
-rows (M * K), M tokens of a device, N devices that exchange tokens, C rows that a device has room for.
+rows (M * K), M tokens of a device, N devices that exchange tokens, C rows of a device's buffer.
 """
 
 import dataclasses
@@ -87,8 +87,8 @@ class ExpertMesh:
         """The largest possible load of a device: all tokens choose as many of its experts as they can."""
         return self.devices * tokens * min(top_k, self.local_experts)
 
-    def room(self, tokens: int, top_k: int) -> int:
-        """Rows that a device has room for."""
+    def buffer_rows(self, tokens: int, top_k: int) -> int:
+        """Rows of a device's receive buffer."""
         rows, buffer = self.most_rows(tokens, top_k), self.spec.parallel.buffer
         if buffer is not None:
             rows = min(rows, math.ceil(buffer * tokens * top_k / self.size(self.replicated)))
@@ -176,18 +176,18 @@ def _on_device(
 
 
 class Admitted(NamedTuple):
-    """Tokens of a device, and which of its rows the devices of the experts have room for."""
+    """Tokens of a device, and which of its rows fit in the buffers of the experts' devices."""
 
     tokens: Tokens
     order: RowOrder
     """Rows of the pairs, sorted by expert."""
     is_sent_MK: jax.Array
-    """Whether the expert of a pair is reachable and has room for it."""
+    """Whether the expert of a pair is reachable and the row fits in its buffer."""
     load_NNE: jax.Array
     """Rows from each device to each device's experts."""
     sent_NNE: jax.Array
     """How many of these are sent, the first ones."""
-    room: int
+    buffer_rows: int
 
 
 def _admit(tokens: Tokens, mesh: ExpertMesh) -> Admitted:
@@ -196,17 +196,17 @@ def _admit(tokens: Tokens, mesh: ExpertMesh) -> Admitted:
     order, load_G = sort_by_expert(ids_MK, mesh.reachable_experts)
     load_NG = jax.lax.all_gather(load_G, mesh.exchanged) if mesh.exchanged else load_G[None]
     load_NNE = load_NG.reshape(N, N, -1)
-    room, most = mesh.room(*ids_MK.shape), mesh.most_rows(*ids_MK.shape)
-    if most <= room:
-        return Admitted(tokens, order, ids_MK >= 0, load_NNE, load_NNE, room)
-    sent_NNE = _sent_rows(load_NNE, room)
+    rows, most = mesh.buffer_rows(*ids_MK.shape), mesh.most_rows(*ids_MK.shape)
+    if most <= rows:
+        return Admitted(tokens, order, ids_MK >= 0, load_NNE, load_NNE, rows)
+    sent_NNE = _sent_rows(load_NNE, rows)
     sent_G = sent_NNE[_index(mesh.exchanged)].reshape(-1)
     rank_MK = order.rows_MK - _starts(load_G)[ids_MK]
-    return Admitted(tokens, order, (ids_MK >= 0) & (rank_MK < sent_G[ids_MK]), load_NNE, sent_NNE, room)
+    return Admitted(tokens, order, (ids_MK >= 0) & (rank_MK < sent_G[ids_MK]), load_NNE, sent_NNE, rows)
 
 
-def _sent_rows(load_NNE: jax.Array, room: int) -> jax.Array:
-    """How many rows of each queue, from a device to an expert, are sent, if each device has room for so many.
+def _sent_rows(load_NNE: jax.Array, rows: int) -> jax.Array:
+    """How many rows of each queue, from a device to an expert, are sent to buffers of so many rows.
 
     All queues of a device have the same limit, the largest for which their rows fit. The rows left over go to the
     first queues that exceed it.
@@ -216,12 +216,12 @@ def _sent_rows(load_NNE: jax.Array, room: int) -> jax.Array:
     total_N1 = jnp.sum(queues_NQ, axis=1, keepdims=True)
     # With a limit between the lengths of two queues, all shorter ones are sent whole.
     shorter_NQ = jax.vmap(_starts)(sorted_NQ)
-    limits_NQ = (room - shorter_NQ) // jnp.arange(queues_NQ.shape[1], 0, -1)
-    limit_N1 = jnp.where(total_N1 <= room, sorted_NQ[:, -1:], jnp.max(limits_NQ, axis=1, keepdims=True))
+    limits_NQ = (rows - shorter_NQ) // jnp.arange(queues_NQ.shape[1], 0, -1)
+    limit_N1 = jnp.where(total_N1 <= rows, sorted_NQ[:, -1:], jnp.max(limits_NQ, axis=1, keepdims=True))
     sent_NQ = jnp.minimum(queues_NQ, limit_N1)
     is_longer_NQ = queues_NQ > limit_N1
-    left_N1 = room - jnp.sum(sent_NQ, axis=1, keepdims=True)
-    sent_NQ = sent_NQ + (is_longer_NQ & (jnp.cumsum(is_longer_NQ, axis=1) <= left_N1))
+    spare_N1 = rows - jnp.sum(sent_NQ, axis=1, keepdims=True)
+    sent_NQ = sent_NQ + (is_longer_NQ & (jnp.cumsum(is_longer_NQ, axis=1) <= spare_N1))
     return jnp.swapaxes(sent_NQ.reshape(load_NNE.shape), 0, 1)
 
 
@@ -238,7 +238,7 @@ def _send(part: Admitted, mesh: ExpertMesh) -> Finish:
     source_NNE = jax.vmap(_starts)(part.load_NNE.reshape(mesh.devices, -1)).reshape(part.load_NNE.shape)
     there = Slices(source_NNE[me], part.sent_NNE[me], target_NEN[:, :, me])
     back = Slices(target_NEN[me].T, part.sent_NNE[:, me], source_NNE[:, me])
-    link = Link(mesh.exchanged, mesh.place.platform, slice_rows=M, sent=M * K, received=part.room)
+    link = Link(mesh.exchanged, mesh.place.platform, slice_rows=M, sent=M * K, received=part.buffer_rows)
     rows_CD = exchange(rows_of(part.tokens, part.order, spec), there, back, link)
     sizes_E = jnp.sum(sent_NEN[me], axis=1)
 
@@ -296,7 +296,7 @@ def _gather(part: Admitted, mesh: ExpertMesh) -> Finish:
     def finish(weights: Weights) -> jax.Array:
         E = mesh.local_experts
         local = tokens._replace(ids_MK=tokens.ids_MK - _index(mesh.exchanged) * E)
-        order, sizes_E = sort_by_expert(local.ids_MK, E, part.room)
+        order, sizes_E = sort_by_expert(local.ids_MK, E, part.buffer_rows)
         out_RD = apply_experts(weights, rows_of(local, order, mesh.spec), sizes_E, mesh.spec, mesh.place)
         out_MD = combine(out_RD, local, order, mesh.spec)
         if not mesh.exchanged:
