@@ -206,7 +206,7 @@ def _admit(tokens: Tokens, mesh: ExpertMesh) -> Admitted:
 
 
 def _sent_rows(load_NNE: jax.Array, rows: int) -> jax.Array:
-    """How many rows of each queue, from a device to an expert, are sent to buffers of so many rows.
+    """How many rows of each queue, from a device to an expert, are sent to buffers of this many rows.
 
     All queues of a device have the same limit, the largest for which their rows fit. The rows left over go to the
     first queues that exceed it.
