@@ -84,8 +84,12 @@ class StateFactory:
     """Whether trainable parameters and optimizer state are sharded over the mesh axis `data` too (ZeRO-1)."""
 
     def spec(self, axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
-        """The PartitionSpec of a trainable parameter or an array of the optimizer state."""
-        return self.sharder.spec_over_data(axes, shape) if self.shards_over_data else self.sharder.spec(axes)
+        """The PartitionSpec of a trainable parameter or an array of the optimizer state.
+
+        Mesh axes divide every parameter and moment, but maybe not the number of blocks of a quantized moment.
+        """
+        spec_of = self.sharder.spec_over_data if self.shards_over_data else self.sharder.dividing_spec
+        return spec_of(axes, shape)
 
     def cast(self, params: Tree) -> Tree:
         """Trainable parameters as the forward pass reads them: in the compute dtype, gathered over `data`."""
@@ -132,11 +136,10 @@ class StateFactory:
             history=amax_histories(self.model.axes),
         )
         shardings = self.sharder.tree(axes)
-        if self.shards_over_data:
-            shapes = split_trainable(self.model.shapes)[0]
-            trained = (params, axes.opt_state), (shapes, jax.eval_shape(self.optimizer.transform.init, shapes))
-            params, opt_state = jax.tree.map(self._stored_sharding, *trained, is_leaf=is_axes)
-            shardings = dataclasses.replace(shardings, params=params, opt_state=opt_state)
+        shapes = split_trainable(self.model.shapes)[0]
+        trained = (params, axes.opt_state), (shapes, jax.eval_shape(self.optimizer.transform.init, shapes))
+        params, opt_state = jax.tree.map(self._stored_sharding, *trained, is_leaf=is_axes)
+        shardings = dataclasses.replace(shardings, params=params, opt_state=opt_state)
         extra = jax.tree.map(lambda leaf: leaf.sharding, self.extra_weights)
         return dataclasses.replace(shardings, frozen={**shardings.frozen, **extra})
 
