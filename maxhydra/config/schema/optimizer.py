@@ -101,6 +101,9 @@ class Optimizer(Schema):
     """adafactor: the second moment is factored if the two largest dimensions are at least this."""
     mu_dtype: Dtype | None = None
     """Dtype of the first moment. null: that of the weights."""
+    offload: bool = False
+    """Keep the optimizer state in pinned host memory. The update copies the arrays of one group of weights after the
+    other to the device and back; device memory holds a few of them at a time."""
     moments: MomentFormat | None = None
     """adamw: dynamic8 stores both moments of the layers' matrices in 8 bits, with a scale per block of 256 (Dettmers et
     al., 2021): 2 bytes per weight instead of 8. null: as arrays, see mu_dtype."""
