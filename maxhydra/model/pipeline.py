@@ -46,7 +46,7 @@ class _Rings(NamedTuple):
 
 def check_stages(repetitions: int, sharder: Sharder) -> None:
     """Raise ConfigError unless the repetitions of the pattern divide into the stages and repeats of the mesh."""
-    stages, repeats = sharder.stages, sharder.repeats
+    stages, repeats = sharder.stages, sharder.options.repeats
     if stages == 1 and repeats > 1:
         reason = "interleaves layers of pipeline stages, but mesh.stage=1"
         raise ConfigError(Problem("mesh.pipeline.repeats", reason, value=repeats, accepted="1, or mesh.stage > 1"))

@@ -4,7 +4,8 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.hardware import AXES, DATA, RULES, STAGE, Mesh, Pipeline
+from maxhydra.config.schema.hardware import AXES, DATA, RULES, STAGE, Mesh
 from maxhydra.sharding.mesh import AXIS_TYPES, build_mesh
 from maxhydra.sharding.pipeline import PipelineSchedule, plan_schedule
 
@@ -25,31 +26,41 @@ def is_axes(node: Any) -> bool:
     return type(node) is tuple and all(name is None or isinstance(name, str) for name in node)
 
 
+class MeshOptions(NamedTuple):
+    """Keys of the section `mesh` that choose how an axis is used."""
+
+    context: str = "auto"
+    """Strategy of attention over sequences that are sharded along their length (`mesh.context`)."""
+    microbatches: int | None = None
+    """As in `mesh.pipeline`."""
+    repeats: int = 1
+
+
 @dataclasses.dataclass(frozen=True, init=False)
 class Sharder:
     """Shardings over one mesh by one set of rules; hashable, so it can be a static field or argument of a jit."""
 
     mesh: jax.sharding.Mesh | AbstractMesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
-    microbatches: int | None
-    """As in `mesh.pipeline`."""
-    repeats: int
+    options: MeshOptions
 
     def __init__(
         self,
         mesh: jax.sharding.Mesh | AbstractMesh,
         rules: Mapping[str, Sequence[str]],
-        pipeline: Pipeline | None = None,
+        options: MeshOptions | None = None,
     ):
         object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(self, "microbatches", None if pipeline is None else pipeline.microbatches)
-        object.__setattr__(self, "repeats", 1 if pipeline is None else pipeline.repeats)
-        object.__setattr__(self, "rules", tuple((name, tuple(axes)) for name, axes in sorted(rules.items())))
+        # Rules of older configs lack the logical axes that were added since.
+        every = {**RULES, **rules}
+        object.__setattr__(self, "rules", tuple((name, tuple(axes)) for name, axes in sorted(every.items())))
+        object.__setattr__(self, "options", options or MeshOptions())
 
     @classmethod
     def from_config(cls, config: Mesh, mesh: jax.sharding.Mesh | AbstractMesh | None = None) -> "Sharder":
         """The sharder of the section `mesh` of a config, over a mesh of all devices by default."""
-        return cls(build_mesh(config) if mesh is None else mesh, config.rules, config.pipeline)
+        options = MeshOptions(config.context.value, config.pipeline.microbatches, config.pipeline.repeats)
+        return cls(build_mesh(config) if mesh is None else mesh, config.rules, options)
 
     @classmethod
     def single(cls) -> "Sharder":
@@ -72,8 +83,8 @@ class Sharder:
         row_shards = math.prod(self.mesh.shape[axis] for axis in self.mesh_axes("act_batch") if axis != STAGE)
         return plan_schedule(
             stages=self.stages,
-            repeats=self.repeats,
-            microbatches=self.microbatches,
+            repeats=self.options.repeats,
+            microbatches=self.options.microbatches,
             rows=rows,
             row_shards=row_shards,
         )
@@ -81,7 +92,8 @@ class Sharder:
     def inside_stage(self) -> "Sharder":
         """The sharder within one pipeline stage: shardings over the other axes of the mesh."""
         mesh = self.mesh.abstract_mesh.update_axis_types({STAGE: AxisType.Manual})
-        return Sharder(mesh, {name: [axis for axis in axes if axis != STAGE] for name, axes in self.rules})
+        rules = {name: [axis for axis in axes if axis != STAGE] for name, axes in self.rules}
+        return Sharder(mesh, rules, self.options)
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
         """Mesh axes of more than one device over which a logical axis is sharded."""
@@ -140,6 +152,12 @@ class Sharder:
         entries = zip(self.spec(axes), shape, sizes, strict=True)
         return PartitionSpec(*(entry if size % shards == 0 else None for entry, size, shards in entries))
 
+    def reshard(self, x: jax.Array, axes: LogicalAxes, *, gradient: LogicalAxes) -> jax.Array:
+        """As `constrain`, with other logical axes for the gradient of the value."""
+        if self.spec(axes) == self.spec(gradient):
+            return self.constrain(x, *axes)
+        return _reshard(self.sharding(axes), self.sharding(gradient), x)
+
     def divides(self, axes: LogicalAxes, shape: Sequence[int]) -> bool:
         """Whether the mesh axes of every dimension divide it."""
         return not any(
@@ -178,6 +196,17 @@ class Sharder:
             accepted=f"{fits}{' in total' if len(split) > 1 else ''}",
             hint=f"or do not shard {name}: mesh.rules.{name}=[]",
         )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _reshard(forward: NamedSharding, backward: NamedSharding, x: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, forward)
+
+
+_reshard.defvjp(
+    lambda forward, backward, x: (jax.lax.with_sharding_constraint(x, forward), None),
+    lambda forward, backward, _, gradient: (jax.lax.with_sharding_constraint(gradient, backward),),
+)
 
 
 def bytes_per_device(

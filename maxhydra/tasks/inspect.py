@@ -6,7 +6,6 @@ TPU slice that need not be attached, and reports its memory.
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator
 
 import jax
@@ -17,6 +16,7 @@ from maxhydra.config import Config
 from maxhydra.config.schema.hardware import Hardware
 from maxhydra.config.schema.tasks.analysis import Format, InspectTask
 from maxhydra.measure.compiled import CompileReport, compile_report
+from maxhydra.plan.tables import readable_bytes
 from maxhydra.runtime.topology import absent_devices
 from maxhydra.sharding import Sharder, abstract_mesh, build_mesh, bytes_per_device, is_axes
 from maxhydra.tasks import Job, Outcome
@@ -171,9 +171,3 @@ def _report_lines(report: CompileReport, hardware: Hardware, dtype: str) -> Iter
     peak = hardware.peak_tflops.get(dtype)
     least = f", at least {report.tflop_per_device / peak:.3g} s at {peak:g} TFLOP/s" if peak else ""
     yield f"a step takes {report.tflop_per_device:,.1f} TFLOP per device{least}"
-
-
-def readable_bytes(count: int) -> str:
-    """1536 -> 1.5 KiB."""
-    power = min(4, max(0, int(math.log2(max(count, 1)) // 10)))
-    return f"{count / 1024**power:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

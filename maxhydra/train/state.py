@@ -1,6 +1,8 @@
 """The training state, and the factory that creates it sharded over the mesh."""
 
 import dataclasses
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +20,7 @@ from maxhydra.train.loss import Tree
 
 # Memory kind in which offloaded optimizer state is stored.
 OFFLOAD_MEMORY = "pinned_host"
-# For programs that run once: with less optimization they compile in half the time.
-RUN_ONCE = {"xla_backend_optimization_level": 1}
+_OPTIMIZATION_LEVEL = re.compile(r"--xla_backend_optimization_level=(\d)")
 
 
 @jax.tree_util.register_dataclass
@@ -174,7 +175,8 @@ class StateFactory:
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, onto which a checkpoint is restored."""
         extra = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), dict(self.extra_weights))
-        shapes = jax.eval_shape(lambda seed: self._build(self._init_weights(seed), extra, seed), jnp.uint32(0))
+        seed = jax.ShapeDtypeStruct((), jnp.uint32)
+        shapes = jax.eval_shape(lambda seed: self._build(self._init_weights(seed), extra, seed), seed)
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             shapes,
@@ -187,7 +189,7 @@ class StateFactory:
             lambda extra_weights, seed: self._build(self._init_weights(seed), extra_weights, seed),
             out_shardings=self.shardings(),
             donate_argnums=0,
-            compiler_options=RUN_ONCE,
+            compiler_options=_run_once_options(),
         )
         return build(dict(self.extra_weights), jnp.uint32(seed))
 
@@ -196,7 +198,7 @@ class StateFactory:
         build = jax.jit(
             lambda seed: self.model.base.init(jax.random.split(jax.random.key(seed))[0]),
             out_shardings=self.sharder.tree(self.model.base.axes),
-            compiler_options=RUN_ONCE,
+            compiler_options=_run_once_options(),
         )
         return build(jnp.uint32(seed))
 
@@ -209,6 +211,15 @@ class StateFactory:
 
         create = jax.jit(build, out_shardings=self.shardings(), donate_argnums=(0, 1))
         return create(base, dict(self.extra_weights), jnp.uint32(seed))
+
+
+def _run_once_options() -> dict[str, int]:
+    """Compiler options of programs that run once: at a lower optimization level they compile in half the time.
+
+    A level in XLA_FLAGS that is even lower is kept.
+    """
+    levels = _OPTIMIZATION_LEVEL.findall(os.environ.get("XLA_FLAGS", ""))
+    return {"xla_backend_optimization_level": min([1, *map(int, levels[-1:])])}
 
 
 def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str, Tree] | None = None) -> StateFactory:
