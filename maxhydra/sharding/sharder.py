@@ -118,7 +118,7 @@ class Sharder:
 
         Vectors, matrices that no dimension of fits, and arrays that `data` shards already have the usual spec.
         """
-        spec, size = self.spec(axes), self.mesh.shape[DATA]
+        spec, size = self.dividing_spec(axes, shape), self.mesh.shape[DATA]
         is_matrix = sum(name != "layers" for name in axes) > 1
         if size == 1 or not is_matrix or any(DATA in _names(entry) for entry in spec):
             return spec
@@ -145,6 +145,12 @@ class Sharder:
         if self.mesh.size == 1:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
+
+    def dividing_spec(self, axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
+        """The spec of an array without the mesh axes that do not divide their dimension."""
+        sizes = [math.prod(self.mesh.shape[axis] for axis in _names(entry)) for entry in self.spec(axes)]
+        entries = zip(self.spec(axes), shape, sizes, strict=True)
+        return PartitionSpec(*(entry if size % shards == 0 else None for entry, size, shards in entries))
 
     def reshard(self, x: jax.Array, axes: LogicalAxes, *, gradient: LogicalAxes) -> jax.Array:
         """As `constrain`, with other logical axes for the gradient of the value."""

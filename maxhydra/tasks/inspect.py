@@ -61,6 +61,9 @@ def run(job: Job) -> Outcome:
             "optimizer": sum(row.bytes_per_device for row in moments),
         },
     }
+    if config.optimizer.offload:
+        facts["host_bytes_per_device"] = {"optimizer": facts["bytes_per_device"]["optimizer"]}
+        facts["bytes_per_device"]["optimizer"] = 0
     if sharder.stages > 1:
         schedule = sharder.pipeline_schedule(plan_batches(config, sharder).batch // config.train.grad_accum)
         facts["pipeline"] = {
@@ -136,6 +139,8 @@ def _print(rows: list[Row], facts: dict, hardware: Hardware, dtype: str) -> None
         f"together {readable_bytes(sum(device_bytes.values()))}{capacity}, before activations\n"
         f"training takes {facts['flops_per_token'] / 1e9:,.1f} GFLOP per token"
     )
+    if host := facts.get("host_bytes_per_device"):
+        print(f"in host memory per device: optimizer {readable_bytes(host['optimizer'])}")
     if pipeline := facts.get("pipeline"):
         print(
             f"pipeline: {pipeline['stages']} stages x {pipeline['repeats']} repeats, {pipeline['microbatches']} "

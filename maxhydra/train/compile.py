@@ -15,7 +15,7 @@ from maxhydra.sharding import Sharder
 from maxhydra.train.batches import plan_batches
 from maxhydra.train.loss import Batch, LossFn, next_token_loss
 from maxhydra.train.state import StateFactory, TrainState, plan_states
-from maxhydra.train.step import Metrics, StepFn, make_step, sequences_in
+from maxhydra.train.step import Metrics, StateLayout, StepFn, make_step, sequences_in
 
 HEADROOM_BYTES = 64 * 2**20
 COLUMNS = {"tokens": "int32", "targets": "int32", "positions": "int32", "segments": "int32", "weights": "float32"}
@@ -37,7 +37,7 @@ def trace_step(states: StateFactory, loss: LossFn, train: Train, example: Mappin
             train,
             states.model.apply_aux_updates,
             states.cast,
-            states.shard_gradients,
+            StateLayout(states.shard_gradients, states.load_moments, states.store_moments),
         ),
         donate_argnums=0,
         out_shardings=(states.shardings(), None),

@@ -18,6 +18,8 @@ from maxhydra.optim import Optimizer, state_axes
 from maxhydra.sharding import LogicalAxes, Sharder, is_axes
 from maxhydra.train.loss import Tree
 
+# Memory kind in which offloaded optimizer state is stored.
+OFFLOAD_MEMORY = "pinned_host"
 _OPTIMIZATION_LEVEL = re.compile(r"--xla_backend_optimization_level=(\d)")
 
 
@@ -83,10 +85,16 @@ class StateFactory:
     """Extra frozen weights by name that the loss reads in addition to the model's, such as a teacher's."""
     shards_over_data: bool = False
     """Whether trainable parameters and optimizer state are sharded over the mesh axis `data` too (ZeRO-1)."""
+    offloads_moments: bool = False
+    """Whether the optimizer state is stored in pinned host memory."""
 
     def spec(self, axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
-        """The PartitionSpec of a trainable parameter or an array of the optimizer state."""
-        return self.sharder.spec_over_data(axes, shape) if self.shards_over_data else self.sharder.spec(axes)
+        """The PartitionSpec of a trainable parameter or an array of the optimizer state.
+
+        Mesh axes divide every parameter and moment, but maybe not the number of blocks of a quantized moment.
+        """
+        spec_of = self.sharder.spec_over_data if self.shards_over_data else self.sharder.dividing_spec
+        return spec_of(axes, shape)
 
     def cast(self, params: Tree) -> Tree:
         """Trainable parameters as the forward pass reads them: in the compute dtype, gathered over `data`."""
@@ -98,6 +106,20 @@ class StateFactory:
     def shard_gradients(self, grads: Tree) -> Tree:
         """Gradients in the sharding of the optimizer state: a sum over `data` becomes a reduce-scatter."""
         return self._constrain(grads, self.spec) if self.shards_over_data else grads
+
+    def load_moments(self, opt_state: Tree) -> Tree:
+        """The optimizer state in device memory."""
+        return self._moved(opt_state, "device") if self.offloads_moments else opt_state
+
+    def store_moments(self, opt_state: Tree) -> Tree:
+        """The optimizer state where it is stored."""
+        return self._moved(opt_state, OFFLOAD_MEMORY) if self.offloads_moments else opt_state
+
+    def _moved(self, opt_state: Tree, memory: str) -> Tree:
+        def move(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+            return jax.device_put(leaf, sharding.with_memory_kind(memory)) if leaf.ndim else leaf
+
+        return jax.tree.map(move, opt_state, self.shardings().opt_state)
 
     def _constrain(self, tree: Tree, spec_of: Callable[[LogicalAxes, Sequence[int]], PartitionSpec]) -> Tree:
         def constrain(axes: LogicalAxes, leaf: jax.Array) -> jax.Array:
@@ -133,16 +155,22 @@ class StateFactory:
             history=amax_histories(self.model.axes),
         )
         shardings = self.sharder.tree(axes)
-        if self.shards_over_data:
-            shapes = split_trainable(self.model.shapes)[0]
-            trained = (params, axes.opt_state), (shapes, jax.eval_shape(self.optimizer.transform.init, shapes))
-            params, opt_state = jax.tree.map(self._stored_sharding, *trained, is_leaf=is_axes)
-            shardings = dataclasses.replace(shardings, params=params, opt_state=opt_state)
+        shapes = split_trainable(self.model.shapes)[0]
+        state_shapes = jax.eval_shape(self.optimizer.transform.init, shapes)
+        shardings = dataclasses.replace(
+            shardings,
+            params=jax.tree.map(self._stored_sharding, params, shapes, is_leaf=is_axes),
+            opt_state=jax.tree.map(self._moment_sharding, axes.opt_state, state_shapes, is_leaf=is_axes),
+        )
         extra = jax.tree.map(lambda leaf: leaf.sharding, self.extra_weights)
         return dataclasses.replace(shardings, frozen={**shardings.frozen, **extra})
 
     def _stored_sharding(self, axes: LogicalAxes, leaf: Any) -> NamedSharding:
         return NamedSharding(self.sharder.mesh, self.spec(axes, leaf.shape))
+
+    def _moment_sharding(self, axes: LogicalAxes, leaf: Any) -> NamedSharding:
+        sharding = self._stored_sharding(axes, leaf)
+        return sharding.with_memory_kind(OFFLOAD_MEMORY) if self.offloads_moments and leaf.shape else sharding
 
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, onto which a checkpoint is restored."""
@@ -208,6 +236,8 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         )
         value, accepted = config.quantization.kind, "none, fp8 or int8 with an adapter"
         raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint=hint))
+    if config.optimizer.offload:
+        _require_host_memory(sharder)
     decoder = model.build(config.model, config.adapter, config.quantization)
     decoder.check_mesh(sharder)
     shapes, axes = split_trainable(decoder.shapes)[0], split_trainable(decoder.axes)[0]
@@ -219,4 +249,25 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         # Gradient accumulation is a loop that adds up whole layer stacks.
         is_unrolled=decoder.is_unrolled and config.train.grad_accum == 1,
     )
-    return StateFactory(decoder, optimizer, sharder, extra_weights or {}, config.mesh.shard_state_over_data)
+    return StateFactory(
+        decoder,
+        optimizer,
+        sharder,
+        extra_weights or {},
+        shards_over_data=config.mesh.shard_state_over_data,
+        offloads_moments=config.optimizer.offload,
+    )
+
+
+def _require_host_memory(sharder: Sharder) -> None:
+    """Raise ConfigError if the attached devices have no pinned host memory; absent ones are assumed to have it."""
+    if not isinstance(sharder.mesh, jax.sharding.Mesh):
+        return
+    device = sharder.mesh.devices.flat[0]
+    if device.client.runtime_type == "compile_only_runtime":
+        return
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if OFFLOAD_MEMORY not in kinds:
+        reason = f"needs {OFFLOAD_MEMORY} memory; {device.platform} devices here have {', '.join(kinds)}"
+        hint = "optimizer.moments=dynamic8 or mesh.shard_state_over_data=true save memory on any device"
+        raise ConfigError(Problem("optimizer.offload", reason, value=True, accepted="false", hint=hint))
