@@ -21,7 +21,7 @@ from maxhydra.model import flops_per_token
 from maxhydra.runtime.topology import compiler_options
 from maxhydra.sharding import Sharder
 from maxhydra.train.batches import plan_batches
-from maxhydra.train.compile import explain_oom, trace_pretraining_step
+from maxhydra.train.compile import explain_oom, trace_pretraining_step, without_compilation_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,8 @@ def compile_report(
     traced_at = time.perf_counter()
     try:
         options = compiler_options(config.hardware, sharder.mesh.devices.flatten().tolist())
-        compiled = traced.lower().compile(compiler_options=options or None)
+        with without_compilation_cache():
+            compiled = traced.lower().compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
         raise explain_oom(error, config) from None
     seconds = time.perf_counter() - traced_at

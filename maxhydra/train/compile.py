@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.run import Train
@@ -47,6 +48,23 @@ def trace_step(states: StateFactory, loss: LossFn, train: Train, example: Mappin
         out_shardings=(states.shardings(), None),
     )
     return step.trace(states.abstract(), example)
+
+
+@contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """Compile inside without the persistent cache: a program that comes from it cannot be serialized again on a CPU.
+
+    jax would write the file, and the loaded program would fail with "Function ... not found".
+    """
+    enabled = jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        # jax decides once per process whether it uses the cache.
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 @contextmanager
