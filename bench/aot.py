@@ -37,7 +37,7 @@ def main() -> None:
     try:
         config = compose([f"hardware={hardware}", *DEFAULTS, *overrides]).config
         devices = absent_devices(topology, slices=int(own.get("slices", 1)), hardware=config.hardware)
-        report, compiled = compile_report(config, Sharder(build_mesh(config.mesh, devices), config.mesh.rules))
+        report, compiled = compile_report(config, Sharder.from_config(config.mesh, build_mesh(config.mesh, devices)))
     except ConfigError as error:
         sys.exit(str(error))
     if "hlo" in own:

@@ -4,16 +4,14 @@ The devices need not be attached (runtime/topology.py). Nothing is measured: the
 """
 
 import dataclasses
-import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 from maxhydra.config import Config
-from maxhydra.config.schema.hardware import Hardware
 from maxhydra.kernels.dispatch import Choice, recording_choices
 from maxhydra.measure import hlo
 from maxhydra.measure.minimum import minimum_wire_bytes
@@ -170,30 +168,3 @@ def _row(one: hlo.Collective, mesh: dict[str, int]) -> dict[str, Any]:
 
 def _mib(count: float) -> float:
     return round(count / 2**20, 3)
-
-
-def report_lines(report: CompileReport, hardware: Hardware, dtype: str) -> Iterator[str]:
-    """The report as lines of text."""
-    device_bytes = report.bytes_per_device
-    capacity = f" of {hardware.memory_gib:g} GiB" if hardware.memory_gib else ""
-    parts = ", ".join(f"{name} {readable_bytes(size)}" for name, size in device_bytes.items())
-    yield f"\ncompiled for {report.devices} x {report.device} in {report.seconds:.0f} s"
-    yield f"per device: {readable_bytes(sum(device_bytes.values()))}{capacity} ({parts})"
-    yield from (f"  {line}" for line in report.operations)
-    kernels = ", ".join(f"{count} x {name}" for name, count in sorted(report.kernels.items()))
-    yield f"kernels: {kernels or 'only those that XLA generates'}"
-    peak = hardware.peak_tflops.get(dtype)
-    least = f", at least {report.tflop_per_device / peak:.3g} s at {peak:g} TFLOP/s" if peak else ""
-    yield f"a step takes {report.tflop_per_device:,.1f} TFLOP per device{least}"
-    for row in report.collectives:
-        along = f" along {row['axes']}" if row["axes"] else ""
-        yield f"{row['count']} x {row['kind']}{along} in {row['dtype']}: {readable_bytes(int(row['mib'] * 2**20))}"
-    for axes, row in report.wire.items():
-        least = f", at least {row['minimum_mib']:,.1f} MiB ({row['ratio']:.2f} x)" if "ratio" in row else ""
-        yield f"a device sends along {axes or 'no axis'}: {row['mib']:,.1f} MiB{least}"
-
-
-def readable_bytes(count: int) -> str:
-    """1536 -> 1.5 KiB."""
-    power = min(4, max(0, int(math.log2(max(count, 1)) // 10)))
-    return f"{count / 1024**power:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

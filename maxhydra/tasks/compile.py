@@ -5,13 +5,16 @@ A run with the same config and `hardware.compiled=<task.output>` loads the execu
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.config.schema.hardware import Hardware
 from maxhydra.config.schema.tasks.analysis import CompileTask, Format
-from maxhydra.measure.compiled import compile_report, report_lines
+from maxhydra.measure.compiled import CompileReport, compile_report
+from maxhydra.plan.tables import readable_bytes
 from maxhydra.runtime.topology import absent_devices
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
@@ -32,7 +35,7 @@ def run(job: Job) -> Outcome:
         if task.topology is None
         else absent_devices(task.topology, slices=task.slices, hardware=config.hardware)
     )
-    sharder = Sharder(build_mesh(config.mesh, devices), config.mesh.rules)
+    sharder = Sharder.from_config(config.mesh, build_mesh(config.mesh, devices))
     report, compiled = compile_report(config, sharder, segments=task.segments)
     facts = {"topology": task.topology, **dataclasses.asdict(report)}
     if folder is not None:
@@ -47,3 +50,24 @@ def run(job: Job) -> Outcome:
         if folder is not None:
             print(f"wrote {folder}; start the run with hardware.compiled={folder}")
     return Outcome("finished", "printed")
+
+
+def report_lines(report: CompileReport, hardware: Hardware, dtype: str) -> Iterator[str]:
+    """The report as lines of text."""
+    device_bytes = report.bytes_per_device
+    capacity = f" of {hardware.memory_gib:g} GiB" if hardware.memory_gib else ""
+    parts = ", ".join(f"{name} {readable_bytes(size)}" for name, size in device_bytes.items())
+    yield f"\ncompiled for {report.devices} x {report.device} in {report.seconds:.0f} s"
+    yield f"per device: {readable_bytes(sum(device_bytes.values()))}{capacity} ({parts})"
+    yield from (f"  {line}" for line in report.operations)
+    kernels = ", ".join(f"{count} x {name}" for name, count in sorted(report.kernels.items()))
+    yield f"kernels: {kernels or 'only those that XLA generates'}"
+    peak = hardware.peak_tflops.get(dtype)
+    least = f", at least {report.tflop_per_device / peak:.3g} s at {peak:g} TFLOP/s" if peak else ""
+    yield f"a step takes {report.tflop_per_device:,.1f} TFLOP per device{least}"
+    for row in report.collectives:
+        along = f" along {row['axes']}" if row["axes"] else ""
+        yield f"{row['count']} x {row['kind']}{along} in {row['dtype']}: {readable_bytes(int(row['mib'] * 2**20))}"
+    for axes, row in report.wire.items():
+        least = f", at least {row['minimum_mib']:,.1f} MiB ({row['ratio']:.2f} x)" if "ratio" in row else ""
+        yield f"a device sends along {axes or 'no axis'}: {row['mib']:,.1f} MiB{least}"

@@ -15,7 +15,6 @@ from maxhydra.kernels.gated_delta import (
     UnsupportedError,
     chunked,
     gated_delta,
-    over_devices,
     pallas_tpu,
     spec,
     triton,
@@ -177,7 +176,10 @@ def test_kernels_equal_the_chunked_form_over_a_mesh(kernel, tolerance):
     arrays |= {"log_decay_BTMG": -rng.exponential(size=(B, T, M, 2)), "state_BMGKV": rng.normal(size=(B, M, 2, K, V))}
     given = {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    kernel = over_devices(kernel, Placement("tpu", mesh, "rows", None, "heads"))
+    place = Placement("tpu", mesh, batch="rows", kv_heads="heads")
+    heads, state = place.spec("batch", None, "kv_heads"), place.spec("batch", "kv_heads")
+    specs = spec.Inputs(heads, heads, heads, heads, heads, state, place.spec("batch"))
+    kernel = place.shard_map(kernel, (specs,), (heads, state))
 
     @partial(jax.jit, static_argnums=1)
     def value_and_grads(given, run):
@@ -195,7 +197,6 @@ def test_kernels_equal_the_chunked_form_over_a_mesh(kernel, tolerance):
 def call(**changes) -> Call:
     defaults = {
         "platform": "gpu",
-        "devices": 1,
         "dtype": "bfloat16",
         "length": 64,
         "head_dims": (128, 128),

@@ -21,7 +21,7 @@ CONFIG = ["model=micro", "train.seq_len=32", "train.per_device_batch_size=1", "m
 
 def make(*overrides: str, compiled: Path | None = None) -> tuple[Config, Sharder]:
     config = compose([*CONFIG, *overrides, f"hardware.compiled={compiled or 'null'}"]).config
-    return config, Sharder(build_mesh(config.mesh, jax.devices()[:2]), config.mesh.rules)
+    return config, Sharder.from_config(config.mesh, build_mesh(config.mesh, jax.devices()[:2]))
 
 
 @pytest.fixture(scope="module")
