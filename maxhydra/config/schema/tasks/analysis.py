@@ -136,7 +136,6 @@ class InspectTask(Task):
 
 
 @schema
-<<<<<<< HEAD
 class CompileTask(Task):
     """Compiles the training step for devices that need not be present."""
 
@@ -149,7 +148,11 @@ class CompileTask(Task):
     """Rows are packed from several documents, as those of data=grain are; those of data=demo are not."""
     output: str | None = None
     """New folder for the executable, which hardware.compiled loads. null: only the report."""
-=======
+    format: Format = Format.table
+    """Output format."""
+
+
+@schema
 class PlanTask(Task):
     """Estimates memory, traffic and step time on devices that need not be present, and searches for the best mesh."""
 
@@ -165,7 +168,6 @@ class PlanTask(Task):
     """search: number of best setups to print."""
     memory_share: float = option(0.92, gt=0, le=1)
     """Share of the device memory that a setup may use; the rest is left to the allocator and to communication."""
->>>>>>> main
     format: Format = Format.table
     """Output format."""
 
