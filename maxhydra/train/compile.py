@@ -63,14 +63,15 @@ def without_compilation_cache() -> Iterator[None]:
 
     jax would write the file, and the loaded program would fail with "Function ... not found".
     """
-    enabled = jax.config.jax_enable_compilation_cache
+    settings: Any = jax.config
+    enabled = settings.jax_enable_compilation_cache
     try:
-        jax.config.update("jax_enable_compilation_cache", False)
+        settings.update("jax_enable_compilation_cache", False)
         # jax decides once per process whether it uses the cache.
         compilation_cache.reset_cache()
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", enabled)
+        settings.update("jax_enable_compilation_cache", enabled)
         compilation_cache.reset_cache()
 
 
