@@ -33,10 +33,14 @@ KEY = "hardware.compiled"
 EXECUTABLE, MANIFEST = "executable.bin", "manifest.json"
 FORMAT = 1
 # Config keys that the compiled step depends on, and those among them that it does not depend on.
-KEYS = ("model.*", "optimizer.*", "train.*", "mesh.*", "adapter.*", "quantization.*", "hardware.xla_flags")
-KEYS += ("hardware.matmul_precision", "hardware.debug_nans")
-OTHER_KEYS = ("model.path", "model.context_length", "train.log_every", "train.progress", "train.sample.*")
-OTHER_KEYS += ("train.eval_*", "train.target_eval_loss", "train.early_stop.*", "train.allow_no_learning")
+KEYS = (
+    *("model.*", "optimizer.*", "train.*", "mesh.*", "adapter.*", "quantization.*"),
+    *("hardware.xla_flags", "hardware.matmul_precision", "hardware.debug_nans"),
+)
+OTHER_KEYS = (
+    *("model.path", "model.context_length", "train.log_every", "train.progress", "train.sample.*"),
+    *("train.eval_*", "train.target_eval_loss", "train.early_stop.*", "train.allow_no_learning"),
+)
 PLUGINS = {"gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin"), "tpu": ("libtpu",)}
 PACKAGE = Path(__file__).resolve().parent.parent
 HINT = "compile again with task=compile and this config, or leave hardware.compiled null"
