@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.hardware import Hardware
+from maxhydra.config.schema.hardware import Hardware, Platform
 from maxhydra.config.schema.tasks.analysis import CompileTask, Format
 from maxhydra.measure.compiled import CompileReport, compile_report
 from maxhydra.plan.tables import readable_bytes
@@ -27,6 +27,13 @@ COMPILES = True
 def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, CompileTask)
+    if config.hardware.platform is Platform.auto:
+        # The compiler flags are those of the hardware option, and detection would find this host, not the topology.
+        reason, accepted = (
+            "is auto; the compiler flags depend on it",
+            "the option of the devices: gpu-h200, tpu-v5p, cpu",
+        )
+        raise ConfigError(Problem("hardware", reason, accepted=accepted, hint="use the same option for the run"))
     folder = None if task.output is None else Path(task.output).expanduser()
     if folder is not None and folder.exists():
         raise ConfigError(Problem("task.output", "exists already", value=task.output, accepted="a new folder"))

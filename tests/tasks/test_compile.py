@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.cli import SMALL, losses, run, run_ok
 
-CONFIG = [*SMALL, "train.steps=4", "train.log_every=1", "mesh.fsdp=2", "train.per_device_batch_size=1"]
+CONFIG = [*SMALL, "hardware=cpu", "train.steps=4", "train.log_every=1", "mesh.fsdp=2", "train.per_device_batch_size=1"]
 
 
 @pytest.mark.slow
@@ -25,5 +25,7 @@ def test_a_run_with_a_compiled_step_equals_one_without(tmp_path: Path) -> None:
     changed = run(*CONFIG, "hardware.compiled=step", "train.seq_len=64", cwd=tmp_path, devices=2)
     assert changed.returncode == 2
     assert "train.seq_len=64: hardware.compiled was compiled with" in changed.stderr
+    unknown = run(*compiled, *CONFIG, "hardware=auto", cwd=tmp_path, devices=2)
+    assert unknown.returncode == 2 and "hardware: is auto" in unknown.stderr
     again = run(*compiled, *CONFIG, cwd=tmp_path, devices=2)
     assert again.returncode == 2 and "task.output=step: exists already" in again.stderr
