@@ -1,11 +1,11 @@
 """A compiled training step on disk: `task=compile` writes it, `hardware.compiled` loads it instead of compiling.
 
-A folder with `executable.bin` and `manifest.json`. The manifest states what the program was compiled from: the config
+A folder with `executable.bin` and `manifest.json`. The manifest states the inputs of the compilation: the config
 keys that it depends on, a digest of this package's source, the versions of jax and its plugin, and the devices. All of
 them must be equal at the start of a run; every difference is reported with both values.
 
 The executable contains machine code, and jax wraps it in a pickle (jax.experimental.serialize_executable): loading one
-runs what its author wrote, with or without the pickle. So the question is who may write the folder. A folder or file
+runs its author's code, with or without the pickle. So the question is who may write the folder. A folder or file
 that another user than the current one or root owns, or that group or others may write, is rejected before it is read,
 and the bytes must have the digest in the manifest. The trees of arguments and results are not stored; they come from
 tracing the step again, which takes seconds.
@@ -48,7 +48,7 @@ HINT = "compile again with task=compile and this config, or leave hardware.compi
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a step was compiled from."""
+    """Everything that a compiled step depends on."""
 
     devices: int
     device_kind: str
