@@ -94,6 +94,10 @@ class Hardware(Schema):
     """Sets of flags for task=tune to try on top of xla_flags, by a name of your choice."""
     compilation_cache: str | None = "~/.cache/maxhydra/xla"
     """Folder of the persistent compilation cache, so that a resumed run does not compile again. null: no cache."""
+    compiled: str | None = None
+    """Folder of task=compile with the compiled training step, used instead of compiling it. Its config, source,
+    versions and devices must be those of the run. It contains machine code: use only folders that you wrote. null:
+    compile."""
     matmul_precision: Precision = Precision.default
     """Precision of float32 matmuls."""
     simulated_devices: int | None = option(None, ge=1)
