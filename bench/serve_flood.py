@@ -5,8 +5,8 @@ python bench/serve_flood.py [--seconds 10] [--flooders 4] [--realtime] [--tree C
 A probe posts small requests one after the other. Flooders, each a process of niceness 19, post bodies of about 3.9 MB
 without pause. The kind `none` is the idle server. --tree serves another checkout of this repository, for comparison.
 --realtime (as root) schedules the threads of the server and the probe before all other processes of the machine, but
-not child processes of the server, and the flooders, with niceness -10, next: on a busy machine, the latencies then still
-show only what the server waits for.
+not child processes of the server, and the flooders, with niceness -10, next: on a busy machine, the latencies then
+still show only what the server waits for.
 """
 
 import argparse

@@ -219,6 +219,15 @@ def _list_files(folder: Path) -> Iterator[str]:
         yield from (f"{inner}/{name}" if inner else name for name in names)
 
 
+def digest_files(folder: Path) -> dict[str, str]:
+    """XXH3 digests of all files below a folder by relative name. Raises OSError if one cannot be read."""
+    try:
+        found = _hash_files(folder, sorted(_list_files(folder)), _ALGORITHM)
+    except DamagedCheckpointError as error:
+        raise OSError(str(error)) from error
+    return {name: entry.digest for name, entry in found.items()}
+
+
 def _hash_files(folder: Path, names: Collection[str], algorithm: str) -> dict[str, FileDigest]:
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="digests") as threads:
         return dict(zip(names, threads.map(lambda name: _hash_file(folder, name, algorithm), names), strict=True))

@@ -17,6 +17,7 @@ from maxhydra.convert.hf_config import is_hf_folder
 from maxhydra.convert.hf_write import find_family, write_hf
 from maxhydra.convert.load import open_arrays, read_adapter
 from maxhydra.convert.orbax_io import write_checkpoint
+from maxhydra.convert.output_record import describe_difference, inputs_digest, write_record
 from maxhydra.convert.peft import write_peft
 from maxhydra.data.tokenizers import check_vocabulary
 from maxhydra.data.tokenizers.hf import HuggingFaceTokenizer
@@ -38,8 +39,17 @@ def run(job: Job) -> Outcome:
         raise ConfigError(Problem(KEY, "is required: it names the weights to convert", value=None))
     _check_format(config, task)
     check_same_model(config, source)
-    with atomic_output_dir(Path(task.output).expanduser().absolute()) as folder:
+    output = Path(task.output).expanduser().absolute()
+    inputs = inputs_digest(KEY, config, source)
+    if output.exists():
+        if (difference := describe_difference(output, inputs)) is not None:
+            hint = "choose another folder, or move the existing one"
+            raise ConfigError(Problem("task.output", f"already exists, and {difference}", value=output, hint=hint))
+        print(f"{task.output} is already complete: written by the same command, files verified", file=sys.stderr)
+        return Outcome("finished", "already complete")
+    with atomic_output_dir(output) as folder:
         WRITERS[task.format](config, task, source, folder)
+        write_record(folder, inputs)
     print(f"wrote {task.output}", file=sys.stderr)
     return Outcome("finished", "written")
 
