@@ -84,9 +84,9 @@ def probe(port: int, until: float) -> list[float]:
 
 def prioritize(process: int) -> None:
     """Schedule the present threads of a process in real time, but not its children, present or later."""
-    for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
-        os.setpriority(os.PRIO_PROCESS, int(child), FLOOD_NICENESS)
     for thread in os.listdir(f"/proc/{process}/task"):
+        for child in Path(f"/proc/{process}/task/{thread}/children").read_text().split():
+            os.setpriority(os.PRIO_PROCESS, int(child), FLOOD_NICENESS)
         os.sched_setscheduler(int(thread), os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
 
 
