@@ -1,7 +1,7 @@
-"""Kill a process at a chosen point of an action: just before its n-th call of a C function.
+"""Kill a process at a chosen point of an action: just before its n-th call with an effect on disk.
 
-Every effect on disk is a call of a C function, so that all states that a kill can leave behind are reached, each by a
-number that can be repeated; a timer would reach most of them only by chance.
+All states that a kill can leave behind are reached, each by a number that can be repeated; a timer would reach most of
+them only by chance.
 """
 
 import os
@@ -13,10 +13,12 @@ from types import FrameType
 from typing import Any
 
 Action = Callable[[], object]
+# Modules whose C functions, or whose objects' methods, have effects on disk.
+_MODULES = ("posix", "_io", "fcntl", "sqlite3", "_sqlite3", "array_record")
 
 
 def count_calls(action: Action) -> int:
-    """Number of C functions that an action calls, in a child process: it may leave files behind."""
+    """Number of calls with effects that an action makes, in a child process: it may leave files behind."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -49,7 +51,7 @@ def _run(action: Action, number: int | None) -> int:
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal calls
-        if event == "c_call":
+        if event == "c_call" and _has_effect(argument):
             calls += 1
             if calls == number:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -63,3 +65,9 @@ def _run(action: Action, number: int | None) -> int:
         traceback.print_exc()
         os._exit(1)
     return calls
+
+
+def _has_effect(function: Any) -> bool:
+    owner = getattr(function, "__self__", None)
+    modules = (getattr(function, "__module__", None), type(owner).__module__, getattr(owner, "__name__", None))
+    return any(str(module).split(".")[0] in _MODULES for module in modules)
