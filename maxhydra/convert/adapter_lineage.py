@@ -176,7 +176,7 @@ def _base(key: str, source: str | Path, run: Path, base: str | None) -> str:
         if location is not None:
             difference = describe_weights_change(key, location, recorded)
             reason = f"holds an adapter whose base weights, {base}, have changed: {difference}"
-            hint = "restore them, or resume the run with run.accept_changed_inputs=[base] to use what is there now"
+            hint = "restore them, or resume the run with run.accept_changed_inputs=[base] to use the current weights"
             raise ConfigError(Problem(key, reason, value=source, hint=hint))
     if location is None:
         reason = f"holds an adapter trained on the weights of {base}, which do not exist"

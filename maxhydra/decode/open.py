@@ -26,7 +26,7 @@ from maxhydra.convert.load import load_weights, stored_format
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.model import ModelDef
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding import Sharder
 
 # Tokenizer keys that change the ids of a text.
 TOKENIZER_KEYS = ("kind", "path", "bos", "eos", "add_bos")
@@ -145,10 +145,18 @@ def weight_quantization(config: Config) -> Quantization:
 
 def build_model(config: Config) -> tuple[ModelDef, Sharder]:
     """Build the model with quantized weights if configured, and the sharder of its mesh."""
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    sharder = Sharder.from_config(config.mesh)
     decoder = model.build(config.model, quantization=weight_quantization(config))
-    sharder.check(decoder.axes, decoder.shapes)
+    decoder.check_mesh(sharder)
+    reject_stages(sharder, "mesh.stage")
     return decoder, sharder
+
+
+def reject_stages(sharder: Sharder, path: str) -> None:
+    """Raise ConfigError for a mesh with pipeline stages: decoding runs all layers for every token."""
+    if sharder.stages > 1:
+        reason, accepted = "pipeline parallelism is for training", "1; shard weights over fsdp, expert or tensor"
+        raise ConfigError(Problem(path, reason, value=sharder.stages, accepted=accepted))
 
 
 def load_params(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:
