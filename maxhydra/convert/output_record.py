@@ -1,4 +1,4 @@
-"""A record in the output folder of task=convert: what it was written from, and the digests of its files.
+"""A record in the output folder of task=convert: a digest of its inputs, and the digests of its files.
 
 The folder gets its final name before the command ends, so a command that is killed in between, or repeated by a script,
 finds a complete output. The record shows that it is the same and undamaged.
@@ -38,7 +38,7 @@ def inputs_digest(key: str, config: Config, source: str) -> str:
 
 
 def write_record(folder: Path, inputs: str) -> None:
-    """Record the files of a complete output folder, and the digest of what they were written from."""
+    """Record the files of a complete output folder, and the digest of its inputs."""
     content = {**stamp(OUTPUT_FORMAT), "inputs": inputs, "files": digest_files(folder)}
     replace_file(folder / RECORD, json.dumps(content, indent=1) + "\n")
 

@@ -105,7 +105,7 @@ def relabel(root: Path) -> None:
 
 
 @fuzz(cases=15, point=POINTS)
-def test_labels_change_together(point, tmp_path):
+def test_tags_and_note_are_replaced_at_once(point, tmp_path):
     with killed(relabel, point, tmp_path, write_labelled) as root:
         facts = RunDirectory(root / "run", writes=False).read()
         assert (facts["tags"], facts["notes"]) in ((["before"], "old"), (["after"], "new"))
