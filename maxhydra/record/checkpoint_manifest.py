@@ -29,7 +29,7 @@ _FIRST_FORMAT_WITH_MANIFEST = 2
 # Orbax's file about a step, which repeats the format: it distinguishes a lost manifest from one that never existed.
 STEP_METADATA = "_CHECKPOINT_METADATA"
 _ALGORITHM = "xxh3-128"
-_ALGORITHMS = {"sha256": hashlib.sha256, _ALGORITHM: xxhash.xxh3_128}
+_ALGORITHMS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256, _ALGORITHM: xxhash.xxh3_128}
 _THREADS = min(8, os.cpu_count() or 1)
 # Bytes of one read: each makes a thread give up and take the GIL again, which a training loop uses too.
 _BUFFER = 2**20

@@ -31,7 +31,7 @@ Prepare = Callable[[Path], object]
 
 
 @contextmanager
-def killed(act: Act, point: float, folder: Path, prepare: Prepare = lambda folder: None) -> Iterator[Path]:
+def killed(act: Act, point: float, folder: Path, prepare: Prepare) -> Iterator[Path]:
     """A new folder after `prepare`, in which `act` was killed at the point."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         root = Path(temporary)
@@ -47,17 +47,21 @@ def _num_calls(act: Act, prepare: Prepare) -> int:
         return count_calls(lambda: act(Path(folder)))
 
 
+def write_nothing(root: Path) -> None:
+    pass
+
+
+def write_old(root: Path) -> None:
+    (root / "file").write_text("old")
+
+
 def write_new(root: Path) -> None:
     replace_file(root / "file", "new " * 5000)
 
 
 @fuzz(cases=25, point=POINTS, has_old=st.booleans())
 def test_a_file_is_replaced_as_a_whole(point, has_old, tmp_path):
-    def write_old(root: Path) -> None:
-        if has_old:
-            (root / "file").write_text("old")
-
-    with killed(write_new, point, tmp_path, write_old) as root:
+    with killed(write_new, point, tmp_path, write_old if has_old else write_nothing) as root:
         if has_old or (root / "file").exists():
             assert (root / "file").read_text() in ("old", "new " * 5000)
         write_new(root)
@@ -81,7 +85,7 @@ def train(root: Path) -> None:
 @fuzz(cases=6, point=POINTS)
 @example(point=1.0)
 def test_a_run_is_listed_and_resumes(point, tmp_path):
-    with killed(train, point, tmp_path) as root:
+    with killed(train, point, tmp_path, write_nothing) as root:
         run = RunDirectory(root / "run", writes=False)
         registry = Registry(root)
         listed = registry.runs()
@@ -170,7 +174,7 @@ def write_second_plan(root: Path) -> None:
 
 @fuzz(cases=15, point=POINTS, has_old=st.booleans())
 def test_a_sweep_has_its_old_or_its_new_plan(point, has_old, tmp_path):
-    prepare = write_first_plan if has_old else lambda root: None
+    prepare = write_first_plan if has_old else write_nothing
     with killed(write_second_plan, point, tmp_path, prepare) as root:
         try:
             assert read_plan(root / "sweep").fixed in (("train.steps=3",), ("train.steps=4",))
