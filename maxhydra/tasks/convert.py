@@ -17,13 +17,13 @@ from maxhydra.convert.hf_config import is_hf_folder
 from maxhydra.convert.hf_write import find_family, write_hf
 from maxhydra.convert.load import open_arrays, read_adapter
 from maxhydra.convert.orbax_io import write_checkpoint
-from maxhydra.convert.output_record import describe_difference, inputs_digest, write_record
 from maxhydra.convert.peft import write_peft
 from maxhydra.data.tokenizers import check_vocabulary
 from maxhydra.data.tokenizers.hf import HuggingFaceTokenizer
 from maxhydra.decode.open import check_same_model
 from maxhydra.modelfiles import locate
 from maxhydra.tasks import Job, Outcome, atomic_output_dir
+from maxhydra.tasks._output_record import describe_difference, inputs_digest, write_record
 
 NEEDS_DEVICES = KEEPS_RUN = False
 

@@ -11,11 +11,11 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.convert.orbax_io import write_checkpoint
-from maxhydra.convert.output_record import RECORD
 from maxhydra.convert.streaming import InMemoryArrays
 from maxhydra.model import build
 from maxhydra.record.checkpoint_manifest import verify_files
 from maxhydra.tasks import Job, convert
+from maxhydra.tasks._output_record import RECORD
 
 MODEL = ["model=llama3-tiny", "model.num_layers=1", "model.vocab_size=300"]
 
