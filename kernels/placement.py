@@ -53,6 +53,9 @@ class Placement:
     """Tokens of a sequence in the residual stream, between the branches of a block."""
     vocab: Entry = None
     experts: Entry = None
+    context: str = "auto"
+    """How attention computes sequences that are split along their length: a strategy of kernels/attention/context.py.
+    """
 
     @classmethod
     def here(cls) -> "Placement":
@@ -93,13 +96,18 @@ class Placement:
         would move arrays that all devices have already.
         """
         assert isinstance(in_specs, tuple)
-        axes = frozenset(self.free_axes)
-        if not axes:
-            return run
+        return differentiable_shard_map(self._mapped, run, in_specs, out_specs) if self.free_axes else run
+
+    def manual(self, run: Callable[..., R], in_specs: Any, out_specs: Any) -> Callable[..., R]:
+        """Map a function with collectives of its own, and without a gradient, over the devices; see `shard_map`."""
+        return self._mapped(run, in_specs=in_specs, out_specs=out_specs) if self.free_axes else run
+
+    @property
+    def _mapped(self) -> Callable[..., Any]:
+        """`jax.shard_map` over the free axes; inside another shard_map over the mesh of that context."""
         context = jax.sharding.get_abstract_mesh()
         mesh = context if context.manual_axes else self.mesh
-        mapped = partial(jax.shard_map, mesh=mesh, axis_names=axes, check_vma=False)
-        return differentiable_shard_map(mapped, run, in_specs, out_specs)
+        return partial(jax.shard_map, mesh=mesh, axis_names=frozenset(self.free_axes), check_vma=False)
 
     def _entry(self, dimension: str) -> Entry:
         """Free mesh axes of a dimension."""

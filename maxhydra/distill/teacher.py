@@ -42,7 +42,7 @@ class OnlineTeacher:
 
     def load(self, location: str) -> Tree:
         """Load its weights in the compute dtype, since they are not updated."""
-        self.sharder.check(self.model.axes, self.model.shapes)
+        self.model.check_mesh(self.sharder)
         return load_weights(
             location,
             self.model,

@@ -203,8 +203,10 @@ def collectives(program: Program) -> list[Collective]:
         if instruction.opcode not in COLLECTIVES:
             continue
         group = first_group(instruction.attributes)
-        # The further operands of a ragged all-to-all are its output buffer, offsets and sizes.
-        moved = instruction.operands[:1] if instruction.opcode == "ragged-all-to-all" else instruction.operands
+        # The operands of a ragged all-to-all are input and output, of which the rows fill at most the smaller, offsets
+        # and sizes.
+        is_ragged = instruction.opcode == "ragged-all-to-all"
+        moved = [min(instruction.operands[:2], key=bytes_of)] if is_ragged else instruction.operands
         size = 1 if instruction.opcode == "all-gather" else 0
         for operand in moved:
             dtype = next(arrays_of(operand), ("", ()))[0]

@@ -9,7 +9,7 @@ from typing import Any
 from maxhydra import __version__
 from maxhydra.record import RunDirectory, read_metrics
 from maxhydra.record.atomic_io import replace_file
-from maxhydra.record.redact import redact_facts, redact_value
+from maxhydra.record.redact import redact_facts
 from maxhydra.runs.curves import Chart, Line, charts, encode
 from maxhydra.runs.page import (
     Html,
@@ -125,7 +125,7 @@ def _config(config: str) -> Html:
         element(
             "tr",
             element("th", setting.path, scope="row"),
-            element("td", redact_value(setting.path, setting.value)),
+            element("td", setting.value),
             class_="changed" if setting.changed else None,
         )
         for setting in list_settings(config)

@@ -20,7 +20,7 @@ from maxhydra.plan.tables import readable_bytes
 from maxhydra.runtime.topology import absent_devices
 from maxhydra.sharding import Sharder, abstract_mesh, build_mesh, bytes_per_device, is_axes
 from maxhydra.tasks import Job, Outcome
-from maxhydra.train import plan_states
+from maxhydra.train import plan_batches, plan_states
 
 NEEDS_DEVICES = KEEPS_RUN = False
 
@@ -46,8 +46,9 @@ def run(job: Job) -> Outcome:
     shapes, axes = model.split_trainable(decoder.shapes)[0], model.split_trainable(decoder.axes)[0]
     state_shapes = jax.eval_shape(optimizer.transform.init, shapes)
     state_axes = optim.state_axes(optimizer, shapes, axes)
-    parameters = _rows(decoder.shapes, decoder.axes, sharder)
-    moments = _rows(state_shapes, state_axes, sharder)
+    shardings = states.shardings()
+    parameters = _rows(decoder.shapes, decoder.axes, shardings.weights)
+    moments = _rows(state_shapes, state_axes, shardings.opt_state)
     count, trained = model.parameter_counts(decoder)
     facts = {
         "parameters": count,
@@ -60,6 +61,13 @@ def run(job: Job) -> Outcome:
             "optimizer": sum(row.bytes_per_device for row in moments),
         },
     }
+    if sharder.stages > 1:
+        schedule = sharder.pipeline_schedule(plan_batches(config, sharder).batch // config.train.grad_accum)
+        facts["pipeline"] = {
+            **dataclasses.asdict(schedule),
+            "ticks": schedule.ticks,
+            "bubble_fraction": schedule.bubble_fraction,
+        }
     report = None if task.topology is None else compile_report(config, sharder)[0]
     if report is not None:
         facts["compiled"] = dataclasses.asdict(report)
@@ -82,12 +90,12 @@ def _sharder(config: Config, task: InspectTask) -> Sharder:
     return Sharder.from_config(config.mesh, build_mesh(config.mesh, devices))
 
 
-def _rows(shapes: object, axes: object, sharder: Sharder) -> list[Row]:
+def _rows(shapes: object, axes: object, shardings: object) -> list[Row]:
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     names = jax.tree.leaves(axes, is_leaf=is_axes)
     rows = []
-    for (path, leaf), leaf_axes in zip(leaves, names, strict=True):
-        spec = sharder.spec(leaf_axes)
+    for (path, leaf), leaf_axes, sharding in zip(leaves, names, jax.tree.leaves(shardings), strict=True):
+        spec = sharding.spec
         rows.append(
             Row(
                 name=jax.tree_util.keystr(path, simple=True, separator="/"),
@@ -95,7 +103,7 @@ def _rows(shapes: object, axes: object, sharder: Sharder) -> list[Row]:
                 dtype=np.dtype(leaf.dtype).name,
                 axes=leaf_axes,
                 spec=", ".join(_entry(entry) for entry in spec),
-                bytes_per_device=bytes_per_device(leaf.shape, leaf.dtype, spec, sharder.mesh),
+                bytes_per_device=bytes_per_device(leaf.shape, leaf.dtype, spec, sharding.mesh),
             )
         )
     return rows
@@ -128,6 +136,11 @@ def _print(rows: list[Row], facts: dict, hardware: Hardware, dtype: str) -> None
         f"together {readable_bytes(sum(device_bytes.values()))}{capacity}, before activations\n"
         f"training takes {facts['flops_per_token'] / 1e9:,.1f} GFLOP per token"
     )
+    if pipeline := facts.get("pipeline"):
+        print(
+            f"pipeline: {pipeline['stages']} stages x {pipeline['repeats']} repeats, {pipeline['microbatches']} "
+            f"microbatches in {pipeline['ticks']} ticks, stages idle {pipeline['bubble_fraction']:.1%} of the time"
+        )
     for ceiling in _upper_bounds(facts, hardware, dtype):
         print(ceiling)
 

@@ -60,7 +60,7 @@ def _open_scorer(job: Job, task: ScoreTask) -> SequenceScorer:
     assert config.checkpoint.load_parameters is not None
     sharder = Sharder.from_config(config.mesh)
     model = build(without_capacity_limit(config.model), quantization=weight_quantization(config))
-    sharder.check(model.axes, model.shapes)
+    model.check_mesh(sharder)
     weights = load_weights(
         config.checkpoint.load_parameters,
         model,

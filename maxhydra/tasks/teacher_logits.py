@@ -73,7 +73,7 @@ def _open_teacher(job: Job, task: TeacherLogitsTask) -> TopLogits:
     sharder = Sharder.from_config(config.mesh)
     spec = plan_batches(config, sharder)
     model = build(config.model)
-    sharder.check(model.axes, model.shapes)
+    model.check_mesh(sharder)
     dtype = config.model.dtypes.compute.value
     weights = load_weights(location, model, shardings=sharder.tree(model.axes), dtype=dtype)
     return TopLogits(model, weights, sharder, spec, config.data.packing, task.k, config.train.loss_chunk)

@@ -31,7 +31,14 @@ def compile_step(states: StateFactory, loss: LossFn, train: Train, example: Mapp
 def trace_step(states: StateFactory, loss: LossFn, train: Train, example: Mapping[str, Any]) -> jax.stages.Traced:
     """The traced step, ready to be lowered for the devices of the states' mesh."""
     step = jax.jit(
-        make_step(loss, states.optimizer, train, states.model.apply_aux_updates, states.model.cast),
+        make_step(
+            loss,
+            states.optimizer,
+            train,
+            states.model.apply_aux_updates,
+            states.cast,
+            states.shard_gradients,
+        ),
         donate_argnums=0,
         out_shardings=(states.shardings(), None),
     )
