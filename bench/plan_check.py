@@ -48,6 +48,7 @@ CASES = {
     "fsdp2_tensor4": f"{CUT} train.per_device_batch_size=0.5 mesh.fsdp=2 mesh.tensor=4 {FULL}",
     "fsdp4_tensor2_minimal": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=4 mesh.tensor=2 {MINIMAL}",
     "fsdp4_sequence2": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=4 mesh.sequence=2 {FULL}",
+    "fsdp4_stage2": f"{CUT} train.per_device_batch_size=2 mesh.fsdp=4 mesh.stage=2 {FULL}",
     "small_vocabulary_full": f"{SMALL} train.per_device_batch_size=2 mesh.fsdp=8 {FULL}",
     "small_vocabulary_minimal": f"{SMALL} train.per_device_batch_size=2 mesh.fsdp=8 {MINIMAL}",
     "small_vocabulary_none": f"{SMALL} train.per_device_batch_size=2 mesh.fsdp=8 {NONE}",
