@@ -2,6 +2,7 @@
 
 python bench/plan_check.py                  estimates beside the stored numbers of the compiler
 python bench/plan_check.py measured         estimated step times beside those measured on one H200
+python bench/plan_check.py scale            table of docs/plan.md: the best setups of large models on many devices
 python bench/plan_check.py compile [NAME]   compile the cases that are not stored yet, and store their numbers
 
 Compiling needs the CUDA plugin of jax and no GPU (bench/aot.py). The numbers are in docs/lab/plan_compiled.jsonl; a
@@ -21,7 +22,8 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 from maxhydra.config.compose.composer import compose
 from maxhydra.plan.case import Case, Subject
 from maxhydra.plan.memory import memory
-from maxhydra.plan.tables import table
+from maxhydra.plan.search import Limits, search
+from maxhydra.plan.tables import mesh_text, table
 from maxhydra.plan.timing import step_time
 from maxhydra.plan.traffic import bytes_by_axes, transfers
 
@@ -86,6 +88,11 @@ MEASURED = [
     (f"{LARGEST} train.per_device_batch_size=1", 10_115),
     (f"{LARGEST} train.per_device_batch_size=4", 11_738),
 ]
+
+# Models with their sequence length, device counts, and slices where the devices exceed one.
+SCALED = {"llama3.1-405b": 8192, "deepseek3-671b": 4096, "kimi-k2-1t": 4096, "qwen3-235b-a22b": 4096}
+DEVICES = (64, 512, 4096, 16384)
+CHIPS: dict[str, dict[int, int]] = {"gpu-h200": {}, "tpu-v5p": {16384: 4}}
 
 
 def case_of(overrides: str, devices: int) -> Case:
@@ -165,9 +172,48 @@ def compare_measured() -> Iterator[tuple[str, ...]]:
         yield name, f"{measured * 1e3:.0f}", f"{time.seconds * 1e3:.0f}", f"{time.seconds / measured - 1:+.1%}"
 
 
+def scale_rows() -> Iterator[tuple[str, ...]]:
+    """Rows of the table in docs/plan.md: the best setup of each model on each number of devices."""
+    yield ("model", "devices", "mesh", "remat", "batch, accumulated", "GiB", "step", "MFU")
+    for model, seq_len in SCALED.items():
+        for chip, slices in CHIPS.items():
+            overrides = [
+                f"model={model}",
+                f"hardware={chip}",
+                f"train.seq_len={seq_len}",
+                "model.dtypes.logits=bfloat16",
+            ]
+            subject = Subject.of(compose(overrides).config)
+            for devices in DEVICES:
+                limits = Limits(
+                    devices=devices,
+                    slices=slices.get(devices, 1),
+                    batch_tokens=2**24,
+                    memory_share=0.92,
+                    results=1,
+                )
+                plan = search(subject, limits)[0]
+                case, time = plan.case, plan.time
+                assert time is not None
+                fits = "" if plan.fits else " (does not fit)"
+                yield (
+                    model,
+                    f"{devices:,} {chip.partition('-')[2]}",
+                    mesh_text(plan),
+                    case.remat.policy.value,
+                    f"{case.rows:g}, {case.grad_accum}",
+                    f"{plan.memory.peak / 2**30:.0f}{fits}",
+                    f"{time.seconds:.1f} s",
+                    f"{time.mfu:.0%}",
+                )
+
+
 if __name__ == "__main__":
     command = sys.argv[1] if len(sys.argv) > 1 else "compiled"
     if command == "compile":
         compile_cases(sys.argv[2:])
+    elif command == "scale":
+        for row in scale_rows():
+            print(f"| {' | '.join(row)} |", flush=True)
     else:
         print("\n".join(table(list(compare_measured() if command == "measured" else compare_compiled()))))

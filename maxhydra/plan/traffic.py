@@ -11,7 +11,7 @@ from enum import Enum
 
 import jax.numpy as jnp
 
-from maxhydra.config.schema.hardware import STAGE
+from maxhydra.config.schema.hardware import STAGE, ContextStrategy
 from maxhydra.config.schema.model import Dispatch, RematPolicy
 from maxhydra.layers import MoeSpec
 from maxhydra.plan.case import Array, Case, per_mesh
@@ -164,29 +164,48 @@ def tensor_transfers(case: Case) -> Iterator[Transfer]:
 
 
 def sequence_transfers(case: Case) -> Iterator[Transfer]:
-    """sequence: keys and values of a layer are gathered, and their gradients scattered."""
+    """sequence: heads are exchanged (ulysses), or keys and values travel to all devices (ring, all_gather)."""
     axes = case.sharder.mesh_axes("act_length")
     if not axes:
         return
-    times = case.grad_accum * (1 if case.remat.policy is RematPolicy.none else 2)
+    again = case.remat.policy is RematPolicy.full
     compute = jnp.dtype(case.config.model.dtypes.compute.value).itemsize
     shards = math.prod(case.mesh[axis] for axis in axes)
     for kind, count in case.subject.kinds:
-        width = _key_width(case, kind.mixer)
-        size = case.stream_tokens * shards * width * compute * count
-        sent = ring(case, axes, size)
-        yield Transfer("keys", axes, sent * case.grad_accum, count, Phase.forward, Overlap.none)
-        yield Transfer("keys", axes, sent * times, count, Phase.backward, Overlap.none)
+        queries, keys = _head_widths(case, kind.mixer)
+        exchanges = _exchanges_heads(case, kind.mixer, shards)
+        # An exchange moves queries, keys and values, and the output back; otherwise all others need the keys.
+        width = (2 * queries + keys) / shards if exchanges else float(keys)
+        sent = case.stream_tokens * (shards - 1) * width * compute * count * case.grad_accum
+        calls = count * case.grad_accum * (4 if exchanges else 2)
+        yield Transfer("keys", axes, sent, calls, Phase.forward, Overlap.none, is_all_to_all=exchanges)
+        # Backward: the same for the gradients; without an exchange keys travel again, next to their gradients.
+        passes = (1 if exchanges else 2) + again
+        yield Transfer(
+            "keys", axes, passes * sent, passes * calls, Phase.backward, Overlap.none, is_all_to_all=exchanges
+        )
 
 
-def _key_width(case: Case, mixer: object) -> float:
-    """Numbers per token that are gathered: keys and values of a device's heads, or the latent of MLA."""
+def _exchanges_heads(case: Case, mixer: object, shards: int) -> bool:
+    """Whether attention exchanges heads, as kernels/attention/context.py chooses."""
+    strategy = case.config.mesh.context
+    is_local = getattr(mixer, "window", None) or getattr(mixer, "chunk", None) or getattr(mixer, "indexer", None)
+    if strategy is not ContextStrategy.auto:
+        return strategy is ContextStrategy.ulysses
+    heads = getattr(mixer, "num_heads", 0)
+    return bool(heads) and not is_local and heads % (shards * case.sharder.num_shards("act_heads")) == 0
+
+
+def _head_widths(case: Case, mixer: object) -> tuple[float, float]:
+    """Numbers per token of a device's query heads, and of its keys and values: the latent of MLA is sent whole."""
+    heads = getattr(mixer, "num_heads", None) or getattr(mixer, "num_value_heads", 0)
+    tensor = case.sharder.num_shards("act_heads")
     latent = getattr(mixer, "latent_dim", None)
     if latent is not None:
-        return float(latent + getattr(mixer, "rope_dim", 0))
-    heads = getattr(mixer, "num_kv_heads", None) or getattr(mixer, "num_key_heads", 0)
+        return heads * getattr(mixer, "value_dim", 0) / tensor, float(latent + getattr(mixer, "rope_dim", 0))
     width = getattr(mixer, "head_dim", None) or getattr(mixer, "key_dim", 0)
-    return 2.0 * heads * width / case.sharder.num_shards("act_kv_heads")
+    kv_heads = getattr(mixer, "num_kv_heads", None) or getattr(mixer, "num_key_heads", 0)
+    return heads * width / tensor, 2.0 * kv_heads * width / case.sharder.num_shards("act_kv_heads")
 
 
 def expert_rows(case: Case, spec: MoeSpec) -> float:
