@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from maxhydra.kernels import linear_cross_entropy
 from maxhydra.plan.case import NOTHING_RECOMPUTED, Case, per_mesh
-from maxhydra.plan.traffic import expert_rows
+from maxhydra.plan.traffic import FLOAT32, expert_rows, gathers_tokens
 
 # Share of a layer's activations that exist at once while its backward pass runs, from compiled steps for H200.
 LIVE_SHARE = 0.9
@@ -138,7 +138,7 @@ def _loss_bytes(case: Case) -> float:
     # On all positions at once the kernel writes the gradient over the logits, next to the head and its gradient; a
     # loop over chunks carries the gradient in float32.
     in_place = is_whole and is_served and logits == _compute_bytes(case)
-    heads = 3 if not is_whole else 2 if in_place or case.subject.spec.is_tied else 1
+    heads = 3 if not is_whole else 2 if in_place else 1
     return tokens * vocabulary * (logits + (0 if in_place else _compute_bytes(case))) + heads * head
 
 
@@ -150,10 +150,15 @@ def _layer_work(case: Case) -> tuple[float, float]:
 
 
 def _row_bytes(case: Case) -> float:
-    """Bytes by which buffers of routed rows exceed the K rows of each token of a device."""
+    """Bytes by which buffers of routed rows and their gradients exceed the K rows of each token of a device."""
     if not case.subject.experts:
         return 0.0
     spec = case.subject.experts[0]
     extra = max(0.0, expert_rows(case, spec) - case.stream_tokens * spec.router.top_k)
-    hidden = 3 * spec.experts.dim / case.sharder.num_shards("act_mlp")
-    return extra * _compute_bytes(case) * (2 * spec.experts.emb_dim + hidden)
+    width = 2 * spec.experts.emb_dim + 3 * spec.experts.dim / case.sharder.num_shards("act_mlp")
+    rows = 2 * extra * _compute_bytes(case) * width
+    if not gathers_tokens(case, spec):
+        return rows
+    # Outputs of all gathered tokens and their gradient, in float32.
+    tokens = case.stream_tokens * case.sharder.num_shards("experts")
+    return rows + 2 * tokens * spec.experts.emb_dim * FLOAT32

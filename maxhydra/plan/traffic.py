@@ -168,7 +168,7 @@ def sequence_transfers(case: Case) -> Iterator[Transfer]:
     axes = case.sharder.mesh_axes("act_length")
     if not axes:
         return
-    again = case.remat.policy is RematPolicy.full
+    again = case.remat.policy is not RematPolicy.none
     compute = jnp.dtype(case.config.model.dtypes.compute.value).itemsize
     shards = math.prod(case.mesh[axis] for axis in axes)
     for kind, count in case.subject.kinds:
@@ -216,6 +216,13 @@ def expert_rows(case: Case, spec: MoeSpec) -> float:
     return even if devices == 1 else most if buffer is None else min(most, buffer * even)
 
 
+def gathers_tokens(case: Case, spec: MoeSpec) -> bool:
+    """Whether all tokens travel to all devices of the experts, as layers/expert_parallel.py chooses."""
+    devices, dispatch = case.sharder.num_shards("experts"), case.config.model.expert_parallel.dispatch
+    is_less = dispatch is Dispatch.auto and devices <= spec.router.top_k
+    return devices > 1 and (dispatch is Dispatch.all_gather or is_less)
+
+
 def expert_transfers(case: Case) -> Iterator[Transfer]:
     """expert: rows travel to the devices of their experts and back, or all tokens to all devices if that is less."""
     axes = case.sharder.mesh_axes("experts")
@@ -223,9 +230,8 @@ def expert_transfers(case: Case) -> Iterator[Transfer]:
         return
     spec, layers, times = case.subject.experts[0], len(case.subject.experts), case.grad_accum
     devices = math.prod(case.mesh[axis] for axis in axes)
-    top_k, dispatch = spec.router.top_k, case.config.model.expert_parallel.dispatch
-    gathers = dispatch is Dispatch.all_gather or (dispatch is Dispatch.auto and devices <= top_k)
-    rows = case.stream_tokens * (devices - 1 if gathers else top_k * (devices - 1) / devices)
+    gathers = gathers_tokens(case, spec)
+    rows = case.stream_tokens * (devices - 1 if gathers else spec.router.top_k * (devices - 1) / devices)
     size = rows * case.config.model.emb_dim * jnp.dtype(case.config.model.dtypes.compute.value).itemsize
     # Tokens are sent again for the recomputed pass; outputs are not.
     recomputed = case.remat.policy is not RematPolicy.none
@@ -235,14 +241,14 @@ def expert_transfers(case: Case) -> Iterator[Transfer]:
 
 
 def stage_transfers(case: Case) -> Iterator[Transfer]:
-    """stage: a stage passes its microbatch on at every tick, and the gradient back."""
+    """stage: at every tick a stage passes on its microbatch, an input and an output of the pipeline; back likewise."""
     schedule = case.schedule
     if schedule is None:
         return
     compute = jnp.dtype(case.config.model.dtypes.compute.value).itemsize
     microbatch = case.stream_tokens * schedule.stages / schedule.microbatches
     size = microbatch * case.config.model.emb_dim * compute
-    calls = schedule.ticks * case.grad_accum
+    calls = 3 * schedule.ticks * case.grad_accum
     yield Transfer("microbatches", (STAGE,), calls * size, calls, Phase.forward, Overlap.none)
     yield Transfer("microbatches", (STAGE,), calls * size, calls, Phase.backward, Overlap.none)
 
