@@ -33,6 +33,8 @@ MIB = 2**20
 
 FULL, MINIMAL, NONE = (f"model.remat.policy={policy}" for policy in ("full", "minimal", "none"))
 BASE = "train.seq_len=4096 model.dtypes.logits=bfloat16"
+LONG = "model=llama3.1-8b model.num_layers=1 mesh.sequence=8 train.seq_len=16384 train.per_device_batch_size=0.125"
+DEFAULTS = "train.seq_len=4096 train.per_device_batch_size=1"
 LLAMA = f"model=llama3.1-8b {BASE}"
 QWEN = f"model=qwen3-30b-a3b {BASE} train.per_device_batch_size=1"
 SMALL = f"{LLAMA} model.num_layers=8 model.vocab_size=8192"
@@ -62,8 +64,20 @@ CASES = {
     "experts_fsdp8": f"{QWEN} model.num_layers=2 mesh.fsdp=8 {FULL}",
     "experts_expert8": f"{QWEN} model.num_layers=2 mesh.expert=8 {FULL}",
     "experts_expert8_minimal": f"{QWEN} model.num_layers=4 mesh.expert=8 {MINIMAL}",
+    "fsdp8_float32_logits": f"{DEFAULTS} model=llama3.1-8b model.num_layers=2 mesh.fsdp=8",
+    "fsdp8_chunked_loss_float32": f"{DEFAULTS} model=llama3.1-8b model.num_layers=2 mesh.fsdp=8 train.loss_chunk=1024",
+    "fsdp2_tensor4_minimal": f"{DEFAULTS} model=llama3.1-8b model.num_layers=2 mesh.fsdp=2 mesh.tensor=4",
+    "experts_expert64": f"{DEFAULTS} model=qwen3-30b-a3b model.num_layers=2 mesh.expert=64",
+    "experts_all_to_all": f"{DEFAULTS} model=qwen3-30b-a3b model.num_layers=2 mesh.expert=8 "
+    "model.expert_parallel.dispatch=all_to_all",
+    "sequence8_ring": f"{LONG} mesh.context=ring",
+    "sequence8_ulysses": f"{LONG} mesh.context=ulysses",
+    "windows_float32_logits": f"{DEFAULTS} model=gemma3-4b model.num_layers=6 mesh.fsdp=8",
     "experts_mixed": f"{QWEN} model.num_layers=4 mesh.data=2 mesh.fsdp=2 mesh.expert=2 {FULL}",
 }
+
+# Nodes of 8 devices, where it is not one.
+NODES = {"experts_expert64": 8}
 
 SMALLER = f"model=llama3.2-1b model.scan_unroll=16 {BASE} {NONE}"
 LARGER = f"model=llama3.2-3b model.scan_unroll=28 {BASE}"
@@ -109,7 +123,8 @@ def compile_cases(names: list[str]) -> None:
     stored = {line["name"] for line in stored_lines()}
     for name in names or [name for name in CASES if name not in stored]:
         config = compose(["hardware=gpu-h200", *CASES[name].split()]).config
-        devices = absent_devices("h200:8", slices=1, hardware=config.hardware)
+        nodes = NODES.get(name, 1)
+        devices = absent_devices(f"h200:{nodes}x8", slices=1, hardware=config.hardware)
         report, _ = compile_report(config, Sharder.from_config(config.mesh, build_mesh(config.mesh, devices)))
         sent: dict[str, float] = {}
         for row in report.collectives:
@@ -117,7 +132,7 @@ def compile_cases(names: list[str]) -> None:
         line = {
             "name": name,
             "overrides": CASES[name],
-            "devices": 8,
+            "devices": 8 * nodes,
             "bytes": report.bytes_per_device,
             "sent_mib": sent,
             "seconds": round(report.seconds, 1),

@@ -26,7 +26,6 @@ from tests.support.cli import bench_script
 
 check = bench_script("plan_check")
 LINES: dict[str, dict[str, Any]] = {line["name"]: line for line in check.stored_lines()}
-# Deviations that are known, and why: see docs/plan.md.
 MEMORY_LIMIT, SENT_LIMIT, TIME_LIMIT = 0.10, 0.05, 0.15
 
 
@@ -35,7 +34,7 @@ def subject_of(*overrides: str) -> Subject:
     return Subject.of(compose(list(overrides)).config)
 
 
-@pytest.mark.parametrize("name", ["fsdp8_full", "fsdp8_minimal", "data2_fsdp4", "fsdp2_tensor4", "experts_expert8"])
+@pytest.mark.parametrize("name", ["fsdp8_float32_logits", "fsdp2_tensor4", "experts_all_to_all", "sequence8_ulysses"])
 def test_memory_and_traffic_are_those_of_the_compiler(name: str) -> None:
     peak, sent = check.deviations(LINES[name])
     assert abs(peak) < MEMORY_LIMIT
@@ -50,7 +49,7 @@ def test_memory_and_traffic_of_every_compiled_case(name: str) -> None:
     assert abs(sent) < SENT_LIMIT
 
 
-@pytest.mark.parametrize("index", [0, 3, 4, -1])
+@pytest.mark.parametrize("index", [0, 2, -1])
 def test_step_times_are_those_measured_on_one_h200(index: int) -> None:
     overrides, tokens_per_second = check.measured_cases()[index]
     case = check.case_of(overrides, 1)
@@ -60,7 +59,7 @@ def test_step_times_are_those_measured_on_one_h200(index: int) -> None:
 
 
 def test_state_and_gathered_weights_of_a_step_compiled_here() -> None:
-    """Arguments and gathers of the layers in the program for simulated CPUs, which does not scatter gradients."""
+    """Arguments and gathered weights in the program for simulated CPUs, which does not scatter gradients."""
     config = compose(["model=micro", "mesh.fsdp=8", "train.seq_len=32"]).config
     sharder = Sharder.from_config(config.mesh, build_mesh(config.mesh, jax.devices()[:8]))
     compiled = trace_pretraining_step(config, sharder).lower().compile()
@@ -69,12 +68,12 @@ def test_state_and_gathered_weights_of_a_step_compiled_here() -> None:
     assert memory(case).state == pytest.approx(compiled.memory_analysis().argument_size_in_bytes, abs=512)
     found = hlo.collectives(hlo.parse_program(compiled.as_text()))
     gathered = sum(one.wire_bytes * one.count for one in found if one.kind == "all-gather")
-    layers = [item for item in transfers(case) if item.what == "weights" and item.calls > 1]
-    assert gathered == pytest.approx(sum(item.bytes for item in layers), rel=0.05)
+    weights = [item.bytes for item in transfers(case) if item.what == "weights"]
+    assert gathered == pytest.approx(sum(weights), rel=0.05)
 
 
 def test_residuals_of_a_layer_by_hand() -> None:
-    """A gated MLP and attention in bfloat16: D inputs; minimal also saves the outputs of all projections but the last."""
+    """Attention and a gated MLP in bfloat16: full saves the input, minimal also outputs of all projections but one."""
     subject = subject_of("model=llama3.1-8b", "train.seq_len=4096", "hardware=gpu-h200")
     case = Case.of(subject, devices=1, slices=1)
     kind, model = subject.kinds[0][0], subject.config.model
