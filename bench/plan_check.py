@@ -76,7 +76,7 @@ CASES = {
     "experts_mixed": f"{QWEN} model.num_layers=4 mesh.data=2 mesh.fsdp=2 mesh.expert=2 {FULL}",
 }
 
-# Nodes of 8 devices, where it is not one.
+# Nodes of 8 devices; 1 for all others.
 NODES = {"experts_expert64": 8}
 
 SMALLER = f"model=llama3.2-1b model.scan_unroll=16 {BASE} {NONE}"

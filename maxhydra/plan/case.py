@@ -189,11 +189,11 @@ class Layout:
         """Mesh axes over which a weight is gathered for use, and those over which it stays split."""
         if id(array) not in self._split:
             gathered: list[str] = []
-            kept: list[str] = []
+            unchanged: list[str] = []
             for name, entry in zip(array.axes, self.sharder.spec(array.axes), strict=True):
                 axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-                (kept if name in SPLIT_IN_USE else gathered).extend(axes)
-            self._split[id(array)] = tuple(gathered), tuple(kept)
+                (unchanged if name in SPLIT_IN_USE else gathered).extend(axes)
+            self._split[id(array)] = tuple(gathered), tuple(unchanged)
         return self._split[id(array)]
 
 
