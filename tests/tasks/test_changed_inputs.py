@@ -370,7 +370,10 @@ def test_with_unchanged_inputs_a_resumed_run_is_bit_identical(trained: Path) -> 
 @pytest.mark.parametrize("task", RUNS)
 def test_a_trained_run_with_changed_inputs(task: str, trained: Path, tmp_path: Path) -> None:
     """All inputs change at once. That each is compared and accepted alone is tested above, without training."""
-    changed = {kind: (key, change) for kind, of, key, change, _ in reversed(CASES) if of == task}
+    changed: dict[str, tuple[str, Callable[[Path], None]]] = {}
+    for kind, of, key, change, _ in CASES:
+        if of == task:
+            changed.setdefault(kind, (key, change))
     shutil.copytree(trained, tmp_path / "before")
     folder = trained / f"outputs/half_{task}"
     try:
