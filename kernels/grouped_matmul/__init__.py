@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from maxhydra.kernels.dispatch import CallSpec, Capability, Operation, UnsupportedError
 from maxhydra.kernels.grouped_matmul import megablox, mosaic, reference, triton
-from maxhydra.kernels.placement import Placement, capability
+from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.tiles import Sizes, with_sizes
 
 __all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "UnsupportedError", "grouped_matmul"]
@@ -20,7 +20,7 @@ __all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "UnsupportedError", "grou
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call(CallSpec):
-    """Rows in groups, times one [inputs, outputs] matrix per group."""
+    """Rows in groups, times one [inputs, outputs] matrix per group; all are local to the device."""
 
     rows: int
     groups: int
@@ -68,7 +68,6 @@ BACKENDS: dict[str, Backend] = {
         run=mosaic.grouped_matmul,
         platforms=("gpu",),
         capabilities=("9.0",),
-        devices=1,
         dtypes=("bfloat16",),
         multiple=mosaic.MULTIPLE,
         max_size=2**31 - 1,
@@ -115,8 +114,7 @@ def grouped_matmul(
     place = place or Placement.here()
     call = Call(
         platform=place.platform,
-        capability=capability(),
-        devices=place.devices,
+        capability=place.capability,
         dtype=x_MD.dtype.name,
         sizes=sizes,
         rows=M,

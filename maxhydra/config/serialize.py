@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -16,6 +17,8 @@ from maxhydra.config.fields import walk
 from maxhydra.config.migrations import migrate_value, migrated_entries
 from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema.config import Config
+from maxhydra.record.atomic_io import NewerFormatError
+from maxhydra.record.facts import FACTS, Facts, parse_facts
 from maxhydra.record.redact import HIDDEN, redact_config, secret_paths, variables_in
 
 
@@ -153,3 +156,16 @@ def _escape_unset(value: Any) -> Any:
     if not isinstance(value, str) or all(name in os.environ for name in variables_in(value)):
         return value
     return value.replace("${", "\\${")
+
+
+def read_run_facts(folder: Path) -> Facts:
+    """The facts in run.json of a run folder; ConfigError if it is damaged or was written by a later version."""
+    path = folder / FACTS
+    try:
+        return parse_facts(path.read_bytes())
+    except NewerFormatError as error:
+        raise ConfigError(Problem(str(path), str(error))) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        hint = "restore it from a copy, or resume the run, which rebuilds what it can"
+        raise ConfigError(Problem(str(path), reason, hint=hint)) from None

@@ -42,7 +42,7 @@ class OnlineTeacher:
 
     def load(self, location: str) -> Tree:
         """Load its weights in the compute dtype, since they are not updated."""
-        self.sharder.check(self.model.axes, self.model.shapes)
+        self.model.check_mesh(self.sharder)
         return load_weights(
             location,
             self.model,
@@ -70,7 +70,7 @@ def plan_teacher(config: Config, teacher: Teacher, student: Sharder) -> OnlineTe
     if teacher_model.context_length < config.train.seq_len:
         reason = f"exceeds the teacher's context_length={teacher_model.context_length}"
         raise ConfigError(Problem("train.seq_len", reason, value=config.train.seq_len))
-    sharder = student if mesh is None else Sharder(remeshed(mesh, student.mesh.devices), mesh.rules)
+    sharder = student if mesh is None else Sharder.from_config(mesh, remeshed(mesh, student.mesh.devices))
     return OnlineTeacher(model.build(teacher_model), sharder)
 
 

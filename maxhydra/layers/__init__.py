@@ -13,6 +13,7 @@ from maxhydra.layers.interfaces import (
     Mixer,
     MixerOutput,
     MixerSpec,
+    with_aux_losses,
 )
 from maxhydra.layers.kv_cache import Cache, CacheSpec, DenseCacheSpec, PagedCacheSpec, PageTable
 from maxhydra.layers.linear import Linear, LoraSpec, MatmulSpec, dropout
@@ -68,4 +69,5 @@ __all__ = [
     "dropout",
     "norm_with_residual",
     "resolve_rules",
+    "with_aux_losses",
 ]

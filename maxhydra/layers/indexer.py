@@ -122,8 +122,8 @@ class Indexer(nnx.Module):
         log_q_BTS = jax.nn.log_softmax(jnp.where(visible_BTS, scores_BTS, MASKED), axis=-1)
         log_p_BTS = jnp.log(jnp.where(p_BTS > 0, p_BTS, 1.0))
         kl_BT = jnp.sum(p_BTS * (log_p_BTS - jnp.where(p_BTS > 0, log_q_BTS, 0.0)), axis=-1)
-        mean = jnp.sum(jnp.where(has_keys_BT, kl_BT, 0.0)) / jnp.maximum(jnp.sum(has_keys_BT), 1)
-        return {"loss": self.spec.loss_weight * mean}
+        total = jnp.sum(jnp.where(has_keys_BT, kl_BT, 0.0))
+        return {"loss_sum": self.spec.loss_weight * total, "tokens": jnp.sum(has_keys_BT, dtype=jnp.float32)}
 
     def _rotate(self, x_BTNI: jax.Array, ctx: Context) -> jax.Array:
         """Apply RoPE."""

@@ -7,13 +7,36 @@ tokens, D residual stream.
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from maxhydra.layers.context import Context
 from maxhydra.layers.kv_cache import Cache, CacheSpec
 from maxhydra.layers.params import ParamBuilder
 
 AuxOutputs = dict[str, jax.Array]
-"""Auxiliary outputs of a sub-layer by name. `loss`: a scalar, already weighted, that training adds to its loss."""
+"""Auxiliary outputs of a sub-layer by name: sums over tokens, which add up over microbatches."""
+
+
+def with_aux_losses(aux: Any) -> Any:
+    """A tree of aux outputs with the sums that define a loss replaced by `loss`, which training adds to its loss.
+
+    `loss_sum`: loss = loss_sum / tokens. `shares`, the weighted sum of each expert's normalized scores: loss = E *
+    sum_e f_e p_e, f the fraction of the load and p the mean score (Fedus et al., 2022; equation 4), 1 times its weight
+    for a uniform load. The gradient flows through p only: the load is a count. Leading axes are layers.
+    """
+    if not isinstance(aux, dict):
+        return aux
+    if "tokens" not in aux:
+        return {name: with_aux_losses(outputs) for name, outputs in aux.items()}
+    tokens = jnp.maximum(aux["tokens"], 1)
+    if "loss_sum" in aux:
+        loss = aux["loss_sum"] / tokens
+    else:
+        load = aux["load"]
+        fractions = load / jnp.maximum(jnp.sum(load, axis=-1, keepdims=True), 1)
+        loss = load.shape[-1] * jnp.sum(fractions * (aux["shares"] / tokens[..., None]), axis=-1)
+    rest = {name: outputs for name, outputs in aux.items() if name not in ("tokens", "loss_sum", "shares")}
+    return {**rest, "loss": loss}
 
 
 class MixerOutput(NamedTuple):

@@ -17,7 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.rms_norm.reference import unit_rms
 from maxhydra.layers.context import Context
-from maxhydra.layers.experts import Experts, ExpertsSpec, RoutedTokens
+from maxhydra.layers.expert_rows import ExpertsSpec, RoutedTokens
+from maxhydra.layers.experts import Experts
 from maxhydra.layers.interfaces import AuxOutputs, FeedForwardOutput
 from maxhydra.layers.mlp import Mlp, MlpSpec
 from maxhydra.layers.norm import NormSpec
@@ -159,15 +160,11 @@ def expert_load(ids_BTK: jax.Array, is_real_BT: jax.Array | None, experts: int) 
     return jnp.sum(is_routed_BTE, axis=(0, 1), dtype=jnp.float32)
 
 
-def balance_loss(load_E: jax.Array, shares_BTE: jax.Array, is_real_BT: jax.Array | None) -> jax.Array:
-    """E * sum_e f_e p_e, f the fraction of the load and p the mean normalized score (Fedus et al., 2022; equation 4).
-
-    1 for a uniform load. The gradient flows through p only: the load is a count.
-    """
+def share_sums(shares_BTE: jax.Array, is_real_BT: jax.Array | None) -> AuxOutputs:
+    """Sum of the normalized scores of each expert over the tokens, and the number of tokens; padding is not counted."""
     real_BT1 = jnp.ones(shares_BTE.shape[:2]) if is_real_BT is None else is_real_BT
     real_BT1 = real_BT1.astype(jnp.float32)[..., None]
-    mean_E = jnp.sum(shares_BTE * real_BT1, axis=(0, 1)) / jnp.maximum(jnp.sum(real_BT1), 1)
-    return load_E.size * jnp.sum(load_E / jnp.maximum(jnp.sum(load_E), 1) * mean_E)
+    return {"shares": jnp.sum(shares_BTE * real_BT1, axis=(0, 1)), "tokens": jnp.sum(real_BT1)}
 
 
 def update_router_bias(bias: jax.Array, load: jax.Array, *, rate: float) -> jax.Array:
@@ -265,14 +262,15 @@ class Moe(nnx.Module):
         routing = self.router(x_BTD if router_input_BTD is None else router_input_BTD)
         routed = RoutedTokens(x_BTD, routing.ids_BTK, routing.weights_BTK)
         capacity = self.spec.capacity(x_BTD.shape[1]) if ctx.cache is None else None
-        out_BTD = self.experts(routed, ctx, capacity=capacity, is_real_BT=is_real_BT).astype(self.spec.dtypes.compute)
+        out_BTD, dropped = self.experts(routed, ctx, capacity=capacity, is_real_BT=is_real_BT)
+        out_BTD = out_BTD.astype(self.spec.dtypes.compute)
         if self.shared is not None:
             out_BTD = out_BTD + self._shared(x_BTD, ctx)
-        out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
+        out_BTD = ctx.to_stream(out_BTD)
         load_E = expert_load(routing.ids_BTK, is_real_BT, self.spec.router.experts)
-        aux = {"load": load_E}
+        aux = {"load": load_E} if dropped is None else {"load": load_E, "dropped": dropped}
         if self.spec.balance_weight:
-            aux["loss"] = self.spec.balance_weight * balance_loss(load_E, routing.shares_BTE, is_real_BT)
+            aux |= share_sums(self.spec.balance_weight * routing.shares_BTE, is_real_BT)
         return FeedForwardOutput(checkpoint_name(out_BTD, "mlp_out"), aux)
 
     def _shared(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:

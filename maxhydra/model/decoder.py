@@ -33,9 +33,12 @@ from maxhydra.layers import (
     PerLayerSpec,
     QuantRule,
     VocabularySpec,
+    with_aux_losses,
 )
 from maxhydra.model.block import Block, BlockSpec, Mtp, Remat
 from maxhydra.model.fused_block import NormHandoff, block_class, embed_with_norm
+from maxhydra.model.pattern import Pattern, Repetitions, cache_view, merge_view
+from maxhydra.model.pipeline import check_stages, run_pipeline, shard_over_embed
 from maxhydra.sharding import Sharder
 
 # Attributes of the decoder that hold its blocks.
@@ -164,13 +167,13 @@ class Decoder(nnx.Module):
         remainder = self._run_blocks(self.remainder, pattern.x_BTD, pattern.ctx, caches["remainder"], None, first=first)
         stacks = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
         x_BTD = remainder.ctx.select_output_tokens(remainder.x_BTD)
-        hidden_BTD = ctx.constrain(self.final_norm(x_BTD), "act_batch", "act_length", "act_embed")
+        hidden_BTD = ctx.constrain_stream(self.final_norm(x_BTD))
         mtp = self._run_mtp(hidden_BTD, tokens_BT, ctx) if mtp_hidden else StackOutput(hidden_BTD, [], [], {}, ctx)
         return ModelOutput(
             hidden_BTD=hidden_BTD,
             cache=None if ctx.cache is None else {name: stack.caches for name, stack in stacks.items()},
             layer_outputs=[x_BTD for stack in stacks.values() for x_BTD in stack.layer_outputs] if keep_layers else [],
-            aux={name: stack.aux for name, stack in {**stacks, "mtp": mtp}.items() if stack.aux},
+            aux=with_aux_losses({name: stack.aux for name, stack in {**stacks, "mtp": mtp}.items() if stack.aux}),
             mtp_hidden=mtp.layer_outputs,
         )
 
@@ -182,7 +185,7 @@ class Decoder(nnx.Module):
         fused = embed_with_norm(self.embedding, tokens_BT, _in_order(self.prefix), ctx)
         if fused is not None:
             return fused
-        return ctx.constrain(self.embedding(tokens_BT, ctx.positions), "act_batch", "act_length", "act_embed"), None
+        return ctx.constrain_stream(self.embedding(tokens_BT, ctx.positions, ctx)), None
 
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """Soft-capped logits [B, T, V] of hidden states [B, T, D]; T is sharded if it is divisible."""
@@ -210,6 +213,10 @@ class Decoder(nnx.Module):
     def expert_maps(self) -> list[str]:
         """Names of all linear projections of experts."""
         return [module.name for _, module in nnx.iter_modules(self) if isinstance(module, ExpertLinear)]
+
+    def check_mesh(self, sharder: Sharder) -> None:
+        """Raise ConfigError unless the layers divide into the pipeline stages of the mesh."""
+        check_stages(self.spec.repetitions, sharder)
 
     def cast_weights(self) -> set[tuple[str, ...]]:
         """Paths of the weights that blocks use in the compute dtype."""
@@ -244,7 +251,7 @@ class Decoder(nnx.Module):
             is_last = layer == len(self.spec.layers) - 1
             layer_input = None if ctx.layer_input is None else ctx.layer_input[layer]
             layer_ctx = ctx if is_last else dataclasses.replace(ctx, output_index=None)
-            layer_ctx = layer_ctx.at_layer(layer, _cache_view(cache, 0), layer_input)
+            layer_ctx = layer_ctx.at_layer(layer, cache_view(cache, 0), layer_input)
             out = handoff.output(run(weights, x_BTD, layer_ctx, *extra))
             if out.shared is not None:
                 ctx = dataclasses.replace(ctx, shared={**ctx.shared, block.name: out.shared})
@@ -252,7 +259,7 @@ class Decoder(nnx.Module):
                 # The last layer has already reduced the stream to the output tokens.
                 ctx = dataclasses.replace(ctx, output_index=None)
             x_BTD = out.x_BTD
-            new_caches.append(_merge_view(cache, out.cache))
+            new_caches.append(merge_view(cache, out.cache))
             layer_outputs.append(x_BTD)
             aux.append(out.aux)
         return StackOutput(x_BTD, new_caches, layer_outputs, _by_layer(aux), ctx)
@@ -265,7 +272,7 @@ class Decoder(nnx.Module):
         """
         outputs, aux = [], []
         for index, layer in enumerate(_in_order(self.mtp)):
-            later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1), ctx.positions + 1 + index)
+            later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1), ctx.positions + 1 + index, ctx)
             graphdef, weights = self._split(layer)
             run = self.spec.remat.wrap(_as_function(graphdef, Mtp.predict), in_loop=False)
             layer_ctx = ctx.at_layer(len(self.spec.layers) + index, None, None)
@@ -289,36 +296,25 @@ class Decoder(nnx.Module):
         return graphdef, jax.tree.map(cast, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
     def _run_pattern(self, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, keep_layers: bool) -> StackOutput:
-        """Run all repetitions of the pattern in one scan.
-
-        Caches are carried and updated in place; scanned over, they would be held twice. Pattern layers do not share
-        keys and values with later layers: only prefix layers do.
-        """
+        """Run all repetitions of the pattern: in one scan, or without caches over the stages of a pipeline."""
         spec = self.spec
         if not spec.repetitions:
             return StackOutput(x_BTD, caches, [], {}, ctx)
         splits = [self._split(block) for block in _in_order(self.pattern)]
-        in_loop = not spec.is_unrolled
+        is_pipelined = ctx.sharder.stages > 1 and ctx.cache is None
+        in_loop = is_pipelined or not spec.is_unrolled
         runs = [spec.remat.wrap(_as_function(graphdef), in_loop=in_loop) for graphdef, _ in splits]
-
-        def repetition(carry: tuple[jax.Array, list[Any]], xs: tuple[jax.Array, list[Any], Any]) -> tuple[Any, Any]:
-            (x_BTD, caches), (index, weights, inputs) = carry, xs
-            new_caches, layer_outputs, aux = [], [], []
-            for position, (run, cache) in enumerate(zip(runs, caches, strict=True)):
-                layer = len(self.prefix) + index * len(runs) + position
-                layer_input = None if inputs is None else inputs[position]
-                layer_ctx = dataclasses.replace(ctx, output_index=None)
-                out = run(weights[position], x_BTD, layer_ctx.at_layer(layer, _cache_view(cache, index), layer_input))
-                x_BTD = out.x_BTD
-                new_caches.append(_merge_view(cache, out.cache))
-                layer_outputs.append(x_BTD)
-                aux.append(out.aux)
-            return (x_BTD, new_caches), (layer_outputs if keep_layers else [], aux)
-
-        xs = (jnp.arange(spec.repetitions), [weights for _, weights in splits], self._pattern_inputs(ctx))
-        (x_BTD, caches), (stacked, aux) = jax.lax.scan(repetition, (x_BTD, caches), xs, unroll=spec.unroll)
-        layer_outputs = [outputs[index] for index in range(spec.repetitions) for outputs in stacked]
-        return StackOutput(x_BTD, caches, layer_outputs, _by_layer(aux), ctx)
+        pattern = Pattern(runs, first=len(self.prefix), keep_layers=keep_layers, unroll=spec.unroll)
+        weights = [weights for _, weights in splits]
+        if ctx.sharder.stages > 1 and not is_pipelined:
+            weights = [shard_over_embed(weights, ctx.sharder) for weights in weights]
+        repetitions = Repetitions(jnp.arange(spec.repetitions), weights, self._pattern_inputs(ctx))
+        if is_pipelined:
+            out = run_pipeline(pattern, x_BTD, ctx, repetitions, accum_dtype=spec.dtypes.weights)
+        else:
+            out = pattern.scan(x_BTD, ctx, caches, repetitions)
+        layer_outputs = [outputs[index] for index in range(spec.repetitions) for outputs in out.layer_outputs]
+        return StackOutput(out.x_BTD, out.caches, layer_outputs, _by_layer(out.aux), ctx)
 
     def _pattern_inputs(self, ctx: Context) -> jax.Array | None:
         """Per-layer embeddings of the pattern's layers, [repetitions, positions, B, T, P]."""
@@ -341,14 +337,6 @@ def _is_cast(weight: nnx.Variable) -> bool:
 def _by_layer(aux: list[Any]) -> dict[str, Any]:
     """Aux outputs under the layer's key in the parameter tree; only layers that have any."""
     return {str(index): outputs for index, outputs in enumerate(aux) if outputs}
-
-
-def _cache_view(cache: Cache | None, index: jax.Array | int) -> Any:
-    return None if cache is None else cache.at(index)
-
-
-def _merge_view(cache: Cache | None, view: Any) -> Cache | None:
-    return None if cache is None else cache.with_layer(view)
 
 
 def _as_function(graphdef: Any, method: Callable[..., Any] = operator.call) -> Callable[..., Any]:

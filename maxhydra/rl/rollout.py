@@ -21,6 +21,7 @@ from maxhydra.config.schema.reward import Reward
 from maxhydra.config.schema.tasks.training import GrpoTask, PolicyLoss, Scale
 from maxhydra.data import Loader, Row
 from maxhydra.decode.engine import Engine
+from maxhydra.decode.open import reject_stages
 from maxhydra.decode.request import Completion
 from maxhydra.decode.sampling_params import PromptEncoder, make_requests
 from maxhydra.model import ModelDef
@@ -40,7 +41,8 @@ class PolicyEngine:
     def __init__(self, model: ModelDef, prompts: PromptEncoder, config: EngineConfig, *, sharder: Sharder, seed: int):
         self._model, self._prompts, self._config, self._sharder = model, prompts, config, sharder
         self._seed = seed
-        sharder.check(model.axes, model.shapes)
+        model.check_mesh(sharder)
+        reject_stages(sharder, "task.rollout_mesh")
         self._shardings = sharder.tree(model.axes)
         self._engine: Engine | None = None
         # Rollouts in a background thread and evaluations take turns.

@@ -1,12 +1,15 @@
 """Mesh axes to a device mesh, and logical axis names to shardings over it."""
 
 from maxhydra.sharding.mesh import AxisSizes, abstract_mesh, axis_sizes, build_mesh, remeshed
+from maxhydra.sharding.pipeline import PipelineSchedule, Work
 from maxhydra.sharding.sharder import LogicalAxes, Sharder, bytes_per_device, is_axes
 
 __all__ = [
     "AxisSizes",
     "LogicalAxes",
+    "PipelineSchedule",
     "Sharder",
+    "Work",
     "abstract_mesh",
     "axis_sizes",
     "build_mesh",

@@ -14,7 +14,7 @@ from maxhydra.decode.open import check_same_model
 from maxhydra.distill.teacher import TopLogits
 from maxhydra.model import build
 from maxhydra.model.stored_params import fingerprint
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, Outcome
 from maxhydra.tasks.tokenize import Display
 from maxhydra.train import plan_batches
@@ -70,10 +70,10 @@ def _open_teacher(job: Job, task: TeacherLogitsTask) -> TopLogits:
     if location is None or problems:
         raise ConfigError(problems)
     check_same_model(config, location)
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    sharder = Sharder.from_config(config.mesh)
     spec = plan_batches(config, sharder)
     model = build(config.model)
-    sharder.check(model.axes, model.shapes)
+    model.check_mesh(sharder)
     dtype = config.model.dtypes.compute.value
     weights = load_weights(location, model, shardings=sharder.tree(model.axes), dtype=dtype)
     return TopLogits(model, weights, sharder, spec, config.data.packing, task.k, config.train.loss_chunk)

@@ -94,6 +94,8 @@ def _micro_batch(per_device: float, path: str, sharder: Sharder) -> int:
         reason = f"makes {batch:g} sequences on {devices} devices, which do not divide into the mesh's {shards} shards"
         accepted = f"a multiple of {shards}/{devices}" if shards != devices else "a whole number"
         raise ConfigError(Problem(path, reason, value=per_device, accepted=accepted))
+    if sharder.stages > 1:
+        sharder.pipeline_schedule(int(batch))
     return int(batch)
 
 

@@ -3,17 +3,19 @@
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxhydra import model, optim
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.quantization import QAT, STORED_KINDS, TRAINING_KINDS, AdapterKind
 from maxhydra.model import ModelDef, amax_histories, merge_trees, split_trainable
 from maxhydra.optim import Optimizer, state_axes
-from maxhydra.sharding import Sharder
+from maxhydra.sharding import LogicalAxes, Sharder, is_axes
 from maxhydra.train.loss import Tree
 
 _OPTIMIZATION_LEVEL = re.compile(r"--xla_backend_optimization_level=(\d)")
@@ -79,6 +81,29 @@ class StateFactory:
     sharder: Sharder
     extra_weights: Mapping[str, Tree] = dataclasses.field(default_factory=dict)
     """Extra frozen weights by name that the loss reads in addition to the model's, such as a teacher's."""
+    shards_over_data: bool = False
+    """Whether trainable parameters and optimizer state are sharded over the mesh axis `data` too (ZeRO-1)."""
+
+    def spec(self, axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
+        """The PartitionSpec of a trainable parameter or an array of the optimizer state."""
+        return self.sharder.spec_over_data(axes, shape) if self.shards_over_data else self.sharder.spec(axes)
+
+    def cast(self, params: Tree) -> Tree:
+        """Trainable parameters as the forward pass reads them: in the compute dtype, gathered over `data`."""
+        weights = self.model.cast(params)
+        if not self.shards_over_data:
+            return weights
+        return self._constrain(weights, lambda axes, shape: self.sharder.spec(axes))
+
+    def shard_gradients(self, grads: Tree) -> Tree:
+        """Gradients in the sharding of the optimizer state: a sum over `data` becomes a reduce-scatter."""
+        return self._constrain(grads, self.spec) if self.shards_over_data else grads
+
+    def _constrain(self, tree: Tree, spec_of: Callable[[LogicalAxes, Sequence[int]], PartitionSpec]) -> Tree:
+        def constrain(axes: LogicalAxes, leaf: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.sharder.mesh, spec_of(axes, leaf.shape)))
+
+        return jax.tree.map(constrain, split_trainable(self.model.axes)[0], tree, is_leaf=is_axes)
 
     def _build(self, weights: Tree, extra_weights: Tree, seed: jax.Array) -> TrainState:
         training_key = jax.random.split(jax.random.key(seed))[1]
@@ -108,8 +133,16 @@ class StateFactory:
             history=amax_histories(self.model.axes),
         )
         shardings = self.sharder.tree(axes)
+        if self.shards_over_data:
+            shapes = split_trainable(self.model.shapes)[0]
+            trained = (params, axes.opt_state), (shapes, jax.eval_shape(self.optimizer.transform.init, shapes))
+            params, opt_state = jax.tree.map(self._stored_sharding, *trained, is_leaf=is_axes)
+            shardings = dataclasses.replace(shardings, params=params, opt_state=opt_state)
         extra = jax.tree.map(lambda leaf: leaf.sharding, self.extra_weights)
         return dataclasses.replace(shardings, frozen={**shardings.frozen, **extra})
+
+    def _stored_sharding(self, axes: LogicalAxes, leaf: Any) -> NamedSharding:
+        return NamedSharding(self.sharder.mesh, self.spec(axes, leaf.shape))
 
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, onto which a checkpoint is restored."""
@@ -176,7 +209,7 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         value, accepted = config.quantization.kind, "none, fp8 or int8 with an adapter"
         raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint=hint))
     decoder = model.build(config.model, config.adapter, config.quantization)
-    sharder.check(decoder.axes, decoder.shapes)
+    decoder.check_mesh(sharder)
     shapes, axes = split_trainable(decoder.shapes)[0], split_trainable(decoder.axes)[0]
     optimizer = optim.build(
         config.optimizer,
@@ -186,4 +219,4 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         # Gradient accumulation is a loop that adds up whole layer stacks.
         is_unrolled=decoder.is_unrolled and config.train.grad_accum == 1,
     )
-    return StateFactory(decoder, optimizer, sharder, extra_weights or {})
+    return StateFactory(decoder, optimizer, sharder, extra_weights or {}, config.mesh.shard_state_over_data)

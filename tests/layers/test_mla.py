@@ -25,6 +25,7 @@ from maxhydra.layers import (
     PageTable,
     ParamBuilder,
     QuantRule,
+    with_aux_losses,
 )
 from maxhydra.sharding import Sharder, build_mesh
 
@@ -157,7 +158,9 @@ def test_layer_equals_the_formulas_of_the_paper(kind):
     for row, want in zip(found.out_BTD, expected, strict=True):
         np.testing.assert_allclose(row, want.out, atol=2e-5)
     if kind is SPARSE:
-        np.testing.assert_allclose(found.aux["loss"], np.mean([want.kl for want in expected]), rtol=1e-5)
+        np.testing.assert_allclose(
+            with_aux_losses(found.aux)["loss"], np.mean([want.kl for want in expected]), rtol=1e-5
+        )
     else:
         assert found.aux == {}
 
@@ -199,7 +202,7 @@ def test_indexer_is_trained_by_its_own_loss_only():
 
     def losses(weights, x):
         output = nnx.merge(graphdef, weights)(x, make_context(segments=segments))
-        return jnp.sum(jnp.square(output.out_BTD)), output.aux["loss"]
+        return jnp.sum(jnp.square(output.out_BTD)), with_aux_losses(output.aux)["loss"]
 
     by_output, by_aux = jax.jit(jax.jacrev(losses, argnums=(0, 1)))(weights, x)
     for (grads, of_x), is_aux in ((by_output, False), (by_aux, True)):
@@ -214,9 +217,9 @@ def test_indexer_is_trained_by_its_own_loss_only():
 def test_padding_does_not_train_the_indexer_in_unpacked_rows():
     layer, x = random_layer(make_model(**SPARSE)), inputs()
     segments = jnp.asarray(np.array([[1] * 9 + [0] * 5, [1] * LENGTH]))
-    expected = run(layer, x, make_context(segments=segments)).aux["loss"]
+    expected = with_aux_losses(run(layer, x, make_context(segments=segments)).aux)["loss"]
     alone = make_context(positions=jnp.where(segments == 0, 0, make_context().positions))
-    np.testing.assert_allclose(run(layer, x, alone).aux["loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(with_aux_losses(run(layer, x, alone).aux)["loss"], expected, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -245,7 +248,32 @@ def test_sharded_output_equals_one_device():
     expected = run(layer, x, make_context(segments=segments))
     found = run(layer, x, make_context(segments=segments, sharder=sharder))
     np.testing.assert_allclose(found.out_BTD, expected.out_BTD, atol=2e-5)
-    np.testing.assert_allclose(found.aux["loss"], expected.aux["loss"], rtol=1e-5)
+    np.testing.assert_allclose(with_aux_losses(found.aux)["loss"], with_aux_losses(expected.aux)["loss"], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "all_gather"])
+def test_gradients_over_sharded_sequences_equal_one_device(strategy):
+    layer, x = random_layer(make_model(q_lora_rank=NARROW)), inputs()
+    mesh = build_mesh(Mesh(fsdp=2, sequence=2, tensor=2), jax.devices()[:8])
+    segments = jnp.asarray(np.array([[1] * 9 + [0] * 5, [1] * 5 + [2] * 9]))
+    graphdef, weights = nnx.split(layer)
+
+    def gradients(sharder):
+        ctx = make_context(segments=segments, sharder=sharder)
+        loss = lambda weights, x: jnp.sum(nnx.merge(graphdef, weights)(x, ctx).out_BTD ** 2)  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(weights, x)
+
+    found, expected = (gradients(sharder) for sharder in (Sharder(mesh, RULES, strategy), Sharder.single()))
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+
+
+def test_the_indexer_rejects_strategies_that_cannot_select_keys():
+    layer = make_layer(make_model(**SPARSE))
+    sharder = Sharder(build_mesh(Mesh(sequence=2), jax.devices()[:2]), RULES, "ring")
+    with pytest.raises(ConfigError, match=r"(?s)mesh.context.*sparse indexer.*accepted: auto, all_gather"):
+        run(layer, inputs(), make_context(sharder=sharder))
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.hardware import Mesh
 from maxhydra.kernels.grouped_matmul import BACKENDS, UnsupportedError, grouped_matmul
+from maxhydra.layers import with_aux_losses
 from maxhydra.sharding import Sharder, build_mesh
 from tests.support.mixtures import Mixture, expert, softmax_top_k
 from tests.support.skips import import_optional
@@ -88,7 +89,7 @@ def test_balance_loss_equals_transformers():
     real[:, 8:] = 0
     logits = torch.tensor(np.array(x @ mixture.weights["router"]["kernel"]).reshape(-1, 6))
     loss = expected.load_balancing_loss_func((logits,), 6, 2, torch.tensor(real)) / 2
-    found = mixture(mixture.weights, x, segments=jnp.asarray(real)).aux
+    found = with_aux_losses(mixture(mixture.weights, x, segments=jnp.asarray(real)).aux)
     np.testing.assert_allclose(found["loss"], loss.item(), rtol=1e-5)
     assert found["load"].sum() == real.sum() * 2
 
@@ -106,7 +107,7 @@ def test_expert_parallelism_equals_one_device(capacity, axes):
 
     def both(w, x, sharder=None):
         output = mixture(w, x, sharder=sharder)
-        return output.out_BTD + output.aux["loss"]
+        return output.out_BTD + with_aux_losses(output.aux)["loss"]
 
     found = gradients(lambda w, x: both(w, x, sharder), mixture.weights, x)
     assert_close(found, gradients(both, mixture.weights, x), 1e-5)

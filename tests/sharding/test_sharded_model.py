@@ -35,7 +35,7 @@ class Run:
         self.config: Config = compose([*sizes, batch, *mesh, *overrides]).config
         self.sharder = Sharder(build_mesh(self.config.mesh, jax.devices()[:devices]), self.config.mesh.rules)
         decoder = model.build(self.config.model)
-        self.sharder.check(decoder.axes, decoder.shapes)
+        decoder.check_mesh(self.sharder)
         optimizer = optim.build(self.config.optimizer, steps=40, shapes=decoder.shapes, axes=decoder.axes)
         self.states = StateFactory(decoder, optimizer, self.sharder)
         self.loader = data.train_loader(self.config.data, plan_batches(self.config, self.sharder))

@@ -1,0 +1,80 @@
+"""The repeated pattern of layers as one scan over its repetitions. B batch, T tokens, D residual stream."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from maxhydra.layers import Cache, Context
+
+
+class Repetitions(NamedTuple):
+    """Inputs of consecutive repetitions, stacked over them."""
+
+    index: jax.Array
+    """Index of the repetition."""
+    weights: list[Any]
+    """Weights by position in the pattern."""
+    layer_inputs: jax.Array | None
+    """Per-layer embeddings [repetitions, positions, B, T, P]; None if unused."""
+
+
+class PatternOutput(NamedTuple):
+    """What consecutive repetitions return."""
+
+    x_BTD: jax.Array
+    caches: list[Any]
+    layer_outputs: list[jax.Array]
+    """By position, the residual stream after the layer, stacked over repetitions; empty if it is not kept."""
+    aux: list[Any]
+    """By position, the aux outputs stacked over repetitions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """The layers of one repetition as pure functions of their weights."""
+
+    runs: list[Callable[..., Any]]
+    """By position, a function of weights, residual stream and context, rematerialized by the config's policy."""
+    first: int
+    """Index of the first layer of the pattern in the model."""
+    keep_layers: bool
+    unroll: int
+
+    def scan(self, x_BTD: jax.Array, ctx: Context, caches: list[Any], repetitions: Repetitions) -> PatternOutput:
+        """Run repetitions in sequence. Caches are carried and updated in place; scanned over, they would be held twice.
+
+        Pattern layers do not share keys and values with later layers: only prefix layers do.
+        """
+        ctx = dataclasses.replace(ctx, output_index=None)
+
+        def run(carry: tuple[jax.Array, list[Any]], repetition: Repetitions) -> tuple[Any, Any]:
+            return self._run_repetition(*carry, ctx, repetition)
+
+        unroll = min(self.unroll, len(repetitions.index))
+        (x_BTD, caches), (layer_outputs, aux) = jax.lax.scan(run, (x_BTD, caches), repetitions, unroll=unroll)
+        return PatternOutput(x_BTD, caches, layer_outputs, aux)
+
+    def _run_repetition(self, x_BTD: jax.Array, caches: list[Any], ctx: Context, at: Repetitions) -> tuple[Any, Any]:
+        new_caches, layer_outputs, aux = [], [], []
+        for position, (run, cache) in enumerate(zip(self.runs, caches, strict=True)):
+            layer = self.first + at.index * len(self.runs) + position
+            layer_input = None if at.layer_inputs is None else at.layer_inputs[position]
+            layer_ctx = ctx.at_layer(layer, cache_view(cache, at.index), layer_input)
+            out = run(at.weights[position], x_BTD, layer_ctx)
+            x_BTD = out.x_BTD
+            new_caches.append(merge_view(cache, out.cache))
+            layer_outputs.append(x_BTD)
+            aux.append(out.aux)
+        return (x_BTD, new_caches), (layer_outputs if self.keep_layers else [], aux)
+
+
+def cache_view(cache: Cache | None, index: jax.Array | int) -> Any:
+    """The cache of one layer; None without a cache."""
+    return None if cache is None else cache.at(index)
+
+
+def merge_view(cache: Cache | None, view: Any) -> Cache | None:
+    """The cache with one layer's part updated; None without a cache."""
+    return None if cache is None else cache.with_layer(view)
