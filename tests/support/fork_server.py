@@ -188,7 +188,9 @@ def _prepare() -> None:
     task_modules = [f"tasks.{module.name}" for module in pkgutil.iter_modules(tasks.__path__)]
     for name in ("cli.hydra_app", "cli.run_job", "runs.report", *task_modules):
         importlib.import_module(f"maxhydra.{name}")
-    compose([])
+    # Parsed files are cached by the path shown in messages, which outside this repository is absolute.
+    with contextlib.chdir(tempfile.gettempdir()):
+        compose([])
     hardware_options()
     environment()
     compile_cache.reduce_gc()
