@@ -92,6 +92,8 @@ BASE = _split(
 )
 # Tasks whose values are measurements; only their status is compared.
 MEASURED = ("bench",)
+# Tasks that compile nothing.
+UNCOMPILED = ("tokenize", "train_tokenizer")
 # Tasks that write their output in the order of completion.
 UNORDERED = ("decode",)
 
@@ -178,7 +180,7 @@ class Harness:
     def reference(self, task: str) -> Reference:
         """Run a task undisturbed: once to fill the compilation cache, and once for the result and the duration."""
         arguments = [argument.format_map(self._names) for argument in _last_values(TASKS[task])]
-        for name in ("warm", "reference"):
+        for name in ("reference",) if task in UNCOMPILED else ("warm", "reference"):
             folder = self._new_folder(task, name)
             start_time = time.monotonic()
             self._run_to_end(arguments, folder)
