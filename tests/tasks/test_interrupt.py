@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -46,11 +47,20 @@ def forget_the_end(folder: Path, *names: str) -> None:
     (folder / "run.json").write_text(json.dumps(content))
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Outputs with a finished run that has a sample."""
+    cwd = tmp_path_factory.mktemp("finished")
+    run_ok(*RUN, *SAMPLE, cwd=cwd)
+    return cwd / "outputs"
+
+
 @pytest.mark.slow
-def test_the_same_command_on_a_finished_run_or_sweep_changes_nothing(tmp_path: Path) -> None:
+def test_the_same_command_on_a_finished_run_or_sweep_changes_nothing(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "outputs")
     sweep = [*RUN, "-m", "run.name=sweep", "train.steps=2", "optimizer.learning_rate=1e-3,3e-3"]
+    run_ok(*sweep, cwd=tmp_path)
     for arguments in ([*RUN, *SAMPLE], sweep):
-        run_ok(*arguments, cwd=tmp_path)
         files = [*tmp_path.glob("outputs/**/run.json"), *tmp_path.glob("outputs/**/metrics.jsonl")]
         before = {path: path.read_bytes() for path in files}
         run_ok(*arguments, cwd=tmp_path)
@@ -60,9 +70,8 @@ def test_the_same_command_on_a_finished_run_or_sweep_changes_nothing(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_run_killed_after_its_last_save_is_completed_with_its_values(tmp_path: Path) -> None:
-    folder = tmp_path / "outputs" / "it"
-    run_ok(*RUN, *SAMPLE, cwd=tmp_path)
+def test_a_run_killed_after_its_last_save_is_completed_with_its_values(finished: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished, tmp_path / "outputs") / "it"
     whole = facts(folder)
     assert whole["objective"]["value"] is not None and whole["sample"]
     forget_the_end(folder, "objective", "metrics", "sample")
@@ -159,7 +168,7 @@ def test_random_kills(tmp_path: Path) -> None:
     kill_runs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(kill_runs)
     harness = kill_runs.Harness(tmp_path, lambda arguments, cwd: cli.start_silent(*arguments, cwd=cwd))
-    harness.prepare()
+    harness.prepare(weights=False)
     for task in ("early_stop", "tokenize", "train_tokenizer"):
         trial = harness.trial(task, harness.reference(task), os.getpid())
         assert not trial.differences, trial
