@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.hardware import AXES, RULES, STAGE, Pipeline
-from maxhydra.sharding.mesh import AXIS_TYPES
+from maxhydra.config.schema.hardware import AXES, REPLICA, RULES, STAGE, Mesh, Pipeline
+from maxhydra.sharding.mesh import AXIS_TYPES, build_mesh
 from maxhydra.sharding.pipeline import PipelineSchedule, plan_schedule
 
 # One logical axis name per dimension of an array, or None for a dimension that is never sharded.
@@ -47,6 +47,11 @@ class Sharder:
         object.__setattr__(self, "rules", tuple((name, tuple(axes)) for name, axes in sorted(rules.items())))
 
     @classmethod
+    def from_config(cls, config: Mesh, mesh: jax.sharding.Mesh | AbstractMesh | None = None) -> "Sharder":
+        """The sharder of the section `mesh` of a config, over a mesh of all devices by default."""
+        return cls(build_mesh(config) if mesh is None else mesh, config.rules, config.pipeline)
+
+    @classmethod
     def single(cls) -> "Sharder":
         """A sharder for one device: every spec is empty and `constrain` returns its input."""
         return cls(AbstractMesh((1,) * len(AXES), AXES, axis_types=AXIS_TYPES), RULES)
@@ -75,8 +80,18 @@ class Sharder:
 
     def inside_stage(self) -> "Sharder":
         """The sharder within one pipeline stage: shardings over the other axes of the mesh."""
-        mesh = self.mesh.abstract_mesh.update_axis_types({STAGE: AxisType.Manual})
-        return Sharder(mesh, {name: [axis for axis in axes if axis != STAGE] for name, axes in self.rules})
+        return self._inside(STAGE)
+
+    def inside_replica(self) -> "Sharder":
+        """The sharder within one DiLoCo replica; the same one if there is only one replica."""
+        return self if self.mesh.shape[REPLICA] == 1 else self._inside(REPLICA)
+
+    def _inside(self, mapped: str) -> "Sharder":
+        mesh = self.mesh.abstract_mesh.update_axis_types({mapped: AxisType.Manual})
+        inside = Sharder(mesh, {name: [axis for axis in axes if axis != mapped] for name, axes in self.rules})
+        object.__setattr__(inside, "microbatches", self.microbatches)
+        object.__setattr__(inside, "repeats", self.repeats)
+        return inside
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
         """Mesh axes of more than one device over which a logical axis is sharded."""

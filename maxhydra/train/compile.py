@@ -14,9 +14,10 @@ import jax.numpy as jnp
 
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.run import Train
-from maxhydra.model import flops_per_token
+from maxhydra.model import flops_per_token, split_trainable
 from maxhydra.sharding import Sharder
 from maxhydra.train.batches import plan_batches
+from maxhydra.train.diloco import make_diloco_step
 from maxhydra.train.loss import Batch, LossFn, next_token_loss
 from maxhydra.train.state import StateFactory, TrainState, plan_states
 from maxhydra.train.step import Metrics, StepFn, make_step, sequences_in
@@ -36,8 +37,12 @@ def compile_step(states: StateFactory, loss: LossFn, train: Train, example: Mapp
 
 def trace_step(states: StateFactory, loss: LossFn, train: Train, example: Mapping[str, Any]) -> jax.stages.Traced:
     """The traced step, ready to be lowered for the devices of the states' mesh."""
+    step_fn = make_step(loss, states.optimizer, train, states.model.apply_aux_updates, states.model.cast)
+    if states.sharder.num_shards("replicas") > 1:
+        axes = split_trainable(states.model.axes)[0]
+        step_fn = make_diloco_step(step_fn, train.diloco, steps=train.steps, mesh=states.sharder.mesh, axes=axes)
     step = jax.jit(
-        make_step(loss, states.optimizer, train, states.model.apply_aux_updates, states.model.cast),
+        step_fn,
         donate_argnums=0,
         out_shardings=(states.shardings(), None),
     )
@@ -131,7 +136,7 @@ def trace_pretraining_step(config: Config, sharder: Sharder) -> jax.stages.Trace
     spec, states = plan_batches(config, sharder), plan_states(config, sharder)
     shape = (spec.batch, spec.rows.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=spec.sharding) for name, dtype in COLUMNS.items()}
-    return trace_step(states, next_token_loss(states.model, sharder, config.train), config.train, batch)
+    return trace_step(states, next_token_loss(states.model, sharder.inside_replica(), config.train), config.train, batch)
 
 
 def _explain_oom(error: Exception, config: Config) -> Exception:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.quantization import QAT, STORED_KINDS, TRAINING_KINDS, AdapterKind
 from maxhydra.model import ModelDef, amax_histories, merge_trees, split_trainable
 from maxhydra.optim import Optimizer, state_axes
-from maxhydra.sharding import Sharder
+from maxhydra.sharding import Sharder, is_axes
 from maxhydra.train.loss import Tree
 
 # For programs that run once: with less optimization they compile in half the time.
@@ -68,6 +69,22 @@ class TrainState:
         return merge_trees(merge_trees(self.params, self.frozen), self.history)
 
 
+class Replica(NamedTuple):
+    """What each DiLoCo replica has for itself, stacked over the replicas."""
+
+    params: Tree
+    opt_state: Tree
+    guard: Guard
+    history: Tree
+
+
+class DilocoState(NamedTuple):
+    """The optimizer state of DiLoCo: the replicas, and the momentum of the outer step."""
+
+    replicas: Replica
+    momentum: Tree
+
+
 @dataclasses.dataclass(frozen=True)
 class StateFactory:
     """Creates states, and knows their shapes and shardings before anything is allocated."""
@@ -86,25 +103,43 @@ class StateFactory:
             step=jnp.zeros((), jnp.int32),
             params=params,
             frozen={**frozen, **extra_weights},
-            opt_state=self.optimizer.transform.init(params),
+            opt_state=self._optimizer_state(params),
             key=jax.random.key_data(training_key),
             guard=Guard.fresh(),
-            history=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), amax_histories(self.model.shapes)),
+            history=self._empty_history(),
         )
+
+    def _empty_history(self) -> Tree:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), amax_histories(self.model.shapes))
+
+    def _optimizer_state(self, params: Tree) -> Tree:
+        opt_state, replicas = self.optimizer.transform.init(params), self.sharder.num_shards("replicas")
+        if replicas == 1:
+            return opt_state
+        replica = Replica(params, opt_state, Guard.fresh(), self._empty_history())
+        stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *x.shape)), replica)
+        return DilocoState(stacked, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params))
 
     def _init_weights(self, seed: jax.Array) -> Tree:
         return self.model.init(jax.random.split(jax.random.key(seed))[0])
 
     def shardings(self) -> TrainState:
         params, frozen = split_trainable(self.model.axes)
+        guard = Guard(mean=(None,), variance=(None,), seen=(), skipped=(), halted=())  # type: ignore[arg-type]
+        opt_state = state_axes(self.optimizer, split_trainable(self.model.shapes)[0], params)
+        history = amax_histories(self.model.axes)
+        if self.sharder.num_shards("replicas") > 1:
+            replica = Replica(params, opt_state, guard, history)
+            stacked = jax.tree.map(lambda axes: ("replicas", *axes), replica, is_leaf=is_axes)
+            opt_state = DilocoState(stacked, params)
         axes = TrainState(
             step=(),  # type: ignore[arg-type]
             params=params,
             frozen=frozen,
-            opt_state=state_axes(self.optimizer, split_trainable(self.model.shapes)[0], params),
+            opt_state=opt_state,
             key=(None,),  # type: ignore[arg-type]
-            guard=Guard(mean=(None,), variance=(None,), seen=(), skipped=(), halted=()),  # type: ignore[arg-type]
-            history=amax_histories(self.model.axes),
+            guard=guard,
+            history=history,
         )
         shardings = self.sharder.tree(axes)
         extra = jax.tree.map(lambda leaf: leaf.sharding, self.extra_weights)

@@ -99,14 +99,14 @@ class Hardware(Schema):
 
 
 # From least to most communication: devices on the fastest links are adjacent along the last axis.
-AXES = ("data", "stage", "fsdp", "expert", "sequence", "tensor")
-# Axis of pipeline parallelism.
-STAGE = "stage"
+AXES = ("replica", "data", "stage", "fsdp", "expert", "sequence", "tensor")
+# Axes of DiLoCo and of pipeline parallelism.
+REPLICA, STAGE = "replica", "stage"
 
 # Logical axis -> mesh axes. Axes of activations start with `act_`; all others belong to weights.
 RULES: dict[str, list[str]] = {
     # Stages are outermost: each one's rows are whole microbatches (model/pipeline.py).
-    "act_batch": ["stage", "data", "fsdp", "expert"],
+    "act_batch": ["replica", "stage", "data", "fsdp", "expert"],
     "act_length": ["sequence"],
     "act_embed": [],
     "act_heads": ["tensor"],
@@ -114,6 +114,7 @@ RULES: dict[str, list[str]] = {
     "act_mlp": ["tensor"],
     "act_experts": ["expert"],
     "act_vocab": ["tensor"],
+    "replicas": ["replica"],
     "layers": ["stage"],
     "experts": ["expert"],
     "embed": ["fsdp", "expert", "sequence", "stage"],
@@ -132,6 +133,8 @@ RULES: dict[str, list[str]] = {
 class Axes(Schema):
     """Devices along each axis; one axis may be -1 and gets the remaining devices."""
 
+    replica: int = option(1, ge=-1)
+    """DiLoCo: replicas with weights and optimizer states of their own, averaged every train.diloco.period steps."""
     data: int = option(1, ge=-1)
     """Data parallelism: replicas of the model, each with a part of the batch."""
     stage: int = option(1, ge=-1)

@@ -1,0 +1,105 @@
+"""A few training steps on a mesh of simulated devices, compared with the same steps on one device."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from maxhydra import model, optim
+from maxhydra.config.compose.composer import compose
+from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.train import next_token_loss
+from maxhydra.train.batches import plan_batches
+from maxhydra.train.state import StateFactory
+from maxhydra.train.step import make_step
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Config overrides, number of devices, and the size of the global batch."""
+
+    overrides: list[str]
+    devices: int
+    rows: int
+    length: int
+    steps: int
+
+
+class Trained(NamedTuple):
+    """Losses of the steps, and the first gradient of each parameter by path."""
+
+    losses: np.ndarray
+    gradients: Arrays
+
+
+class Errors(NamedTuple):
+    loss_error: float
+    """Largest relative error of a loss."""
+    gradient_error: float
+    """Largest error of a parameter's gradient, relative to the norm of that gradient."""
+    worst_parameter: str
+
+
+def packed_batch(rows: int, length: int, vocabulary: int) -> Arrays:
+    """Random tokens in rows of one, two or three documents, the last of them followed by padding."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, vocabulary, (rows, length + 1)).astype(np.int32)
+    segments, positions = np.zeros((2, rows, length), np.int32)
+    for row in range(rows):
+        cuts = sorted(random.choice(np.arange(4, length - 4), row % 3, replace=False))
+        ends = [*cuts, length - (row % 4 == 3) * 5]
+        for number, (start, stop) in enumerate(zip([0, *cuts], ends, strict=True), 1):
+            segments[row, start:stop], positions[row, start:stop] = number, np.arange(stop - start)
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "positions": positions,
+        "segments": segments,
+        "weights": (segments > 0).astype(np.float32),
+    }
+
+
+def train(case: Case) -> Trained:
+    """Train on one batch from the same initial weights, whatever the mesh."""
+    batch_size = f"train.per_device_batch_size={case.rows / case.devices}"
+    config = compose([*case.overrides, batch_size]).config
+    sharder = Sharder.from_config(config.mesh, build_mesh(config.mesh, jax.devices()[: case.devices]))
+    decoder = model.build(config.model)
+    sharder.check(decoder.axes, decoder.shapes)
+    optimizer = optim.build(config.optimizer, steps=case.steps, shapes=decoder.shapes, axes=decoder.axes)
+    states = StateFactory(decoder, optimizer, sharder)
+    loss = next_token_loss(decoder, sharder, config.train)
+    step = make_step(loss, optimizer, config.train, decoder.apply_aux_updates, decoder.cast)
+    compiled = jax.jit(step, donate_argnums=0, out_shardings=(states.shardings(), None))
+    arrays = packed_batch(case.rows, case.length, config.model.vocab_size)
+    batch = {name: jax.device_put(x, plan_batches(config, sharder).sharding) for name, x in arrays.items()}
+    state, losses, gradients = states.create(0), [], {}
+    for number in range(case.steps):
+        state, metrics = compiled(state, batch)
+        losses.append(float(metrics["loss"]))
+        gradients = gradients or (_gradients(state.opt_state) if number == 0 else {})
+    return Trained(np.array(losses), gradients)
+
+
+def _gradients(opt_state: Any) -> Arrays:
+    """First moments after one step without clipping, which are the gradients times a constant."""
+    moments = optax.tree_utils.tree_get(opt_state, "mu")
+    leaves = jax.tree_util.tree_leaves_with_path(moments)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
+
+
+def compare(expected: Trained, actual: Trained) -> Errors:
+    """The largest errors. Gradients that vanish on one device are compared by their absolute value."""
+    assert expected.gradients.keys() == actual.gradients.keys()
+    scale = max(float(np.linalg.norm(x)) for x in expected.gradients.values())
+    errors = {
+        name: float(np.linalg.norm(actual.gradients[name] - x)) / max(float(np.linalg.norm(x)), 1e-6 * scale)
+        for name, x in expected.gradients.items()
+    }
+    worst = max(errors, key=errors.__getitem__)
+    loss_error = float(np.max(np.abs(actual.losses - expected.losses) / np.abs(expected.losses)))
+    return Errors(loss_error, errors[worst], worst)
