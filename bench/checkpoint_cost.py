@@ -13,7 +13,7 @@ from pathlib import Path
 from maxhydra import data
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.run import Checkpoint, SaveMode
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding import Sharder
 from maxhydra.train import next_token_loss
 from maxhydra.train.batches import plan_batches
 from maxhydra.train.checkpoint import open_checkpointer
@@ -29,7 +29,7 @@ def main() -> None:
     options = parser.parse_args()
 
     config = compose([]).config
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    sharder = Sharder.from_config(config.mesh)
     states = plan_states(config, sharder)
     loader = data.train_loader(config.data, plan_batches(config, sharder))
     loss = next_token_loss(states.model, sharder, config.train)

@@ -10,7 +10,7 @@ import jax
 
 from maxhydra import data
 from maxhydra.config.compose.composer import compose
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding import Sharder
 from maxhydra.train import next_token_loss
 from maxhydra.train.batches import plan_batches
 from maxhydra.train.compile import trace_step
@@ -21,7 +21,7 @@ def seconds(layers: int) -> float:
     """Seconds to trace, lower and compile, without caches."""
     jax.clear_caches()
     config = compose([f"model.num_layers={layers}", "model.scan_unroll=1", "model.remat.policy=minimal"]).config
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    sharder = Sharder.from_config(config.mesh)
     loader = data.train_loader(config.data, plan_batches(config, sharder))
     batch = loader.peek()
     start = time.perf_counter()

@@ -209,7 +209,7 @@ def check_pages(case: Case) -> Check:
     B, K, G, H, Z, W = case.sizes
     (table, lengths), N = pages_of(case), K * G
     fields = {"window": None, "chunk": None, "softcap": None, **dict(case.options)}
-    request = Request(scale=H**-0.5, causal=True, softmax_dtype="float32", is_length_split=False, **fields)
+    request = Request(scale=H**-0.5, causal=True, softmax_dtype="float32", **fields)
     rotation = Rotation(tuple(1000 ** (-i / H) for i in range(H // 2)), amplitude=1.0, pairs=Pairs.halves)
     shape, place = (B * W, K, Z, H), Placement.here()
     arrays = (case.sample(0, 2, B, N + 2 * K, H, dtype="float32"), case.sample(1, *shape), case.sample(2, *shape))

@@ -26,9 +26,7 @@ from maxhydra.kernels.int8_weight_matmul import triton as int8
 from maxhydra.measure.kernels import milliseconds, relative_error
 
 REPEATS = 6
-CAPPED = Request(
-    scale=0.1, causal=True, window=None, chunk=None, softcap=50.0, softmax_dtype="float32", is_length_split=False
-)
+CAPPED = Request(scale=0.1, causal=True, window=None, chunk=None, softcap=50.0, softmax_dtype="float32")
 PLAIN = dataclasses.replace(CAPPED, softcap=None)
 WINDOW = dataclasses.replace(PLAIN, window=128)
 # Name, request, batch, tokens, query heads, key heads, head size, sinks.

@@ -46,7 +46,7 @@ def check_attention(case: Case) -> Check:
     mask = dict(MASKS[dict(case.options)["mask"]])
     has_segments, has_sinks = mask.pop("segments", False), mask.pop("sinks", False)
     fields = {"causal": True, "window": None, "chunk": None, "softcap": None, **mask}
-    request = Request(scale=H**-0.5, softmax_dtype="float32", is_length_split=False, **fields)
+    request = Request(scale=H**-0.5, softmax_dtype="float32", **fields)
     # Two sequences followed by padding.
     segments = jnp.broadcast_to(jnp.searchsorted(jnp.asarray([T // 3, T - 5]), jnp.arange(T), side="right"), (B, T))
     segments = jnp.asarray([1, 2, 0])[segments]

@@ -18,6 +18,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
+from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.tiles import Sizes, tile_size_problems
 
 P = ParamSpec("P")
@@ -100,7 +101,7 @@ def _abstract(value: Any) -> Any:
 logger = logging.getLogger("maxhydra")
 
 # Fields of a capability table that are functions, not capabilities.
-FUNCTION_FIELDS = ("run", "tile_extents", "prefill_write")
+FUNCTION_FIELDS = ("run", "block", "tile_extents", "prefill_write", "split_vocabulary")
 
 
 class UnsupportedError(Exception):
@@ -117,8 +118,9 @@ class CallSpec:
     """The static properties of a call that decide which backends can serve it."""
 
     platform: str
-    devices: int
     dtype: str
+    splits: tuple[str, ...] = ()
+    """Dimensions of the operands that are split over devices (Placement.splits)."""
     capability: str | None = None
     """Compute capability of an NVIDIA GPU."""
     sizes: Sizes = ()
@@ -135,14 +137,16 @@ class Capability(Generic[Call]):
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     capabilities: tuple[str, ...] | None = None
     """Compute capabilities of the GPUs; None: any."""
-    devices: int | None = None
-    """Number of devices it runs on; None: any."""
+    splits: tuple[str, ...] | None = None
+    """Dimensions that may be split over devices: the backend then runs under shard_map on the local part of each.
+    None: any; the compiler partitions it."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     tile_extents: Callable[[Call], Mapping[str, int]] | None = None
     """The array extent that each tile size must divide, by name; None: the backend has no configurable tile."""
 
     def unsupported_reasons(self, call: Call) -> tuple[str, ...]:
         """Why this backend cannot serve the call; empty if it can."""
+        unsplittable = () if self.splits is None else tuple(name for name in call.splits if name not in self.splits)
         requirements = (
             (call.platform in self.platforms, f"runs on {either(self.platforms)}, not {call.platform}"),
             (
@@ -150,12 +154,18 @@ class Capability(Generic[Call]):
                 f"needs a GPU of compute capability {either(self.capabilities or ())}, "
                 f"not {call.capability or call.platform}",
             ),
-            (self.devices in (None, call.devices), f"runs on {self.devices} device, not {call.devices}"),
+            (not unsplittable, f"cannot be split over {' and '.join(unsplittable)}"),
             (call.dtype in self.dtypes, f"takes {either(self.dtypes)}, not {call.dtype}"),
             *self.requirements(call),
         )
         problems = tile_size_problems(call, self.tile_extents)
         return (*(reason for is_met, reason in requirements if not is_met), *problems)
+
+    def map_shards(
+        self, run: Callable[..., R], place: Placement, *, in_specs: tuple[Any, ...], out_specs: Any
+    ) -> Callable[..., R]:
+        """The function on the shards of every device (Placement.shard_map); itself if the compiler partitions it."""
+        return run if self.splits is None else place.shard_map(run, in_specs, out_specs)
 
     def requirements(self, call: Call) -> tuple[tuple[bool, str], ...]:
         """Further requirements as (is met, reason if it is not)."""
@@ -232,4 +242,4 @@ def _cell(value: Any) -> str:
         return "any"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return ", ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)

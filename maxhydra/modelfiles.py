@@ -2,7 +2,7 @@
 
 GGUF holds metadata (including the tokenizer) and tensors, often quantized. It is read with the `gguf` package, which
 memory-maps the file and dequantizes; such a file contains no code. The counts in its header are checked first, because
-the package allocates what a header announces.
+the package allocates the size that a header declares.
 """
 
 import importlib

@@ -121,7 +121,7 @@ def _read_outcome(chunk: Chunk, code: int, text: str, logged: dict[str, Any]) ->
 
 
 def _crash(chunk: Chunk, code: int, text: str, log: Path) -> str:
-    """Describe a process that died: the last output and the case under way."""
+    """Describe a process that died: the last output and the current case."""
     case = Path(f"{log}.case")
     shown = case.read_text(errors="replace") if case.exists() else "none was started"
     return f"{chunk.test}, seed {chunk.seed}: the process ended with {code}\nlast case: {shown}\n{text[-2000:]}"

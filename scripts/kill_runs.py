@@ -5,7 +5,7 @@
 
 Each task runs once undisturbed. Each trial then starts the same command in an empty folder, sends the signal to its
 process group after a delay that is uniform over the duration of the undisturbed run, up to three times, and repeats the
-command until it ends by itself. A trial passes if the results are equal: every array of the last checkpoint, the losses
+command until it exits alone. A trial passes if the results are equal: every array of the last checkpoint, the losses
 and evaluations in metrics.jsonl, status, objective and sample in run.json, or the files that the task writes.
 Exit code 1 if a trial fails.
 """

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
-from maxhydra.kernels.attention import cudnn, mosaic, reference, splash, triton, xla
+from maxhydra.kernels.attention import blockwise, context, cudnn, mosaic, reference, splash, triton, xla
+from maxhydra.kernels.attention.partials import BlockKernel
 from maxhydra.kernels.attention.spec import Request, TokenInfo
 from maxhydra.kernels.dispatch import CallSpec, Capability, Operation, UnsupportedError, either
 from maxhydra.kernels.placement import Placement
@@ -36,13 +36,15 @@ class Call(CallSpec):
     has_positions: bool
     has_selection: bool
     has_sinks: bool
-    has_split_groups: bool = False
-    """Query heads are on other devices than the key heads they share."""
+    is_block: bool = False
+    """The keys are one of several blocks, whose results are merged by their log-sum-exp."""
+    is_long: bool = False
+    """The sequence is sharded along its length, and so long that its logits may not be materialized."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend(Capability[Call]):
-    """Capabilities of one backend. With devices=None the compiler can partition it over any number of devices."""
+    """Capabilities of one backend."""
 
     run: Run
     head_dims: tuple[int, ...] | None = None
@@ -62,9 +64,10 @@ class Backend(Capability[Call]):
     """Whether each query may be restricted to a selection of keys."""
     value_dim: bool = True
     """Whether values may have a different size than keys."""
-    split_length: bool = True
-    by_device: bool = False
-    """A single-device kernel that runs under shard_map on the local rows and heads."""
+    block: BlockKernel | None = None
+    """Kernels that attend to one block of keys at a time, for context parallelism."""
+    offset: bool = True
+    """Whether keys may start with tokens before the first query."""
 
     def requirements(self, call: Call) -> tuple[tuple[bool, str], ...]:
         largest = max(call.head_dim, call.value_dim)
@@ -92,8 +95,8 @@ class Backend(Capability[Call]):
                 self.value_dim or call.value_dim == call.head_dim,
                 f"takes values of the size of keys, not {call.value_dim} and {call.head_dim}",
             ),
-            (self.split_length or not call.request.is_length_split, "needs whole sequences on each device"),
-            (not (self.by_device and call.has_split_groups), "needs query and key heads sharded alike"),
+            (self.block is not None or not call.is_block, "does not attend to blocks of keys (mesh.context=ring)"),
+            (self.offset or not call.request.offset, "needs as many keys as queries"),
         )
 
 
@@ -113,7 +116,8 @@ BACKENDS: dict[str, Backend] = {
         positions=False,
         selection=False,
         value_dim=False,
-        split_length=False,
+        offset=False,
+        splits=("batch", "length", "heads"),
     ),
     "mosaic": Backend(
         run=mosaic.attention,
@@ -125,8 +129,8 @@ BACKENDS: dict[str, Backend] = {
         positions=False,
         selection=False,
         value_dim=False,
-        split_length=False,
-        devices=1,
+        block=BlockKernel(mosaic.block_forward, mosaic.block_backward),
+        splits=("batch", "length", "heads"),
         tile_extents=lambda call: mosaic.tile_extents(call.length),
     ),
     "triton": Backend(
@@ -137,8 +141,8 @@ BACKENDS: dict[str, Backend] = {
         length_multiple=triton.LENGTH_MULTIPLE,
         positions=False,
         selection=False,
-        split_length=False,
-        devices=1,
+        block=BlockKernel(triton.block_forward, triton.block_backward),
+        splits=("batch", "length", "heads"),
         tile_extents=lambda call: triton.tile_extents(call.length),
     ),
     "splash": Backend(
@@ -148,10 +152,9 @@ BACKENDS: dict[str, Backend] = {
         length_multiple=splash.LENGTH_MULTIPLE,
         positions=False,
         selection=False,
-        split_length=False,
-        by_device=True,
+        splits=("batch", "length", "heads"),
     ),
-    "xla": Backend(run=xla.attention),
+    "xla": Backend(run=xla.attention, block=BlockKernel(blockwise.forward, blockwise.backward)),
     "reference": Backend(run=reference.attention),
 }
 
@@ -170,7 +173,8 @@ def _fastest_first(call: Call) -> list[str]:
     With gradients, causal, batch 8, 4,096 tokens: 32 query and 8 key heads of 64 take 5.02 ms with Mosaic and 5.41 with
     cuDNN; 24 and 8 heads of 128 take 5.86 and, on another card, 6.31. Forward alone: 1.57 and 1.46, 1.49 and 1.59.
     Head sizes that Triton would pad with zeros are left to XLA: 16 heads of 192 with values of 128, batch 2, take it
-    4.8 ms; Triton was not timed there.
+    4.8 ms; Triton was not timed there. cuDNN takes segments as a mask of all queries by all keys, 2 GiB a row at 32,768
+    tokens, so that it serves them only if no other kernel does.
     """
     names, request = [name for name in BACKENDS if name != "mosaic"], call.request
     if call.head_dim not in triton.BLOCKS or call.value_dim != call.head_dim:
@@ -183,7 +187,15 @@ def _fastest_first(call: Call) -> list[str]:
         index = names.index("triton") + 1
     else:
         index = names.index("cudnn") + (request.window is not None or not request.causal)
-    return [*names[:index], "mosaic", *names[index:]]
+    names.insert(index, "mosaic")
+    is_dense = call.is_long or (call.has_segments and call.value_dim == call.head_dim)
+    if is_dense and names.index("triton") > names.index("xla"):
+        names.remove("triton")
+        names.insert(names.index("xla"), "triton")
+    if call.has_segments:
+        names.remove("cudnn")
+        names.insert(names.index("xla"), "cudnn")
+    return names
 
 
 OPERATION: Operation[Call, Backend] = Operation("attention", BACKENDS, order=_fastest_first)
@@ -205,11 +217,13 @@ def attention(
     sinks_N: jax.Array | None = None,
     sizes: Sizes = (),
     place: Placement | None = None,
+    has_whole_keys: bool = False,
 ) -> jax.Array:
     """Return the attention outputs [B, T, N, H]; `TokenInfo` documents segments, positions and the selection of keys.
 
     sinks: one logit per query head that is added to the softmax denominator and has no value. sizes: requested tile
-    sizes. place: None is one device of the platform that JAX runs on.
+    sizes. place: None is one device of the platform that JAX runs on. has_whole_keys: with sequences sharded along
+    their length, the keys are not; they come from something smaller that was gathered.
     """
     tokens = TokenInfo(q_segments_BT, kv_segments_BS, q_positions_BT, kv_positions_BS, selected_BTS)
     _check_shapes(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
@@ -218,7 +232,7 @@ def attention(
         request=request,
         platform=place.platform,
         capability=place.capability,
-        devices=place.devices,
+        splits=place.splits("batch", "length", "heads", "kv_heads"),
         dtype=q_BTNH.dtype.name,
         head_dim=q_BTNH.shape[3],
         value_dim=v_BSKH.shape[3],
@@ -227,13 +241,49 @@ def attention(
         has_positions=q_positions_BT is not None,
         has_selection=selected_BTS is not None,
         has_sinks=sinks_N is not None,
-        has_split_groups=place.heads != place.kv_heads and k_BSKH.shape[2] > 1,
         sizes=sizes,
     )
+    if place.num_shards("length") > 1:
+        run = _over_length(backend, call, place, q_BTNH.shape, has_whole_keys=has_whole_keys)
+        return run(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
     row = OPERATION.select(backend, call)
     run = with_sizes(row.run, sizes)
-    run = over_devices(run, place) if row.by_device else run
-    return run(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
+    if row.splits is not None:
+        k_BSKH, v_BSKH = context.align_heads(k_BSKH, v_BSKH, place)
+    queries, keys = place.spec("batch", None, "heads"), context.key_spec(place, k_BSKH, None)
+    specs = (queries, keys, keys, place.spec("batch"), place.spec("heads"))
+
+    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo, sinks: jax.Array | None) -> jax.Array:
+        return run(q, k, v, request, tokens, sinks)
+
+    mapped = row.map_shards(on_device, place, in_specs=specs, out_specs=queries)
+    return mapped(q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)
+
+
+def _over_length(backend: str, call: Call, place: Placement, shape: tuple[int, ...], *, has_whole_keys: bool) -> Run:
+    """The computation over sequences that are sharded along their length (context.py); queries have this shape."""
+    request, (_, T, N, _) = call.request, shape
+    strategy = context.choose_strategy(place, request, num_heads=N, has_selection=call.has_selection)
+    ways = place.num_shards("length")
+    call = dataclasses.replace(call, splits=(), is_long=True)
+    if call.has_selection:
+        row = OPERATION.select(backend, dataclasses.replace(call, has_positions=True))
+        return context.by_position(row.run, place)
+    if strategy == "ulysses":
+        row = OPERATION.select(backend, call)
+        return context.by_ulysses(with_sizes(row.run, call.sizes), place, has_whole_keys=has_whole_keys)
+    local = context.local_request(request)
+    if local.window is not None:
+        before = context.halo(local, T // ways, ways)
+        local = dataclasses.replace(local, offset=before)
+        length = math.gcd(T // ways, before)
+        row = OPERATION.select(backend, dataclasses.replace(call, request=local, length=length, has_segments=True))
+        return context.by_neighbours(with_sizes(row.run, call.sizes), place, tokens_before=before)
+    length = context.zigzag_part(T, request, place) or T // ways
+    row = OPERATION.select(backend, dataclasses.replace(call, length=length, has_sinks=False, is_block=True))
+    assert row.block is not None
+    kernel = BlockKernel(*(with_sizes(run, call.sizes) for run in row.block))
+    return context.by_ring(kernel, place, is_gathered=strategy == "all_gather", has_whole_keys=has_whole_keys)
 
 
 def _check_shapes(
@@ -270,26 +320,5 @@ def _check_shapes(
             )
     if tokens.selected_BTS is not None and tokens.selected_BTS.shape != (B, T, S):
         raise ValueError(f"the selection of keys has shape {tokens.selected_BTS.shape}, expected {(B, T, S)}")
-    if request.causal and tokens.q_positions_BT is None and T != S:
-        raise ValueError(f"causal attention of {T} queries over {S} keys needs positions to order them")
-
-
-def over_devices(run: Run, place: Placement) -> Run:
-    """Run the kernel on the rows and heads of each device; a single key and value head is replicated."""
-    if place.mesh is None or place.mesh.size == 1:
-        return run
-
-    def run_sharded(
-        q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: Request, tokens: TokenInfo, sinks_N: Any
-    ) -> jax.Array:
-        queries = PartitionSpec(place.batch, None, place.heads, None)
-        keys = PartitionSpec(place.batch, None, place.kv_heads if k_BSKH.shape[2] > 1 else None, None)
-        specs: Any = (queries, keys, keys, PartitionSpec(place.batch), PartitionSpec(place.heads))
-
-        def on_device(q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo, sinks: Any) -> jax.Array:
-            return run(q, k, v, request, tokens, sinks)
-
-        mapped = jax.shard_map(on_device, mesh=place.mesh, in_specs=specs, out_specs=queries, check_vma=False)
-        return mapped(q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)
-
-    return run_sharded
+    if request.causal and tokens.q_positions_BT is None and T + request.offset != S:
+        raise ValueError(f"causal attention of {T} queries over {S} keys needs positions or an offset to order them")

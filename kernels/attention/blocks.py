@@ -56,6 +56,7 @@ def visible_mask(
     request: Request, q: jax.Array, k: jax.Array, q_segments: jax.Array | None, kv_segments: jax.Array | None
 ) -> jax.Array:
     """Mask of the keys that the queries see; token indices and segments must broadcast to one shape."""
+    q = q + request.offset if request.offset else q
     masks = []
     if request.causal:
         masks.append(k <= q)
@@ -79,6 +80,7 @@ class Ranges(NamedTuple):
 
 def key_ranges(request: Request, start: jax.Array, *, C: int, D: int, S: int, has_segments: bool) -> Ranges:
     """Blocks of keys that the C queries from `start` see."""
+    start = start + request.offset if request.offset else start
     first, last, whole, broken = _all(S // D)
     if request.causal:
         last, broken = pl.cdiv(start + C, D), jax.lax.div(start + 1, D)
@@ -94,12 +96,17 @@ def key_ranges(request: Request, start: jax.Array, *, C: int, D: int, S: int, ha
 
 def query_ranges(request: Request, start: jax.Array, *, C: int, D: int, T: int, has_segments: bool) -> Ranges:
     """Blocks of queries that see the D keys from `start`."""
+
+    def query(key: Any) -> Any:
+        """The query at this index of the keys; the first one for earlier keys."""
+        return jnp.maximum(key - request.offset, 0) if request.offset else key
+
     first, last, whole, broken = _all(T // C)
     if request.causal:
-        first, whole = jax.lax.div(start, C), pl.cdiv(start + D - 1, C)
+        first, whole = jax.lax.div(query(start), C), pl.cdiv(query(start + D - 1), C)
     if request.window is not None:
-        last = jnp.minimum(last, pl.cdiv(start + D - 1 + request.window, C))
-        broken = jax.lax.div(start + request.window, C)
+        last = jnp.minimum(last, pl.cdiv(query(start + D - 1 + request.window), C))
+        broken = jax.lax.div(query(start + request.window), C)
     if request.chunk is not None:
         last = jnp.minimum(last, pl.cdiv((jax.lax.div(start + D - 1, request.chunk) + 1) * request.chunk, C))
         broken = jax.lax.div((jax.lax.div(start, request.chunk) + 1) * request.chunk, C)

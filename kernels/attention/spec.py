@@ -32,8 +32,8 @@ class Request:
     """Logits become softcap * tanh(logits / softcap)."""
     softmax_dtype: str
     """Lowest precision allowed for logits and softmax."""
-    is_length_split: bool
-    """The queries are sharded along T, so slicing along T would move them between devices."""
+    offset: int = 0
+    """Index of the first query among the keys, which start with this many earlier tokens; excludes chunks."""
 
     def __post_init__(self) -> None:
         for name in ("window", "chunk"):
@@ -41,6 +41,8 @@ class Request:
                 raise ValueError(f"{name}={getattr(self, name)} needs causal=True")
         if self.window is not None and self.chunk is not None:
             raise ValueError(f"window={self.window} and chunk={self.chunk} are mutually exclusive; set one to None")
+        if self.offset and self.chunk is not None:
+            raise ValueError(f"offset={self.offset} and chunk={self.chunk} are mutually exclusive")
 
 
 class TokenInfo(NamedTuple):
@@ -66,7 +68,7 @@ def visible(request: Request, tokens: TokenInfo, *, queries: range, keys: range)
         q_BT1, kv_B1S = _pair(tokens.q_positions_BT, tokens.kv_positions_BS, queries, keys)
         masks.append((q_BT1 >= 0) & (kv_B1S >= 0))
     else:
-        q_BT1 = jnp.arange(queries.start, queries.stop)[None, :, None]
+        q_BT1 = request.offset + jnp.arange(queries.start, queries.stop)[None, :, None]
         kv_B1S = jnp.arange(keys.start, keys.stop)[None, None, :]
     if request.causal:
         masks.append(kv_B1S <= q_BT1)

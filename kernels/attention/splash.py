@@ -65,10 +65,10 @@ class _ChunkedMask(masks.ChunkedCausalMask):
 
 def _mask(request: Request, shape: tuple[int, int]) -> masks.Mask:
     if request.window is not None:
-        return masks.LocalMask(shape, (request.window - 1, 0), 0)
+        return masks.LocalMask(shape, (request.window - 1, 0), request.offset)
     if request.chunk is not None:
         return _ChunkedMask(shape, request.chunk)
-    return masks.CausalMask(shape) if request.causal else masks.FullMask(shape)
+    return masks.CausalMask(shape, request.offset) if request.causal else masks.FullMask(shape)
 
 
 def _blocks(queries: int, keys: int) -> kernel.BlockSizes:

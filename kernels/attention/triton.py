@@ -93,9 +93,9 @@ def candidate_tiles(head_dim: int, length: int) -> dict[str, list[dict[str, int]
     return candidates(dict.fromkeys(Blocks._fields, blocks), BLOCKS[width(head_dim)], tile_extents(length))
 
 
-def width(head_dim: int) -> int:
-    """The supported head size to which heads of this size are padded."""
-    return min(size for size in BLOCKS if size >= head_dim)
+def width(*head_dims: int) -> int:
+    """The supported head size to which heads of these sizes are padded."""
+    return min(size for size in BLOCKS if size >= max(head_dims))
 
 
 def attention(
@@ -111,19 +111,53 @@ def attention(
     interpret: bool = False,
 ) -> jax.Array:
     """Pad heads of sizes other than those of BLOCKS with zeros, which add nothing to logits and values."""
-    wide = width(max(q_BTNH.shape[3], v_BSKH.shape[3]))
+    inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)
+    wide = width(q_BTNH.shape[3], v_BSKH.shape[3])
     params = KernelParams(request, override_sizes(blocks or BLOCKS[wide], sizes), interpret)
-    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wide - x.shape[3]))) for x in (q_BTNH, k_BSKH, v_BSKH))
-    out_BTNH = _attend(params, Inputs(q, k, v, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS))
-    return out_BTNH[..., : v_BSKH.shape[3]]
+    return _attend(params, _padded(inputs, wide))[..., : v_BSKH.shape[3]]
+
+
+def block_forward(
+    request: Request, inputs: Inputs, *, sizes: Sizes = (), interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """`BlockKernel.forward`."""
+    H, V = inputs.q_BTNH.shape[3], inputs.v_BSKH.shape[3]
+    params = KernelParams(request, override_sizes(BLOCKS[width(H, V)], sizes), interpret)
+    out_BTNH, total_BNT = _outputs(params, _padded(inputs, width(H, V)))
+    return out_BTNH[..., :V], total_BNT
+
+
+def block_backward(
+    request: Request, inputs: Inputs, rows: Rows, *, sizes: Sizes = (), interpret: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`BlockKernel.backward`."""
+    H, V = inputs.q_BTNH.shape[3], inputs.v_BSKH.shape[3]
+    params = KernelParams(request, override_sizes(BLOCKS[width(H, V)], sizes), interpret)
+    rows = rows._replace(d_out_BTNH=_widened(rows.d_out_BTNH, width(H, V)))
+    d_q, d_k, d_v = gradients(params, _padded(inputs, width(H, V)), rows)
+    return d_q[..., :H], d_k[..., :H], d_v[..., :V]
+
+
+def _padded(inputs: Inputs, wide: int) -> Inputs:
+    q, k, v = (_widened(x, wide) for x in inputs[:3])
+    return inputs._replace(q_BTNH=q, k_BSKH=k, v_BSKH=v)
+
+
+def _widened(x: jax.Array, wide: int) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wide - x.shape[3])))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(params: KernelParams, inputs: Inputs) -> jax.Array:
-    return _forward(params, inputs)[0]
+    return _outputs(params, inputs)[0]
 
 
 def _forward(params: KernelParams, inputs: Inputs) -> tuple[jax.Array, tuple[Inputs, jax.Array, jax.Array]]:
+    out_BTNH, total_BNT = checkpoint_name(_outputs(params, inputs), CHECKPOINT_NAME)
+    return out_BTNH, (inputs, out_BTNH, total_BNT)
+
+
+def _outputs(params: KernelParams, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """The outputs, and for the backward pass also log2 of the sum of each row's exponentials."""
     q_BTNH = inputs.q_BTNH
     B, T, N, _ = q_BTNH.shape
@@ -135,16 +169,12 @@ def _forward(params: KernelParams, inputs: Inputs) -> tuple[jax.Array, tuple[Inp
         grid=(T // sizes.C, N, B),
         in_specs=[specs.inputs(inputs)],
         out_specs=[specs.q, specs.row],
-        out_shape=[
-            jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype),
-            jax.ShapeDtypeStruct((B, N, T), jnp.float32),
-        ],
+        out_shape=[jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
         compiler_params=plt.CompilerParams(num_warps=block.warps, num_stages=block.stages),
         interpret=params.interpret,
         name="attention_forward",
     )(inputs)
-    out_BTNH, total_BNT = checkpoint_name((out_BTNH, total_BNT), CHECKPOINT_NAME)
-    return out_BTNH, (inputs, out_BTNH, total_BNT)
+    return out_BTNH, total_BNT
 
 
 def _backward(

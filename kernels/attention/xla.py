@@ -110,12 +110,13 @@ def _softmax(logits: jax.Array, mask: jax.Array | None, sinks: jax.Array | None)
 
 def _blocks(T: int, S: int, request: Request, *, by_position: bool) -> Iterator[tuple[range, range]]:
     """Queries of each block, and the range of keys that any of them may see."""
-    size = T if request.is_length_split else min(max(MIN_BLOCK, -(-T // 8)), MAX_BLOCK)
+    size = min(max(MIN_BLOCK, -(-T // 8)), MAX_BLOCK)
     for start in range(0, T, size):
         stop = min(start + size, T)
         if by_position or not request.causal:
             yield range(start, stop), range(S)
         else:
-            first = 0 if request.window is None else max(0, start - request.window + 1)
+            index = start + request.offset
+            first = 0 if request.window is None else max(0, index - request.window + 1)
             first = first if request.chunk is None else start // request.chunk * request.chunk
-            yield range(start, stop), range(first // LANES * LANES, stop)
+            yield range(start, stop), range(first // LANES * LANES, stop + request.offset)

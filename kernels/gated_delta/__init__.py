@@ -4,12 +4,12 @@
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from maxhydra.kernels.dispatch import CallSpec, Capability, Operation, UnsupportedError, either
 from maxhydra.kernels.gated_delta import chunked, pallas_tpu, spec, triton
@@ -30,7 +30,7 @@ class Call(CallSpec):
     head_dims: tuple[int, int]
     """Sizes of a key and of a value."""
     states: int
-    """Elements of all inter-chunk states together: the largest array of the computation."""
+    """Elements of all inter-chunk states on a device: the largest array of the computation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,6 @@ class Backend(Capability[Call]):
     head_dims: tuple[int, ...] | None = None
     """Supported sizes of keys and values; None: any."""
     max_states: int | None = None
-    by_device: bool = False
-    """A single-device kernel that runs under shard_map on the local rows and heads."""
 
     def requirements(self, call: Call) -> tuple[tuple[bool, str], ...]:
         return (
@@ -72,15 +70,15 @@ class Backend(Capability[Call]):
 # Fastest first. A single token is one step of the recurrence, for which the reference is optimal.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(run=spec.gated_delta, fastest_to=1),
-    "pallas_tpu": Backend(run=pallas_tpu.gated_delta, platforms=("tpu",), by_device=True),
+    "pallas_tpu": Backend(run=pallas_tpu.gated_delta, platforms=("tpu",), splits=("batch", "heads")),
     "triton": Backend(
         run=triton.gated_delta,
         platforms=("gpu",),
         dtypes=tuple(triton.PARAMS),
         fastest_dtypes=("bfloat16",),
         head_dims=triton.HEAD_DIMS,
+        splits=("batch", "heads"),
         max_states=2**31 - 1,
-        by_device=True,
     ),
     "chunked": Backend(run=chunked.gated_delta),
 }
@@ -113,38 +111,31 @@ def gated_delta(
             f"incompatible shapes: queries {query_BTMK.shape}, keys {key_BTMK.shape}, values {value_BTNV.shape}; "
             "keys must have the shape of queries, and key heads must divide value heads"
         )
-    heads = (M, N // M)
+    groups = (M, N // M)
     if state_BNKV is None:
         state_BNKV = jnp.zeros((B, N, K, V), jnp.float32)
     inputs = Inputs(
         query_BTMK=query_BTMK,
         key_BTMK=key_BTMK,
-        value_BTMGV=value_BTNV.reshape(B, T, *heads, V),
-        log_decay_BTMG=log_decay_BTN.astype(jnp.float32).reshape(B, T, *heads),
-        rate_BTMG=rate_BTN.astype(jnp.float32).reshape(B, T, *heads),
-        state_BMGKV=state_BNKV.reshape(B, *heads, K, V),
+        value_BTMGV=value_BTNV.reshape(B, T, *groups, V),
+        log_decay_BTMG=log_decay_BTN.astype(jnp.float32).reshape(B, T, *groups),
+        rate_BTMG=rate_BTN.astype(jnp.float32).reshape(B, T, *groups),
+        state_BMGKV=state_BNKV.reshape(B, *groups, K, V),
         starts_BT=None,
     )
-    place = place or Placement.here()
+    place = (place or Placement.here()).dividing(batch=B, kv_heads=M)
     call = Call(
         platform=place.platform,
-        devices=place.devices,
+        splits=place.splits("batch", "kv_heads"),
         dtype=value_BTNV.dtype.name,
         is_auto=backend == "auto",
         length=T,
         head_dims=(K, V),
-        states=B * N * -(-T // chunked.CHUNK) * K * V,
+        states=B * N * -(-T // chunked.CHUNK) * K * V // math.prod(map(place.num_shards, ("batch", "kv_heads"))),
     )
     row = OPERATION.select(backend, call)
-    run = over_devices(row.run, place) if row.by_device else row.run
+    heads, state = place.spec("batch", None, "kv_heads"), place.spec("batch", "kv_heads")
+    specs: Any = Inputs(heads, heads, heads, heads, heads, state, place.spec("batch"))  # type: ignore[arg-type]
+    run = row.map_shards(row.run, place, in_specs=(specs,), out_specs=(heads, state))
     out_BTMGV, state_BMGKV = run(masked(inputs, segments_BT))
     return out_BTMGV.reshape(B, T, N, V), state_BMGKV.reshape(B, N, K, V)
-
-
-def over_devices(run: Run, place: Placement) -> Run:
-    """Run the kernel under shard_map on the rows and key heads of each device, which are independent."""
-    if place.mesh is None or place.mesh.size == 1:
-        return run
-    heads, state = PartitionSpec(place.batch, None, place.kv_heads), PartitionSpec(place.batch, place.kv_heads)
-    specs: Any = Inputs(heads, heads, heads, heads, heads, state, PartitionSpec(place.batch))  # type: ignore[arg-type]
-    return jax.shard_map(run, mesh=place.mesh, in_specs=(specs,), out_specs=(heads, state), check_vma=False)

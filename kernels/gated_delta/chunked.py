@@ -63,8 +63,7 @@ def gated_delta(inputs: Inputs, *, scan: Scan = scan) -> tuple[jax.Array, jax.Ar
     similarity_CBMIJ = jnp.einsum("CBIMK,CBJMK->CBMIJ", k, k, precision="highest")
     rate_CBMGI1 = _tokens_last(rate)[..., None]
     system_CBMGIJ = jnp.tril(rate_CBMGI1 * similarity_CBMIJ[:, :, :, None] * pairs_CBMGIJ, -1)
-    ones = jnp.broadcast_to(jnp.eye(CHUNK, dtype=system_CBMGIJ.dtype), system_CBMGIJ.shape)
-    inverse_CBMGIJ = jax.scipy.linalg.solve_triangular(system_CBMGIJ, ones, lower=True, unit_diagonal=True)
+    inverse_CBMGIJ = unit_triangular_inverse(system_CBMGIJ)
     attention_CBMGIJ = jnp.einsum("CBIMK,CBJMK->CBMIJ", q, k, precision="highest")[:, :, :, None] * pairs_CBMGIJ
     q_CBMGIK, k_CBMGIK = (jnp.moveaxis(heads, 2, 3)[:, :, :, None] for heads in (q, k))
     from_start = from_start_CBMGI[..., None]
@@ -80,6 +79,33 @@ def gated_delta(inputs: Inputs, *, scan: Scan = scan) -> tuple[jax.Array, jax.Ar
     state_BMGKV, out_CBMGIV = scan(inputs.state_BMGKV, matrices)
     out_BTMGV = jnp.moveaxis(out_CBMGIV, (0, 4), (1, 2)).reshape(B, chunks * CHUNK, M, G, -1)
     return out_BTMGV[:, :T], state_BMGKV
+
+
+@jax.custom_jvp
+def unit_triangular_inverse(lower: jax.Array) -> jax.Array:
+    """Return the inverse of I + lower, batched, for strictly lower-triangular matrices whose size is a power of two.
+
+    By blocks: the inverse of [[P, 0], [R, Q]] is [[P^-1, 0], [-Q^-1 R P^-1, Q^-1]], from 2 x 2 blocks up, in batched
+    matmuls. Entries stay as small as those of the inverse itself, so float32 suffices: the error is up to 4e-6 for
+    equal keys, and 1e-6 by a triangular solve. The product of I + (-lower)^(2^n) over n needs as few rounds, but its
+    powers overflow for correlated keys (error 1e20). On a CPU, 512 matrices of 64 x 64 take 16 ms and by the solve
+    395; on 8 simulated devices the solves also wait for threads of the pool that other devices occupy, without end.
+    """
+    size = lower.shape[-1]
+    if size == 2:
+        return jnp.eye(2, dtype=lower.dtype) - lower
+    half = size // 2
+    first, second = unit_triangular_inverse(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]]))
+    corner = -_matmul(second, _matmul(lower[..., half:, :half], first))
+    upper = jnp.concatenate([first, jnp.zeros_like(corner)], axis=-1)
+    return jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+
+
+@unit_triangular_inverse.defjvp
+def _inverse_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """d(inverse) = -inverse d(lower) inverse: the backward pass needs only the inverse, not its blocks."""
+    inverse = unit_triangular_inverse(*primals)
+    return inverse, -_matmul(inverse, _matmul(tangents[0], inverse))
 
 
 def _chunked(x_BT: jax.Array, chunks: int) -> jax.Array:

@@ -20,7 +20,7 @@ __all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "UnsupportedError", "grou
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call(CallSpec):
-    """Rows in groups, times one [inputs, outputs] matrix per group."""
+    """Rows in groups, times one [inputs, outputs] matrix per group; all are local to the device."""
 
     rows: int
     groups: int
@@ -68,7 +68,6 @@ BACKENDS: dict[str, Backend] = {
         run=mosaic.grouped_matmul,
         platforms=("gpu",),
         capabilities=("9.0",),
-        devices=1,
         dtypes=("bfloat16",),
         multiple=mosaic.MULTIPLE,
         max_size=2**31 - 1,
@@ -116,7 +115,6 @@ def grouped_matmul(
     call = Call(
         platform=place.platform,
         capability=place.capability,
-        devices=place.devices,
         dtype=x_MD.dtype.name,
         sizes=sizes,
         rows=M,

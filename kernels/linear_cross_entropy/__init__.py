@@ -10,12 +10,19 @@ from collections.abc import Callable
 import jax
 
 from maxhydra.kernels.dispatch import CallSpec, Capability, Operation, UnsupportedError
-from maxhydra.kernels.linear_cross_entropy import reference, triton, xla
+from maxhydra.kernels.linear_cross_entropy import over_mesh, reference, triton, xla
 from maxhydra.kernels.linear_cross_entropy.chunks import ChunkedLoss, PerToken, loss_sums
+from maxhydra.kernels.linear_cross_entropy.over_mesh import (
+    LinearHead,
+    MeshAxes,
+    ShardedLoss,
+    SplitVocabulary,
+    local_chunk,
+)
 from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.tiles import Sizes, with_sizes
 
-__all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "UnsupportedError", "linear_cross_entropy"]
+__all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "LinearHead", "UnsupportedError", "linear_cross_entropy"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +30,7 @@ class Call(CallSpec):
     """Logits of this dtype."""
 
     vocabulary: int
+    """On each device."""
     is_chunked: bool
     """Whether the logits of only a chunk of each sequence may exist at a time."""
 
@@ -33,8 +41,10 @@ class Backend(Capability[Call]):
 
     run: PerToken | None
     """None: autodiff of the loss over all logits."""
+    split_vocabulary: SplitVocabulary | None = None
+    """The kernels for a part of the vocabulary."""
     multiple: int = 1
-    """The vocabulary size must be a multiple of this."""
+    """The vocabulary size on each device must be a multiple of this."""
 
     def requirements(self, call: Call) -> tuple[tuple[bool, str], ...]:
         return (
@@ -46,23 +56,25 @@ class Backend(Capability[Call]):
         )
 
 
+XLA_HALVES = SplitVocabulary(xla.statistics, xla.gradient)
 # Fastest first.
 BACKENDS: dict[str, Backend] = {
     "triton": Backend(
         run=triton.per_token,
         platforms=("gpu",),
-        devices=1,
+        splits=("batch", "length", "vocab"),
+        split_vocabulary=SplitVocabulary(triton.statistics, triton.gradient),
         multiple=triton.MULTIPLE,
         tile_extents=lambda call: triton.tile_extents(call.vocabulary),
     ),
-    "xla": Backend(run=xla.per_token),
+    "xla": Backend(run=xla.per_token, splits=("batch", "length", "vocab"), split_vocabulary=XLA_HALVES),
     "reference": Backend(run=None),
 }
 OPERATION: Operation[Call, Backend] = Operation("linear_cross_entropy", BACKENDS)
 
 
 def linear_cross_entropy(
-    logits_of: Callable[[jax.Array], jax.Array],
+    logits_of: Callable[[jax.Array], jax.Array] | LinearHead,
     hidden: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
@@ -78,25 +90,44 @@ def linear_cross_entropy(
     nll = logsumexp(z) - z[target]. With `chunk`, the logits of only `chunk` positions of each sequence exist at a time
     (0: all). The first sum is differentiable with respect to `hidden`, `weights` and the arrays that `logits_of` closes
     over; the second is treated as a constant. sizes: requested tile sizes. place: None is one device of the platform
-    that JAX runs on.
+    that JAX runs on; over a mesh `logits_of` is a LinearHead.
     """
-    length = targets.shape[1]
+    batch, length = targets.shape
     size = chunk if 0 < chunk < length else length
     logits = jax.eval_shape(logits_of, hidden[:, :size])
-    place = place or Placement.here()
+    place = (place or Placement.here()).dividing(batch=batch, length=length, stream_length=length)
     call = Call(
         platform=place.platform,
-        devices=place.devices,
+        splits=place.splits("batch", "length", "vocab"),
         dtype=logits.dtype.name,
-        vocabulary=logits.shape[-1],
+        vocabulary=logits.shape[-1] // place.num_shards("vocab"),
         is_chunked=size < length,
         sizes=sizes,
     )
-    per_token = OPERATION.select(backend, call).run
+    row = OPERATION.select(backend, call)
+    per_token = row.run
     if per_token is None:
         loss, nll = reference.loss_sums(logits_of, hidden, targets, weights, z_loss=z_loss)
+    elif place.free_axes:
+        if not isinstance(logits_of, LinearHead):
+            raise ValueError("the loss over a mesh needs a LinearHead, whose weights can be split")
+        per_token, value = _split_losses(row, place, sizes)
+        local = local_chunk(chunk, length, place.num_shards("length"))
+        axes = MeshAxes.of(place)
+        sharded = ShardedLoss(logits_of.apply, logits_of.specs, per_token, value, z_loss, local, place, axes)
+        loss, nll = over_mesh.loss_sums(sharded, (hidden, weights, logits_of.weights), targets)
     else:
         head, closed_over = jax.closure_convert(logits_of, hidden[:, :size])
         chunked = ChunkedLoss(head, with_sizes(per_token, sizes), z_loss, size)
         loss, nll = loss_sums(chunked, (hidden, weights, closed_over), targets)
     return loss, jax.lax.stop_gradient(nll)
+
+
+def _split_losses(row: Backend, place: Placement, sizes: Sizes) -> tuple[PerToken, PerToken]:
+    """The backend's loss of each token on a device, with and without gradient; the vocabulary may be split."""
+    assert row.run is not None and row.split_vocabulary is not None
+    axes = MeshAxes.of(place).vocab
+    if not axes:
+        return with_sizes(row.run, sizes), xla.per_token
+    halves = SplitVocabulary(*(with_sizes(half, sizes) for half in row.split_vocabulary))
+    return halves.per_token(axes), XLA_HALVES.per_token(axes)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from maxhydra.kernels.linear_cross_entropy import xla
 
@@ -36,6 +37,10 @@ class ChunkedLoss:
     per_token: PerToken
     z_loss: float
     chunk: int
+    value: PerToken = xla.per_token
+    """As `per_token`, where only the values are used."""
+    sum_dtype: DTypeLike | None = None
+    """Dtype in which gradients of closed-over arrays are summed over chunks; None: their own."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -45,7 +50,7 @@ def loss_sums(chunked: ChunkedLoss, inputs: Tree, targets: jax.Array) -> tuple[j
 
     def chunk_terms(hidden: jax.Array, weights: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = chunked.head(hidden, *closed_over)
-        losses, nll, _ = xla.per_token(logits, targets, weights, z_loss=chunked.z_loss, dtype=hidden.dtype)
+        losses, nll, _ = chunked.value(logits, targets, weights, z_loss=chunked.z_loss, dtype=hidden.dtype)
         return jnp.sum(weights * losses), jnp.sum(weights * nll)
 
     def add(loss_sums: Tree, start: jax.Array) -> tuple[Tree, None]:
@@ -59,7 +64,9 @@ def loss_sums(chunked: ChunkedLoss, inputs: Tree, targets: jax.Array) -> tuple[j
     return jax.lax.scan(add, (zero, zero), jnp.arange(0, targets.shape[1], chunked.chunk))[0]
 
 
-def _forward(chunked: ChunkedLoss, inputs: Tree, targets: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Tree]:
+def sums_and_gradient(
+    chunked: ChunkedLoss, inputs: Tree, targets: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], Tree]:
     """The sums, and the gradient of the loss with respect to the inputs."""
     hidden, weights, closed_over = inputs
 
@@ -78,7 +85,7 @@ def _forward(chunked: ChunkedLoss, inputs: Tree, targets: jax.Array) -> tuple[tu
         return jax.tree.map(jnp.add, total, tuple(totals)), per_position
 
     zero = jnp.zeros((), weights.dtype)
-    zeros = ((zero, zero), jax.tree.map(jnp.zeros_like, closed_over))
+    zeros = ((zero, zero), [jnp.zeros_like(x, dtype=chunked.sum_dtype) for x in closed_over])
     (loss_sums, d_closed_over), parts = jax.lax.scan(add, zeros, jnp.arange(0, targets.shape[1], chunked.chunk))
     d_hidden, d_weights = (jnp.moveaxis(x, 0, 1).reshape(*targets.shape, *x.shape[3:]) for x in parts)
     return loss_sums, (d_hidden, d_weights, d_closed_over)
@@ -88,7 +95,7 @@ def _backward(chunked: ChunkedLoss, gradient: Tree, cotangents: tuple[jax.Array,
     return jax.tree.map(lambda g: cotangents[0].astype(g.dtype) * g, gradient), None
 
 
-loss_sums.defvjp(_forward, _backward)
+loss_sums.defvjp(sums_and_gradient, _backward)
 
 
 def _slice_chunk(chunked: ChunkedLoss, start: jax.Array, *arrays: jax.Array) -> list[jax.Array]:

@@ -7,6 +7,8 @@ gradient once. Exponentials are computed as powers of two, which GPUs have in ha
 They are taken of the raw logits, so threads need not agree on a running maximum. Only if the maximum turns out so large
 or small that the sum might overflow or underflow are they computed again, relative to the maximum.
 
+A vocabulary that is split over devices takes two kernels: the passes are separated by the exchange of the sums.
+
 Shapes: M tokens, V vocabulary, C logits at a time.
 """
 
@@ -92,6 +94,51 @@ def per_token(
     return losses_M.reshape(targets.shape), nll_M.reshape(targets.shape), d_logits_MV.reshape(logits.shape)
 
 
+def statistics(
+    logits: jax.Array, targets: jax.Array, *, tile: Tile = MEASURED, sizes: Sizes = (), interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """logsumexp of a part of the vocabulary, and the target's logit, 0 if it is not in this part."""
+    V = logits.shape[-1]
+    M, tile = logits.size // V, override_sizes(tile, sizes)
+    outputs = pl.pallas_call(
+        partial(_statistics_kernel, size=min(tile.logits, _largest(V)), unroll=tile.unroll),
+        grid=(M,),
+        out_shape=[jax.ShapeDtypeStruct((M,), jnp.float32)] * 2,
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=1),
+        interpret=interpret,
+        name="cross_entropy_statistics",
+    )(logits.reshape(M, V), targets.reshape(M))
+    normaliser, target_logit = (x_M.reshape(targets.shape) for x_M in outputs)
+    return normaliser, target_logit
+
+
+def gradient(
+    logits: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    normaliser: jax.Array,
+    *,
+    z_loss: float,
+    dtype: np.dtype,
+    tile: Tile = MEASURED,
+    sizes: Sizes = (),
+    interpret: bool = False,
+) -> jax.Array:
+    """The gradient of a part of the logits, given the logsumexp of all; overwrites the logits."""
+    V = logits.shape[-1]
+    M, tile = logits.size // V, override_sizes(tile, sizes)
+    d_logits_MV = pl.pallas_call(
+        partial(_gradient_kernel, size=min(tile.logits, _largest(V)), unroll=tile.unroll, z_loss=z_loss),
+        grid=(M,),
+        out_shape=jax.ShapeDtypeStruct((M, V), dtype),
+        input_output_aliases={0: 0} if logits.dtype == dtype else {},
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=1),
+        interpret=interpret,
+        name="cross_entropy_gradient",
+    )(logits.reshape(M, V), targets.reshape(M), weights.reshape(M).astype(jnp.float32), normaliser.reshape(M))
+    return d_logits_MV.reshape(logits.shape)
+
+
 class _Row(NamedTuple):
     """A row of logits in pieces. The remainder is also a full piece, which overlaps the one before it."""
 
@@ -138,21 +185,64 @@ def _kernel(
     unroll: int,
     z_loss: float,
 ) -> None:
-    V, number = logits_ref.shape[1], pl.program_id(0)
+    number = pl.program_id(0)
     row = _Row(logits_ref, number, size, unroll)
     target, weight = targets_ref[number], weights_ref[number]
-    is_known = (target >= 0) & (target < V)
-    target_logit = logits_ref[number, jnp.where(is_known, target, 0)].astype(jnp.float32)
+    is_known, target_logit = _target_logit(logits_ref, number, target)
 
+    normaliser = _normaliser(row)
+    nll = normaliser - jnp.where(is_known, target_logit, 0.0)
+    nll_ref[number] = nll
+    losses_ref[number] = nll + z_loss * normaliser * normaliser
+    _write_gradient(row, d_logits_ref, target, (weight, normaliser), z_loss)
+
+
+def _statistics_kernel(
+    logits_ref: Any, targets_ref: Any, normaliser_ref: Any, target_logit_ref: Any, *, size: int, unroll: int
+) -> None:
+    number = pl.program_id(0)
+    is_known, target_logit = _target_logit(logits_ref, number, targets_ref[number])
+    normaliser_ref[number] = _normaliser(_Row(logits_ref, number, size, unroll))
+    target_logit_ref[number] = jnp.where(is_known, target_logit, 0.0)
+
+
+def _gradient_kernel(
+    logits_ref: Any,
+    targets_ref: Any,
+    weights_ref: Any,
+    normaliser_ref: Any,
+    d_logits_ref: Any,
+    *,
+    size: int,
+    unroll: int,
+    z_loss: float,
+) -> None:
+    number = pl.program_id(0)
+    row, factors = _Row(logits_ref, number, size, unroll), (weights_ref[number], normaliser_ref[number])
+    _write_gradient(row, d_logits_ref, targets_ref[number], factors, z_loss)
+
+
+def _target_logit(logits_ref: Any, number: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whether the target is in the vocabulary, and its logit if it is."""
+    is_known = (target >= 0) & (target < logits_ref.shape[1])
+    return is_known, logits_ref[number, jnp.where(is_known, target, 0)].astype(jnp.float32)
+
+
+def _normaliser(row: _Row) -> jax.Array:
+    """logsumexp of a row."""
     largest, total = _exponentials(row, jnp.float32(0))
-    normaliser = jax.lax.cond(
+    return jax.lax.cond(
         jnp.abs(largest) > SAFE,
         lambda: largest + jnp.log2(_exponentials(row, largest)[1]) / LOG2E,
         lambda: jnp.log2(total) / LOG2E,
     )
-    nll = normaliser - jnp.where(is_known, target_logit, 0.0)
-    nll_ref[number] = nll
-    losses_ref[number] = nll + z_loss * normaliser * normaliser
+
+
+def _write_gradient(
+    row: _Row, d_logits_ref: Any, target: jax.Array, factors: tuple[jax.Array, jax.Array], z_loss: float
+) -> None:
+    """Write the gradient of a row; factors: weight and logsumexp of the token."""
+    (weight, normaliser), number, size = factors, row.number, row.size
     slope = weight * (1 + 2 * z_loss * normaliser)
 
     def slopes(logits_C: jax.Array, start: jax.Array | int) -> jax.Array:

@@ -17,6 +17,28 @@ def is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
 
 
+def statistics(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """logsumexp of a part of the vocabulary, and the target's logit, 0 if it is not in this part."""
+    wide = logits.astype(jnp.float32)
+    target_logit = jnp.sum(jnp.where(is_target(wide, targets), wide, 0), axis=-1)
+    return jax.nn.logsumexp(wide, axis=-1), target_logit
+
+
+def gradient(
+    logits: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    normaliser: jax.Array,
+    *,
+    z_loss: float,
+    dtype: np.dtype,
+) -> jax.Array:
+    """The gradient of a part of the logits, given the logsumexp of all."""
+    softmax = jnp.exp(logits.astype(jnp.float32) - normaliser[..., None])
+    slope = softmax * (1 + 2 * z_loss * normaliser)[..., None] - is_target(logits, targets)
+    return jax.lax.optimization_barrier((weights[..., None] * slope).astype(dtype))
+
+
 def per_token(
     logits: jax.Array, targets: jax.Array, weights: jax.Array, *, z_loss: float, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

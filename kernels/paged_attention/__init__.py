@@ -69,7 +69,7 @@ BACKENDS: dict[str, Backend] = {
     "triton": Backend(
         run=triton.attention,
         platforms=("gpu",),
-        devices=1,
+        splits=(),
         dtypes=("bfloat16", "float16", "float32"),
         powers_of_two=True,
         page_multiple=1,
@@ -79,7 +79,7 @@ BACKENDS: dict[str, Backend] = {
     "pallas_tpu": Backend(
         run=pallas_tpu.attention,
         platforms=("tpu",),
-        devices=1,
+        splits=(),
         dtypes=("bfloat16", "float32"),
         powers_of_two=False,
         page_multiple=pallas_tpu.PAGE_MULTIPLE,
@@ -95,7 +95,7 @@ def find_backend(pages: Pages, dtype: str, place: Placement) -> str | None:
     *_, Z, H = keys.shape
     call = Call(
         platform=place.platform,
-        devices=place.devices,
+        splits=place.splits("batch", "kv_heads"),
         dtype=dtype,
         storage=keys.dtype.name,
         head_dim=H,

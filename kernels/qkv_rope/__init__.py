@@ -5,6 +5,7 @@ N query heads, K key and value heads, A = N + 2K heads of the projection, H head
 """
 
 import dataclasses
+import math
 from typing import Protocol
 
 import jax
@@ -22,6 +23,7 @@ class Call(CallSpec):
     """Tokens of all sequences, with heads of this size."""
 
     tokens: int
+    """On each device."""
     head_dim: int
 
 
@@ -58,7 +60,7 @@ BACKENDS: dict[str, Backend] = {
     "triton": Backend(
         run=triton.qkv_rope,
         platforms=("gpu",),
-        devices=1,
+        splits=("batch", "length"),
         dtypes=("bfloat16", "float16"),
         token_multiple=triton.TOKEN_MULTIPLE,
         head_dims=(64, 128, 256),
@@ -88,17 +90,31 @@ def qkv_rope(
     Positions are not learned: cosines and sines get no gradient. sizes: requested tile sizes. place: None is one device
     of the platform that JAX runs on.
     """
-    B, T, A, H = heads_BTAH.shape
-    place = place or Placement.here()
-    dtype = heads_BTAH.dtype.name
-    call = Call(platform=place.platform, devices=place.devices, dtype=dtype, tokens=B * T, head_dim=H, sizes=sizes)
-    run = with_sizes(OPERATION.select(backend, call).run, sizes)
-    q_k_v = run(
-        heads_BTAH.reshape(B * T, A, H),
-        jax.lax.stop_gradient(cos_BTF).reshape(B * T, -1),
-        jax.lax.stop_gradient(sin_BTF).reshape(B * T, -1),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+    (B, T, _, H), names = heads_BTAH.shape, ("batch", "length")
+    place = (place or Placement.here()).dividing(batch=B, length=T)
+    call = Call(
+        platform=place.platform,
+        splits=place.splits(*names),
+        dtype=heads_BTAH.dtype.name,
+        tokens=B * T // math.prod(map(place.num_shards, names)),
+        head_dim=H,
+        sizes=sizes,
     )
-    q_BTNH, k_BTKH, v_BTKH = (heads.reshape(B, T, -1, H) for heads in q_k_v)
+    row = OPERATION.select(backend, call)
+    run = with_sizes(row.run, sizes)
+
+    def on_device(heads_BTAH: jax.Array, cos_BTF: jax.Array, sin_BTF: jax.Array) -> tuple[jax.Array, ...]:
+        B, T, A, H = heads_BTAH.shape
+        q_k_v = run(
+            heads_BTAH.reshape(B * T, A, H),
+            jax.lax.stop_gradient(cos_BTF).reshape(B * T, -1),
+            jax.lax.stop_gradient(sin_BTF).reshape(B * T, -1),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+        )
+        return tuple(heads.reshape(B, T, -1, H) for heads in q_k_v)
+
+    tokens = place.spec(*names)
+    mapped = row.map_shards(on_device, place, in_specs=(tokens,) * 3, out_specs=(tokens,) * 3)
+    q_BTNH, k_BTKH, v_BTKH = mapped(heads_BTAH, cos_BTF, sin_BTF)
     return q_BTNH, k_BTKH, v_BTKH

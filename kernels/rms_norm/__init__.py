@@ -5,6 +5,7 @@ D features of a row, M rows.
 """
 
 import dataclasses
+import math
 from typing import Any, Protocol
 
 import jax
@@ -22,6 +23,7 @@ class Call(CallSpec):
     """The norm of a matrix [rows, dim]."""
 
     rows: int
+    """On each device."""
     dim: int
 
 
@@ -59,7 +61,7 @@ BACKENDS: dict[str, Backend] = {
     "triton": Backend(
         run=triton.rms_norm,
         platforms=("gpu",),
-        devices=1,
+        splits=("batch", "length"),
         dtypes=("bfloat16", "float16"),
         row_multiple=triton.ROW_MULTIPLE,
         dim_multiple=triton.DIM_MULTIPLE,
@@ -91,10 +93,22 @@ def rms_norm(
     a separate pass over memory. sizes: requested tile sizes. place: None is one device of the platform that JAX runs
     on.
     """
-    x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-    place = place or Placement.here()
-    (M, D), dtype_name = x_MD.shape, x_MD.dtype.name
-    call = Call(platform=place.platform, devices=place.devices, dtype=dtype_name, rows=M, dim=D, sizes=sizes)
-    run = with_sizes(OPERATION.select(backend, call).run, sizes)
-    residual_MD, normed_MD = run(x_MD, scale_D, eps=eps, dtype=dtype)
-    return residual_MD.reshape(x_BTD.shape), normed_MD.reshape(x_BTD.shape)
+    (B, T, D), names = x_BTD.shape, ("batch", "stream_length")
+    place = (place or Placement.here()).dividing(batch=B, stream_length=T)
+    call = Call(
+        platform=place.platform,
+        splits=place.splits(*names),
+        dtype=x_BTD.dtype.name,
+        rows=B * T // math.prod(map(place.num_shards, names)),
+        dim=D,
+        sizes=sizes,
+    )
+    row = OPERATION.select(backend, call)
+    run = with_sizes(row.run, sizes)
+
+    def on_device(x_BTD: jax.Array, scale_D: jax.Array) -> tuple[jax.Array, jax.Array]:
+        residual_MD, normed_MD = run(x_BTD.reshape(-1, D), scale_D, eps=eps, dtype=dtype)
+        return residual_MD.reshape(x_BTD.shape), normed_MD.reshape(x_BTD.shape)
+
+    rows = place.spec(*names, None)
+    return row.map_shards(on_device, place, in_specs=(rows, place.spec(None)), out_specs=(rows, rows))(x_BTD, scale_D)

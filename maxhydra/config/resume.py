@@ -41,7 +41,7 @@ FREE_KEYS = (
     *("hardware.bandwidth_gb_s", "hardware.xla_flags", "hardware.flag_sets*", "hardware.compilation_cache"),
     *("hardware.simulated_devices", "hardware.debug_nans", "hardware.distributed.*", "hardware.gke.*"),
     *("mesh.*", "task.rollout_mesh", "task.teacher.mesh", "train.per_device_batch_size", "train.grad_accum"),
-    *("train.loss_chunk", "model.kernels.*", "model.remat.*", "model.scan_unroll"),
+    *("train.loss_chunk", "model.kernels.*", "model.remat.*", "model.scan_unroll", "model.expert_parallel.*"),
     *("task.engine.max_batch", "task.engine.cache_tokens", "task.engine.page_size", "task.engine.max_context"),
     *("task.engine.prefill_chunk", "task.engine.burst", "task.engine.prefix_cache"),
     *("data.workers", "data.prefetch", "data.cache", "data.fingerprint", "reward.workers", "reward.timeout"),

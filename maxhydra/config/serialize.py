@@ -1,7 +1,10 @@
 """Configs as YAML and back, without Hydra: config.yaml of a run folder, job.yaml of a worker."""
 
+import dataclasses
 import os
 from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -14,12 +17,14 @@ from maxhydra.config.fields import walk
 from maxhydra.config.migrations import migrate_value, migrated_entries
 from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema.config import Config
+from maxhydra.record.atomic_io import NewerFormatError
+from maxhydra.record.facts import FACTS, Facts, parse_facts
 from maxhydra.record.redact import HIDDEN, redact_config, secret_paths, variables_in
 
 
 def to_yaml(config: Config) -> str:
     """Return every value of a config as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(_to_plain(config)))
 
 
 def to_stored_yaml(config: Config) -> str:
@@ -47,8 +52,15 @@ def stored_secrets(config: Config) -> list[str]:
     return list(secret_paths(_to_plain(config)))
 
 
-def _to_plain(config: Config) -> Any:
-    return OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+def _to_plain(value: Any) -> Any:
+    """Return dataclasses as dicts and enums as names, as OmegaConf does in a hundred times the time."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {_to_plain(key): _to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(item) for item in value]
+    return value.name if isinstance(value, Enum) else value
 
 
 def from_yaml(text: str, source: str = "config.yaml", *, is_run: bool = False) -> Config:
@@ -144,3 +156,16 @@ def _escape_unset(value: Any) -> Any:
     if not isinstance(value, str) or all(name in os.environ for name in variables_in(value)):
         return value
     return value.replace("${", "\\${")
+
+
+def read_run_facts(folder: Path) -> Facts:
+    """The facts in run.json of a run folder; ConfigError if it is damaged or was written by a later version."""
+    path = folder / FACTS
+    try:
+        return parse_facts(path.read_bytes())
+    except NewerFormatError as error:
+        raise ConfigError(Problem(str(path), str(error))) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        hint = "restore it from a copy, or resume the run, which rebuilds what it can"
+        raise ConfigError(Problem(str(path), reason, hint=hint)) from None

@@ -14,6 +14,7 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.compose.provenance import parse_yaml
 from maxhydra.config.migrations import migrate_config
 from maxhydra.config.schema.quantization import Adapter, AdapterKind
+from maxhydra.config.serialize import read_run_facts
 from maxhydra.config.yaml_files import read_yaml_text
 from maxhydra.convert.hf_config import is_hf_folder
 from maxhydra.convert.orbax_io import FORMAT, PARAMS, checkpoint_steps, find_checkpoint
@@ -155,11 +156,6 @@ def _is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and (folder / "run.json").is_file()
 
 
-def _facts(run: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    return facts
-
-
 def _settings(run: Path) -> dict[str, Any]:
     """The run's config as plain values, not validated: its data or devices may no longer exist."""
     found = parse_yaml(read_yaml_text(run / "config.yaml"), str(run / "config.yaml")).plain
@@ -173,14 +169,14 @@ def _base(key: str, source: str | Path, run: Path, base: str | None) -> str:
         hint = "train adapters on weights loaded with checkpoint.load_parameters"
         raise ConfigError(Problem(key, reason, value=source, hint=hint))
     location = _resolve_location(run, base)
-    recorded = _facts(run).get("inputs", {}).get("base", {}).get("checkpoint.load_parameters")
+    recorded = read_run_facts(run).get("inputs", {}).get("base", {}).get("checkpoint.load_parameters")
     if recorded is not None:
         if (pinned := find_pinned(key, [] if location is None else [location], recorded)) is not None:
             return pinned
         if location is not None:
             difference = describe_weights_change(key, location, recorded)
             reason = f"holds an adapter whose base weights, {base}, have changed: {difference}"
-            hint = "restore them, or resume the run with run.accept_changed_inputs=[base] to use what is there now"
+            hint = "restore them, or resume the run with run.accept_changed_inputs=[base] to use the current weights"
             raise ConfigError(Problem(key, reason, value=source, hint=hint))
     if location is None:
         reason = f"holds an adapter trained on the weights of {base}, which do not exist"
@@ -191,6 +187,6 @@ def _base(key: str, source: str | Path, run: Path, base: str | None) -> str:
 
 def _resolve_location(run: Path, location: str) -> str | None:
     """Resolve a location relative to the run's working directory, else to the current one; None if it is missing."""
-    working_directory = _facts(run).get("folder", ".")
+    working_directory = read_run_facts(run).get("folder", ".")
     candidates = [str(Path(working_directory) / Path(location).expanduser()), location]
     return next((path for path in candidates if locate("checkpoint.load_parameters", path).exists()), None)

@@ -174,7 +174,7 @@ def read_format(key: str, checkpoint: Path) -> Quantization | None:
 def _match_stored_tree(path: Path, item: str, expected_tree: Tree) -> tuple[Tree, dict[str, str]]:
     """Match the arrays of a checkpoint with those of `expected_tree` by name and shape.
 
-    Returns the tree as it is stored, with the expected dtypes and shardings, and the current name of each stored one.
+    Returns the stored tree, with the expected dtypes and shardings, and the current name of each stored one.
     Raises ConfigError that names the first array that differs.
     """
     with ocp.StandardCheckpointer() as reader:

@@ -63,7 +63,7 @@ def limited(messages: Collection[Mapping[str, Any]]) -> Iterator[None]:
 
 
 def charge(units: int) -> None:
-    """Charge the render under way."""
+    """Charge the current render."""
     budget = _budget.get()
     # Without a budget the compiler evaluates a constant, whose size is bounded by that of the source.
     if budget is not None:

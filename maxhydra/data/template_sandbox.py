@@ -218,7 +218,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateLimitError(f"an integer would have more than {MAX_BITS} bits")
 
     def call(self, context: Context, function: Any, /, *args: Any, **options: Any) -> Any:  # type: ignore[override]
-        """Call what a template may call: macros, loops, our functions, and some methods of texts and containers."""
+        """Make an allowed call: macros, loops, our functions, and some methods of texts and containers."""
         charge(MACRO_COST if isinstance(function, (Macro, LoopContext, BlockReference)) else CALL_COST)
         if isinstance(function, LoopContext):
             args = (self.counted(args[0], MACRO_COST), *args[1:]) if args else args

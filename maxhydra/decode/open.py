@@ -4,7 +4,6 @@ This order reports mistakes early: the tokenizer takes a second to load, the wei
 from a maxhydra run, the config is first checked to describe that run's model.
 """
 
-import json
 import logging
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -19,7 +18,7 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.errors import show
 from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.quantization import STORED_KINDS, TRAINING_KINDS, Quantization
-from maxhydra.config.serialize import from_yaml
+from maxhydra.config.serialize import from_yaml, read_run_facts
 from maxhydra.config.yaml_files import read_yaml_text
 from maxhydra.convert.adapter_lineage import run_folder
 from maxhydra.convert.compatibility import KEYS_WITHOUT_EFFECT_ON_WEIGHTS
@@ -27,7 +26,7 @@ from maxhydra.convert.load import load_weights, stored_format
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.model import ModelDef
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding import Sharder
 
 # Tokenizer keys that change the ids of a text.
 TOKENIZER_KEYS = ("kind", "path", "bos", "eos", "add_bos")
@@ -84,16 +83,15 @@ def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _overrides(run: Path, expected: dict[str, Any], config: Config) -> list[str]:
     """Return the command-line overrides that describe the run's model: its option, and keys that differ from it."""
-    choices = json.loads((run / "run.json").read_text(encoding="utf-8")).get("choices", {})
-    choice = f"model={choices.get('model')}"
     # Imported here: it imports Hydra, which a worker process otherwise does not need.
     from maxhydra.config.compose.composer import compose  # noqa: PLC0415
 
     try:
+        choice = f"model={(read_run_facts(run).get('choices') or {}).get('model')}"
         base = _binding_values(compose([choice]).config)
         overrides = [choice]
     except ConfigError:
-        # The option comes from a --config-dir, or no longer exists: list every key instead.
+        # run.json is damaged, or the option comes from a --config-dir or no longer exists: list every key instead.
         base, overrides = _binding_values(config), []
     # The model option does not set the tokenizer, so its keys are compared with the command's.
     tokenizer = {key: value for key, value in _binding_values(config).items() if key.startswith("data.")}
@@ -147,7 +145,7 @@ def weight_quantization(config: Config) -> Quantization:
 
 def build_model(config: Config) -> tuple[ModelDef, Sharder]:
     """Build the model with quantized weights if configured, and the sharder of its mesh."""
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.pipeline)
+    sharder = Sharder.from_config(config.mesh)
     decoder = model.build(config.model, quantization=weight_quantization(config))
     decoder.check_mesh(sharder)
     reject_stages(sharder, "mesh.stage")

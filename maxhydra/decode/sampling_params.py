@@ -30,6 +30,7 @@ class PromptEncoder:
     """Encodes prompts with the tokenizer and chat template of a run. Thread-safe."""
 
     def __init__(self, data: Data, *, vocab_size: int):
+        self.data, self.vocab_size = data, vocab_size
         self.tokenizer = load_tokenizer(data)
         if self.tokenizer.vocab_size > vocab_size:
             reason = (

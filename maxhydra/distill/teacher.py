@@ -70,7 +70,7 @@ def plan_teacher(config: Config, teacher: Teacher, student: Sharder) -> OnlineTe
     if teacher_model.context_length < config.train.seq_len:
         reason = f"exceeds the teacher's context_length={teacher_model.context_length}"
         raise ConfigError(Problem("train.seq_len", reason, value=config.train.seq_len))
-    sharder = student if mesh is None else Sharder(remeshed(mesh, student.mesh.devices), mesh.rules, mesh.pipeline)
+    sharder = student if mesh is None else Sharder.from_config(mesh, remeshed(mesh, student.mesh.devices))
     return OnlineTeacher(model.build(teacher_model), sharder)
 
 

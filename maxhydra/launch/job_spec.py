@@ -18,9 +18,9 @@ from typing import Any
 
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.migrations import migrate_config, migrate_overrides
-from maxhydra.config.serialize import from_yaml, to_job_yaml
+from maxhydra.config.serialize import from_yaml, read_run_facts, to_job_yaml
 from maxhydra.record import RunDirectory
-from maxhydra.record.atomic_io import replace_file, to_json
+from maxhydra.record.atomic_io import read_json, replace_file, to_json
 from maxhydra.record.redact import redact_argv, redact_text
 
 CONFIG, FACTS = "job.yaml", "job.json"
@@ -51,8 +51,11 @@ def read_job_spec(path: Path, *, is_run: bool = False) -> JobSpec:
     try:
         config = from_yaml(path.read_text(encoding="utf-8"), str(path), is_run=is_run)
         # In a run folder, run.json holds the same keys for the run's config.yaml.
-        candidates = [file for name in (FACTS, "run.json") if (file := path.with_name(name)).exists()]
-        facts = json.loads(candidates[0].read_text(encoding="utf-8")) if candidates else {}
+        facts: dict[str, Any] = {}
+        if (job := path.with_name(FACTS)).exists():
+            facts = read_json(job)
+        elif path.with_name("run.json").exists():
+            facts = read_run_facts(path.parent)
         overrides = migrate_overrides(facts.get("overrides", []))
         return JobSpec(config, migrate_config(facts.get("choices", {})), overrides, facts.get("config_dir"))
     except (OSError, UnicodeDecodeError) as error:

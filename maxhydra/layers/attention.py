@@ -150,7 +150,7 @@ class Attention(nnx.Module):
             gate_BTNH = ctx.constrain(self.gate(x_BTD, ctx), "act_batch", "act_length", "act_heads", None)
             attended_BTNH = attended_BTNH * jax.nn.sigmoid(gate_BTNH.astype(jnp.float32)).astype(attended_BTNH.dtype)
         out_BTD = self.out(attended_BTNH, ctx)
-        out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
+        out_BTD = ctx.to_stream(out_BTD)
         return MixerOutput(
             checkpoint_name(out_BTD, "attention_out"), cache, {}, shared if self.spec.is_shared else None
         )
@@ -237,12 +237,13 @@ class Attention(nnx.Module):
             return ctx.shared[self.spec.shares], ctx.cache
         k_BTKH, v_BTKH = own
         if ctx.cache is None:
-            return KeysValues(_unsplit(k_BTKH, ctx), _unsplit(v_BTKH, ctx), None), None
+            return KeysValues(k_BTKH, v_BTKH, None), None
         cache = write_cache(k_BTKH, v_BTKH, ctx)
         if ctx.is_fresh and cache.is_exact(self.spec.dtypes.compute):
-            return KeysValues(_unsplit(k_BTKH, ctx), _unsplit(v_BTKH, ctx), None), cache
+            return KeysValues(k_BTKH, v_BTKH, None), cache
         cached: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
-        return KeysValues(_unsplit(cached.key_BSKH, ctx), _unsplit(cached.value_BSKH, ctx), cached.positions_BS), cache
+        k_BSKH, v_BSKH = (ctx.constrain(kv, "act_batch", None, "act_kv_heads", None) for kv in cached[:2])
+        return KeysValues(k_BSKH, v_BSKH, cached.positions_BS), cache
 
     def _attend(self, q_BTNH: jax.Array, keys_values: KeysValues, ctx: Context) -> jax.Array:
         """Attention over the tokens of this call, or over the cache, which includes them.
@@ -304,7 +305,6 @@ class Attention(nnx.Module):
             chunk=None if has_chunk_segments else spec.chunk,
             softcap=spec.softcap,
             softmax_dtype=spec.dtypes.softmax.name,
-            is_length_split=ctx.is_length_split,
         )
 
 
@@ -316,12 +316,13 @@ def attend(
     ctx: Context,
     *,
     kernel: KernelChoice,
+    has_whole_keys: bool = False,
     **tokens: jax.Array | None,
 ) -> jax.Array:
     """The attention kernel of the config; an unsupported explicit backend is raised as a ConfigError."""
-    backend, sizes = kernel
+    options: dict[str, Any] = {**kernel._asdict(), "place": ctx.place, "has_whole_keys": has_whole_keys, **tokens}
     with kernel_errors_as_config_errors():
-        return attention(q_BTNH, k_BSKH, v_BSKH, request, backend=backend, sizes=sizes, place=ctx.place, **tokens)
+        return attention(q_BTNH, k_BSKH, v_BSKH, request, **options)
 
 
 def cached_positions(ctx: Context) -> jax.Array:
@@ -377,11 +378,6 @@ def chunk_segments(segments_BT: jax.Array | None, positions_BT: jax.Array, chunk
     is_first_BT = (segments_BT != jnp.roll(segments_BT, 1, axis=1)).at[:, 0].set(True)
     numbers_BT = jnp.cumsum(is_first_BT | (positions_BT % chunk == 0), axis=1)
     return jnp.where(segments_BT == 0, 0, numbers_BT)
-
-
-def _unsplit(kv_BSKH: jax.Array, ctx: Context) -> jax.Array:
-    """Keys or values of whole sequences on each device: only queries are split along the sequence."""
-    return ctx.constrain(kv_BSKH, "act_batch", None, "act_kv_heads", None)
 
 
 def _temperature(temperature: config.Temperature) -> tuple[int, float] | None:

@@ -17,7 +17,7 @@ from maxhydra.kernels.dispatch import UnsupportedError
 from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.tiles import Sizes
 from maxhydra.layers.kv_cache import PageTable
-from maxhydra.sharding import Sharder
+from maxhydra.sharding import LogicalAxes, Sharder
 
 
 @partial(
@@ -91,14 +91,56 @@ class Context:
     @property
     def place(self) -> Placement:
         """The devices and the sharding as kernels take them."""
-        batch, heads = self.sharder.spec(("act_batch", "act_heads"))
-        kv_heads = self.sharder.spec(("act_batch", "act_kv_heads"))[1]
-        return Placement(self.sharder.platform, self.sharder.mesh, batch, heads, kv_heads)
+        spec, length = self.sharder.spec, "act_length" if self.is_length_split else None
+        stream = self._stream_length(self.positions.shape[1])
+        batch, tokens, heads = spec(("act_batch", length, "act_heads"))
+        return Placement(
+            self.sharder.platform,
+            self.sharder.mesh,
+            batch=batch,
+            heads=heads,
+            kv_heads=spec(("act_batch", length, "act_kv_heads"))[2],
+            length=tokens,
+            stream_length=spec(("act_batch", stream))[1],
+            vocab=spec(("act_batch", length, "act_vocab"))[2],
+            experts=spec(("experts",))[0],
+            context=self.sharder.options.context,
+        )
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Constrain the sharding of an activation to these logical axes."""
         names = [None if axis == "act_length" and not self.is_length_split else axis for axis in axes]
         return self.sharder.constrain(x, *names)
+
+    def to_stream(self, x_BTD: jax.Array) -> jax.Array:
+        """The output of a branch, sharded as the residual stream.
+
+        Under tensor parallelism the stream is split along the length (Korthikanti et al., 2022): partial sums of a
+        branch are reduce-scattered instead of all-reduced, and norms run on the shards.
+        """
+        stream, branch = self._layouts(x_BTD)
+        return self.sharder.reshard(x_BTD, stream, gradient=branch)
+
+    def to_branch(self, x_BTD: jax.Array) -> jax.Array:
+        """A norm of the residual stream, gathered along the length for the branch that reads it."""
+        stream, branch = self._layouts(x_BTD)
+        return self.sharder.reshard(x_BTD, branch, gradient=stream)
+
+    def constrain_stream(self, x_BTD: jax.Array) -> jax.Array:
+        """Constrain the sharding of the residual stream."""
+        return self.sharder.constrain(x_BTD, *self._layouts(x_BTD)[0])
+
+    def _layouts(self, x_BTD: jax.Array) -> tuple[LogicalAxes, LogicalAxes]:
+        """Logical axes of the residual stream, and of the inputs of a branch."""
+        branch = "act_length" if self.is_length_split else None
+        stream = self._stream_length(x_BTD.shape[1])
+        return ("act_batch", stream, "act_embed"), ("act_batch", branch, "act_embed")
+
+    def _stream_length(self, length: int) -> str | None:
+        """Logical axis of the stream's length; lengths that do not divide, and caches, are not split over tensor."""
+        if self.cache is None and length % self.sharder.num_shards("act_stream_length") == 0:
+            return "act_stream_length"
+        return "act_length" if self.is_length_split else None
 
     def at_layer(self, index: jax.Array | int, cache: Any, layer_input: jax.Array | None) -> "Context":
         """The context of the layer of this index, with its own cache, dropout key and per-layer embedding."""
@@ -132,9 +174,10 @@ class KernelChoice(NamedTuple):
 
 @contextmanager
 def kernel_errors_as_config_errors() -> Iterator[None]:
-    """Raise UnsupportedError of kernels as ConfigError for the key of model.kernels that chose the backend."""
+    """Raise UnsupportedError of kernels as ConfigError for the key that chose the backend or strategy."""
     try:
         yield
     except UnsupportedError as error:
-        key, accepted = f"model.kernels.{error.operation}", ", ".join(("auto", *error.supported))
+        key = "mesh.context" if error.operation == "context" else f"model.kernels.{error.operation}"
+        accepted = ", ".join(("auto", *error.supported))
         raise ConfigError(Problem(key, "; ".join(error.reasons), value=error.backend, accepted=accepted)) from None

@@ -30,6 +30,7 @@ from maxhydra.layers.quant.training import (
     straight_through,
     straight_through_matmul,
 )
+from maxhydra.layers.table_lookup import look_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +76,12 @@ class Embedding(nnx.Module):
         self.positions = None if shape is None else make.matrix(*shape, ("positions", "embed"), std=std)
 
     @jax.named_scope("embedding")
-    def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array, ctx: Context) -> jax.Array:
         """[B, T, D] embeddings; an id outside the vocabulary gives NaN, which shows up in the loss."""
         compute = self.spec.dtypes.compute
         if isinstance(self.table, Int8):
             return self._scale_and_position(take_rows(self.table.parts, tokens_BT, compute), positions_BT)
-        rows_BTD = jnp.take(self.table[...], tokens_BT, axis=0, mode="fill", fill_value=jnp.nan).astype(compute)
+        rows_BTD = look_up(self.table[...], tokens_BT, ctx, dtype=compute)
         if is_qat(self.format):
             rows_BTD = straight_through(partial(rounded_weight, over=(-1,)), rows_BTD)
         return self._scale_and_position(rows_BTD, positions_BT)
@@ -257,4 +258,4 @@ class PerLayerInput(nnx.Module):
         assert ctx.layer_input is not None
         gated_BTP = gated(self.spec.activation, self.gate(x_BTD, ctx), ctx.layer_input)
         out_BTD = self.norm(self.out(gated_BTP, ctx))
-        return ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
+        return ctx.to_stream(out_BTD)

@@ -156,7 +156,7 @@ class Delta(nnx.Module):
         gated_BTNV = gated_BTNV.astype(self.spec.dtypes.compute)
         gated_BTNV = ctx.constrain(gated_BTNV, "act_batch", "act_length", "act_heads", None)
         out_BTD = self.out(checkpoint_name(gated_BTNV, "context"), ctx)
-        out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
+        out_BTD = ctx.to_stream(out_BTD)
         cache = None if ctx.cache is None else ctx.cache.write({"state": state_BNKV, **tails}, ctx.rows)
         return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, {})
 

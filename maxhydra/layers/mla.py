@@ -19,9 +19,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config.schema import model as config
+from maxhydra.kernels.attention.context import choose_strategy
 from maxhydra.kernels.attention.spec import Request, TokenInfo, visible
 from maxhydra.layers.attention import attend, cached_positions, write_cache
-from maxhydra.layers.context import Context, KernelChoice
+from maxhydra.layers.context import Context, KernelChoice, kernel_errors_as_config_errors
 from maxhydra.layers.indexer import Indexer, IndexerSpec
 from maxhydra.layers.interfaces import AuxOutputs, MixerOutput, visible_keys
 from maxhydra.layers.kv_cache import Cache, CacheSpec, KeysValues
@@ -166,7 +167,7 @@ class Mla(nnx.Module):
                 aux = self.indexer.aux_loss(scores_BTS, q_BTNH, k_BSNH, attended_BTS, scale=self.spec.scale)
         attended_BTNV = ctx.constrain(attended_BTNV, "act_batch", "act_length", "act_heads", None)
         out_BTD = self.out(checkpoint_name(attended_BTNV, "context"), ctx)
-        out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
+        out_BTD = ctx.to_stream(out_BTD)
         return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, aux)
 
     def empty_cache(self, cache_spec: CacheSpec, layers: int) -> Cache:
@@ -202,15 +203,23 @@ class Mla(nnx.Module):
         index_BTI = None if self.indexer is None else self.indexer.keys(x_BTD, ctx)
         if ctx.cache is None:
             tokens = TokenInfo(ctx.segments, ctx.segments, None, None)
-            return LatentCacheView(
-                _unsplit(latent_BTR, ctx), _unsplit(key_BTP, ctx), _unsplit(index_BTI, ctx), tokens
-            ), None
+            if self._gathers_latents(ctx):
+                latent_BTR, key_BTP, index_BTI = (_unsplit(x, ctx) for x in (latent_BTR, key_BTP, index_BTI))
+            return LatentCacheView(latent_BTR, key_BTP, index_BTI, tokens), None
         keys_BTH = key_BTP if index_BTI is None else jnp.concatenate([key_BTP, index_BTI], axis=-1)
         cache = write_cache(keys_BTH[:, :, None], latent_BTR[:, :, None], ctx)
         cached: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
         key_BSP, index_BSI = jnp.split(cached.key_BSKH[:, :, 0], [self.spec.rope_dim], axis=-1)
         tokens = TokenInfo(None, None, cached_positions(ctx), cached.positions_BS)
         return LatentCacheView(cached.value_BSKH[:, :, 0], key_BSP, index_BSI, tokens), cache
+
+    def _gathers_latents(self, ctx: Context) -> bool:
+        """Whether sequences that are sharded along their length are gathered as latents, which are small."""
+        with kernel_errors_as_config_errors():
+            strategy = choose_strategy(
+                ctx.place, self._request, num_heads=self.spec.num_heads, has_selection=self.indexer is not None
+            )
+        return strategy != "ring"
 
     def _rotate(self, x_BTNP: jax.Array, ctx: Context) -> jax.Array:
         """Apply RoPE."""
@@ -229,10 +238,9 @@ class Mla(nnx.Module):
         plain_BSNF, v_BSNV = jnp.split(both_BSNH, [self.spec.plain_dim], axis=-1)
         shared_BSNP = jnp.broadcast_to(view.key_BSP[:, :, None], (*plain_BSNF.shape[:3], self.spec.rope_dim))
         k_BSNH = jnp.concatenate([plain_BSNF, shared_BSNP], axis=-1)
-        return (
-            checkpoint_name(ctx.constrain(k_BSNH, "act_batch", None, "act_heads", None), "key"),
-            checkpoint_name(ctx.constrain(v_BSNV, "act_batch", None, "act_heads", None), "value"),
-        )
+        if not ctx.is_length_split:
+            k_BSNH, v_BSNV = (ctx.constrain(x, "act_batch", None, "act_heads", None) for x in (k_BSNH, v_BSNV))
+        return checkpoint_name(k_BSNH, "key"), checkpoint_name(v_BSNV, "value")
 
     def _attend_latents(self, q_BTNH: jax.Array, view: LatentCacheView, ctx: Context) -> jax.Array:
         """The absorbed form: every head attends to the latents, used as both keys and values."""
@@ -245,8 +253,9 @@ class Mla(nnx.Module):
         return jnp.einsum("BTNR,RNV->BTNV", mixed_BTNR, value_RNV)
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, view: LatentCacheView, ctx: Context) -> jax.Array:
-        request = dataclasses.replace(self._request, is_length_split=ctx.is_length_split)
-        return attend(q, k, v, request, ctx, kernel=self.spec.kernel, **view.tokens._asdict())
+        is_gathered = ctx.is_length_split and self._gathers_latents(ctx)
+        options: dict[str, Any] = {"kernel": self.spec.kernel, "has_whole_keys": is_gathered, **view.tokens._asdict()}
+        return attend(q, k, v, self._request, ctx, **options)
 
     def _visible(self, view: LatentCacheView, queries: int) -> jax.Array:
         mask = visible(self._request, view.tokens, queries=range(queries), keys=range(view.latent_BSR.shape[1]))
@@ -262,7 +271,6 @@ class Mla(nnx.Module):
             chunk=None,
             softcap=None,
             softmax_dtype=self.spec.dtypes.softmax.name,
-            is_length_split=False,
         )
 
 

@@ -78,7 +78,7 @@ class Mlp(nnx.Module):
     @jax.named_scope("mlp")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> FeedForwardOutput:
         out_BTD = self.down(self._hidden(x_BTD, ctx), ctx)
-        out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
+        out_BTD = ctx.to_stream(out_BTD)
         return FeedForwardOutput(checkpoint_name(out_BTD, "mlp_out"), {})
 
     def _hidden(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:

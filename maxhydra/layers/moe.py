@@ -17,7 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.rms_norm.reference import unit_rms
 from maxhydra.layers.context import Context
-from maxhydra.layers.experts import Experts, ExpertsSpec, RoutedTokens
+from maxhydra.layers.expert_rows import ExpertsSpec, RoutedTokens
+from maxhydra.layers.experts import Experts
 from maxhydra.layers.interfaces import AuxOutputs, FeedForwardOutput
 from maxhydra.layers.mlp import Mlp, MlpSpec
 from maxhydra.layers.norm import NormSpec
@@ -261,12 +262,13 @@ class Moe(nnx.Module):
         routing = self.router(x_BTD if router_input_BTD is None else router_input_BTD)
         routed = RoutedTokens(x_BTD, routing.ids_BTK, routing.weights_BTK)
         capacity = self.spec.capacity(x_BTD.shape[1]) if ctx.cache is None else None
-        out_BTD = self.experts(routed, ctx, capacity=capacity, is_real_BT=is_real_BT).astype(self.spec.dtypes.compute)
+        out_BTD, dropped = self.experts(routed, ctx, capacity=capacity, is_real_BT=is_real_BT)
+        out_BTD = out_BTD.astype(self.spec.dtypes.compute)
         if self.shared is not None:
             out_BTD = out_BTD + self._shared(x_BTD, ctx)
-        out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
+        out_BTD = ctx.to_stream(out_BTD)
         load_E = expert_load(routing.ids_BTK, is_real_BT, self.spec.router.experts)
-        aux = {"load": load_E}
+        aux = {"load": load_E} if dropped is None else {"load": load_E, "dropped": dropped}
         if self.spec.balance_weight:
             aux |= share_sums(self.spec.balance_weight * routing.shares_BTE, is_real_BT)
         return FeedForwardOutput(checkpoint_name(out_BTD, "mlp_out"), aux)

@@ -20,7 +20,7 @@ from maxhydra.measure.record import (
     suggest_less_memory,
 )
 from maxhydra.runtime import Machine
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding import Sharder
 from maxhydra.train import LoaderBatches, TrainingSetup, next_token_loss, plan_batches, plan_states
 from maxhydra.train.compile import compile_step, reserve_gpu_headroom
 
@@ -60,7 +60,7 @@ def prepare(config: Config, machine: Machine) -> CompiledStep:
 
 def plan(config: Config) -> tuple[TrainingSetup, data.Loader]:
     """The setup of a pretraining run of the config, and its loader."""
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.pipeline)
+    sharder = Sharder.from_config(config.mesh)
     states = plan_states(config, sharder)
     spec = plan_batches(config, sharder)
     loader = data.train_loader(config.data, spec)

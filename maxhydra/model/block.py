@@ -142,7 +142,7 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> BlockOutput:
         rate = self.spec.dropout
-        x_BTD = ctx.constrain(x_BTD, "act_batch", "act_length", "act_embed")
+        x_BTD = ctx.constrain_stream(x_BTD)
 
         x_BTD, normed_BTD = self.split_norm(self.attention_norm, x_BTD, ctx)
         mixer = self.attention(normed_BTD, ctx)
@@ -163,7 +163,8 @@ class Block(nnx.Module):
 
     def split_norm(self, norm: Norm | None, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """Return the residual stream and its norm, the input of a branch."""
-        return norm_with_residual(norm, x_BTD, kernel=self.spec.norm.kernel, place=ctx.place)
+        x_BTD, normed_BTD = norm_with_residual(norm, x_BTD, kernel=self.spec.norm.kernel, place=ctx.place)
+        return x_BTD, ctx.to_branch(normed_BTD)
 
     def add_layer_input(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         """Add the per-layer embedding and apply the layer's constant scale, in the models that have them."""
@@ -222,7 +223,7 @@ class Mtp(Block):
         """Hidden states for the head, which then predicts one token further than the layer before."""
         inputs = [self.embedding_norm(later_BTD), self.hidden_norm(hidden_BTD)]
         out = self(self.join(jnp.concatenate(inputs, axis=-1), ctx), ctx)
-        return out._replace(x_BTD=ctx.constrain(self.norm(out.x_BTD), "act_batch", "act_length", "act_embed"))
+        return out._replace(x_BTD=ctx.constrain_stream(self.norm(out.x_BTD)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -167,7 +167,7 @@ class Decoder(nnx.Module):
         remainder = self._run_blocks(self.remainder, pattern.x_BTD, pattern.ctx, caches["remainder"], None, first=first)
         stacks = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
         x_BTD = remainder.ctx.select_output_tokens(remainder.x_BTD)
-        hidden_BTD = ctx.constrain(self.final_norm(x_BTD), "act_batch", "act_length", "act_embed")
+        hidden_BTD = ctx.constrain_stream(self.final_norm(x_BTD))
         mtp = self._run_mtp(hidden_BTD, tokens_BT, ctx) if mtp_hidden else StackOutput(hidden_BTD, [], [], {}, ctx)
         return ModelOutput(
             hidden_BTD=hidden_BTD,
@@ -185,7 +185,7 @@ class Decoder(nnx.Module):
         fused = embed_with_norm(self.embedding, tokens_BT, _in_order(self.prefix), ctx)
         if fused is not None:
             return fused
-        return ctx.constrain(self.embedding(tokens_BT, ctx.positions), "act_batch", "act_length", "act_embed"), None
+        return ctx.constrain_stream(self.embedding(tokens_BT, ctx.positions, ctx)), None
 
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """Soft-capped logits [B, T, V] of hidden states [B, T, D]; T is sharded if it is divisible."""
@@ -272,7 +272,7 @@ class Decoder(nnx.Module):
         """
         outputs, aux = [], []
         for index, layer in enumerate(_in_order(self.mtp)):
-            later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1), ctx.positions + 1 + index)
+            later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1), ctx.positions + 1 + index, ctx)
             graphdef, weights = self._split(layer)
             run = self.spec.remat.wrap(_as_function(graphdef, Mtp.predict), in_loop=False)
             layer_ctx = ctx.at_layer(len(self.spec.layers) + index, None, None)

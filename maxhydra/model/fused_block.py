@@ -77,7 +77,7 @@ class FusedBlock(Block):
         """
         if ctx.dropout_key is not None:
             return super().__call__(x_BTD, ctx), None
-        x_BTD = ctx.constrain(x_BTD, "act_batch", "act_length", "act_embed")
+        x_BTD = ctx.constrain_stream(x_BTD)
         mixer, mlp_input_BTD = self._attend(x_BTD, ctx, normed_BTD)
         x_BTD, mlp_input_BTD = ctx.select_output_tokens(mixer.out_BTD), ctx.select_output_tokens(mlp_input_BTD)
         ctx = ctx.for_output_tokens()

@@ -10,15 +10,17 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.quantization import STORED_KINDS, Adapter, Quantization, QuantizationKind, QuantizationRule
 from maxhydra.config.values import matches_any
+from maxhydra.kernels.linear_cross_entropy import LinearHead
 from maxhydra.layers import CacheSpec, Context, LoraSpec, resolve_rules
 from maxhydra.model.decoder import BLOCKS, Decoder, DecoderSpec, ModelOutput
-from maxhydra.sharding import Sharder
+from maxhydra.sharding import Sharder, is_axes
 
 Tree = Any
 
@@ -124,6 +126,26 @@ class ModelDef:
     def logits(self, params: Tree, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """Soft-capped logits [B, T, V] of hidden states, in dtypes.logits."""
         return self._bind(params).logits(hidden, sharder)
+
+    def lm_head(self, params: Tree, sharder: Sharder) -> LinearHead:
+        """The head as a function that also takes parts of its weights; see `logits`.
+
+        Over a mesh its weights are in the compute dtype, in which they are then gathered.
+        """
+        compute, name = self._spec.dtypes.compute, "embedding" if self._spec.is_tied else "head"
+
+        def apply(weights: Tree, hidden: jax.Array) -> jax.Array:
+            decoder = self._bind({**params, name: {**params[name], **weights}})
+            return (decoder.head or decoder.embedding).logits(hidden, is_single_device=True)
+
+        def cast(weight: jax.Array) -> jax.Array:
+            return weight.astype(compute) if weight.ndim > 1 and jnp.issubdtype(weight.dtype, jnp.floating) else weight
+
+        weights, axes = (
+            {key: tree[name][key] for key in tree[name] if key != "positions"} for tree in (params, self.axes)
+        )
+        weights = weights if sharder.mesh.size == 1 else jax.tree.map(cast, weights)
+        return LinearHead(apply, weights, jax.tree.map(sharder.spec, axes, is_leaf=is_axes))
 
     def largest_logit(self, params: Tree, hidden_BD: jax.Array, sharder: Sharder) -> tuple[jax.Array, jax.Array]:
         """The largest logit [B] and its token [B], the first on ties; not finite if any logit is NaN.

@@ -8,11 +8,12 @@ Outside the pipeline the rows of a batch are sharded over `stage` too. Three rin
 residual stream moves to the next stage after every tick, input rows move from the stage that holds them toward the
 first stage, and output rows from the last stage toward the stage that holds them. No stage ever holds all rows.
 
-S stages, G groups of microbatches, b rows of a microbatch, B = S * b * G rows, T tokens, D residual stream, R repeats,
-C repetitions of a chunk.
+S stages, G groups of microbatches, m rows of a microbatch, T tokens, D residual stream, R repeats, C repetitions of a
+chunk. The rows of a batch are B = O * S * I * G, O the shards of rows outside the axis `stage`, and m = O * I.
 """
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,17 +36,17 @@ Tree = Any
 class _Rings(NamedTuple):
     """Values that move between stages, and the outputs that have arrived."""
 
-    stream_bTD: jax.Array
+    stream_mTD: jax.Array
     """Residual stream from the previous stage."""
-    inputs_bTD: jax.Array
-    outputs_bTD: jax.Array
-    stored_GbTD: jax.Array
+    inputs_mTD: jax.Array
+    outputs_mTD: jax.Array
+    stored_GmTD: jax.Array
     """Output rows of this stage."""
 
 
 def check_stages(repetitions: int, sharder: Sharder) -> None:
     """Raise ConfigError unless the repetitions of the pattern divide into the stages and repeats of the mesh."""
-    stages, repeats = sharder.stages, sharder.repeats
+    stages, repeats = sharder.stages, sharder.options.repeats
     if stages == 1 and repeats > 1:
         reason = "interleaves layers of pipeline stages, but mesh.stage=1"
         raise ConfigError(Problem("mesh.pipeline.repeats", reason, value=repeats, accepted="1, or mesh.stage > 1"))
@@ -69,30 +70,25 @@ def run_pipeline(
     _reject_amax_history(repetitions.weights)
     schedule = sharder.pipeline_schedule(x_BTD.shape[0])
     tokens = {"positions": ctx.positions, "segments": ctx.segments, "shared": dict(ctx.shared)}
-    length = "act_length" if ctx.is_length_split else None
-    rows_SbGTD = sharder.constrain(_cut(x_BTD, schedule), "layers", "act_batch", None, length, None)
-    stacked = repetitions._replace(
-        layer_inputs=jax.tree.map(partial(_cut, schedule=schedule, axis=2), repetitions.layer_inputs)
-    )
+    cut = partial(_cut, schedule=schedule, outer=_outer_shards(sharder))
+    stacked = repetitions._replace(layer_inputs=jax.tree.map(partial(cut, axis=2), repetitions.layer_inputs))
     stage = _Stage(pattern, dataclasses.replace(ctx, layer_input=None, **dict.fromkeys(tokens)), schedule, accum_dtype)
-    by_stage, whole = PartitionSpec(STAGE), PartitionSpec()
+    by_stage, rows, whole = PartitionSpec(STAGE), PartitionSpec(None, STAGE), PartitionSpec()
     over_stages = jax.shard_map(
         stage.run,
         mesh=sharder.mesh,
-        in_specs=(by_stage, by_stage, by_stage, whole, whole),
-        out_specs=(by_stage, PartitionSpec(None, STAGE)),
+        in_specs=(by_stage, by_stage, rows, whole, whole),
+        out_specs=(rows, PartitionSpec(None, STAGE)),
         axis_names={STAGE},
         check_vma=False,
     )
-    split_tokens = jax.tree.map(partial(_cut, schedule=schedule), tokens)
-    out_SbGTD, (layer_outputs, aux) = over_stages(
-        jnp.arange(schedule.stages), stacked, rows_SbGTD, split_tokens, ctx.dropout_key
+    out_OSIGTD, (layer_outputs, aux) = over_stages(
+        jnp.arange(schedule.stages), stacked, cut(x_BTD), jax.tree.map(cut, tokens), ctx.dropout_key
     )
-    out_BTD = ctx.constrain(out_SbGTD.reshape(x_BTD.shape), "act_batch", "act_length", "act_embed")
+    out_BTD = ctx.constrain(out_OSIGTD.reshape(x_BTD.shape), "act_batch", "act_length", "act_embed")
     layers = len(repetitions.index)
     layer_outputs, aux = jax.tree.map(lambda x: x.reshape(layers, *x.shape[3:]), (layer_outputs, aux))
-    # [repetitions, groups, owners, b, T, D] with the rows in the order of `_cut`.
-    layer_outputs = [jnp.transpose(x, (0, 2, 3, 1, 4, 5)).reshape(layers, *x_BTD.shape) for x in layer_outputs]
+    layer_outputs = [_join_rows(x, schedule, _outer_shards(sharder)) for x in layer_outputs]
     return PatternOutput(out_BTD, [None] * len(pattern.runs), layer_outputs, aux)
 
 
@@ -119,10 +115,24 @@ def _reject_amax_history(weights: list[nnx.State]) -> None:
         raise ConfigError(Problem("quantization.history", reason, value="set", accepted="null, or mesh.stage=1"))
 
 
-def _cut(x: jax.Array, schedule: PipelineSchedule, axis: int = 0) -> jax.Array:
-    """The row axis B as [S, b, G]: each device cuts the rows that it holds, so nothing moves."""
-    shape = (schedule.stages, -1, schedule.groups)
+def _outer_shards(sharder: Sharder) -> int:
+    """Number of shards of the rows of a batch over the mesh axes before `stage`."""
+    axes = sharder.mesh_axes("act_batch")
+    return math.prod(sharder.mesh.shape[axis] for axis in (axes[: axes.index(STAGE)] if STAGE in axes else ()))
+
+
+def _cut(x: jax.Array, schedule: PipelineSchedule, outer: int, axis: int = 0) -> jax.Array:
+    """The row axis B as [O, S, I, G]: each device cuts the rows that it holds, so nothing moves."""
+    shape = (outer, schedule.stages, x.shape[axis] // (outer * schedule.microbatches), schedule.groups)
     return x.reshape(*x.shape[:axis], *shape, *x.shape[axis + 1 :])
+
+
+def _join_rows(x: jax.Array, schedule: PipelineSchedule, outer: int) -> jax.Array:
+    """[repetitions, G, S, m, ...] to [repetitions, B, ...], the inverse of `_cut`."""
+    layers, groups, stages, rows = x.shape[:4]
+    x = x.reshape(layers, groups, stages, outer, rows // outer, *x.shape[4:])
+    x = jnp.moveaxis(x, (3, 2, 4, 1), (1, 2, 3, 4))
+    return x.reshape(layers, schedule.microbatches * rows, *x.shape[5:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,48 +146,49 @@ class _Stage:
     accum_dtype: np.dtype
 
     def run(
-        self, stage_1: jax.Array, stacked: Repetitions, rows_1bGTD: jax.Array, tokens: Tree, key: jax.Array | None
+        self, stage_1: jax.Array, stacked: Repetitions, rows_O1IGTD: jax.Array, tokens: Tree, key: jax.Array | None
     ) -> tuple[jax.Array, tuple[list[jax.Array], list[Any]]]:
-        """Output rows [1, b, G, T, D]; layer outputs and aux outputs [R, 1, C, ...], the latter summed over rows."""
+        """Output rows [O, 1, I, G, T, D]; layer outputs and aux outputs [R, 1, C, ...], the latter summed over rows."""
         schedule, stage = self.schedule, stage_1[0]
         ctx = dataclasses.replace(self.ctx, sharder=self.ctx.sharder.inside_stage())
         weights = [_Weights.of(weights, ctx.sharder, self.accum_dtype) for weights in stacked.weights]
         chunks = _RunningChunks.of(stacked._replace(weights=weights), schedule, stage)
-        rows_GbTD = jnp.swapaxes(rows_1bGTD[0], 0, 1)
+        rows_GmTD = jnp.moveaxis(rows_O1IGTD[:, 0], 2, 0).reshape(schedule.groups, -1, *rows_O1IGTD.shape[4:])
 
         def tick(rings: _Rings, tick: jax.Array) -> tuple[_Rings, Any]:
-            rings = self._load(rings, rows_GbTD, tick)
+            rings = self._load(rings, rows_GmTD, tick)
             work = self._work(tick, stage)
             is_first = (stage == 0) & (work.repeat == 0)
-            x_bTD = jnp.where(is_first, rings.inputs_bTD, rings.stream_bTD)
-            microbatch = jax.tree.map(lambda x: x[work.owner, :, work.group], tokens)
+            x_mTD = jnp.where(is_first, rings.inputs_mTD, rings.stream_mTD)
+            microbatch = jax.tree.map(partial(_rows_of, work=work), tokens)
             index = work.group * schedule.stages + work.owner
             dropout_key = None if key is None else jax.random.fold_in(key, index)
             layer_ctx = dataclasses.replace(ctx, **microbatch, dropout_key=dropout_key)
-            out = self.pattern.scan(x_bTD, layer_ctx, [None] * len(self.pattern.runs), chunks.at(work))
+            out = self.pattern.scan(x_mTD, layer_ctx, [None] * len(self.pattern.runs), chunks.at(work))
             return self._rotate(rings, out.x_BTD, work, tick, stage), (out.layer_outputs, out.aux)
 
         # Idle ticks run on real rows: zeros could give NaN gradients.
-        first_bTD = rows_GbTD[0]
-        rings = _Rings(first_bTD, first_bTD, first_bTD, jnp.zeros_like(rows_GbTD))
+        first_mTD = rows_GmTD[0]
+        rings = _Rings(first_mTD, first_mTD, first_mTD, jnp.zeros_like(rows_GmTD))
         rings, (layer_outputs, aux) = jax.lax.scan(tick, rings, jnp.arange(schedule.ticks))
-        out_1bGTD = jnp.swapaxes(rings.stored_GbTD, 0, 1)[None]
+        O, _, I, *_ = rows_O1IGTD.shape
+        out_OIGTD = jnp.moveaxis(rings.stored_GmTD.reshape(-1, O, I, *rings.stored_GmTD.shape[2:]), 0, 2)
         layer_outputs = jax.tree.map(lambda x: self._by_repeat(x, stage), layer_outputs)
         aux = jax.tree.map(lambda x: jnp.sum(self._by_repeat(x, stage), axis=(3, 4)), aux)
-        return out_1bGTD, (layer_outputs, aux)
+        return out_OIGTD[:, None], (layer_outputs, aux)
 
     def _work(self, tick: jax.Array, stage: jax.Array) -> Work:
         """The work at a tick; at an idle one, any in range."""
         work = self.schedule.work(tick, stage)
         return work._replace(group=jnp.clip(work.group, 0, self.schedule.groups - 1))
 
-    def _load(self, rings: _Rings, rows_GbTD: jax.Array, tick: jax.Array) -> _Rings:
+    def _load(self, rings: _Rings, rows_GmTD: jax.Array, tick: jax.Array) -> _Rings:
         """At the first tick of a group, each stage puts its rows of the group on the ring of inputs."""
         group, index = divmod(tick, self.schedule.stages * self.schedule.repeats)
-        own_bTD = rows_GbTD[jnp.minimum(group, self.schedule.groups - 1)]
-        return rings._replace(inputs_bTD=jnp.where(index == 0, own_bTD, rings.inputs_bTD))
+        own_mTD = rows_GmTD[jnp.minimum(group, self.schedule.groups - 1)]
+        return rings._replace(inputs_mTD=jnp.where(index == 0, own_mTD, rings.inputs_mTD))
 
-    def _rotate(self, rings: _Rings, x_bTD: jax.Array, work: Work, tick: jax.Array, stage: jax.Array) -> _Rings:
+    def _rotate(self, rings: _Rings, x_mTD: jax.Array, work: Work, tick: jax.Array, stage: jax.Array) -> _Rings:
         """Send everything to the neighbors, and store the output rows of a group when all have arrived.
 
         The last stage puts the outputs of a group on the ring at successive ticks, that of owner 0 first. After the
@@ -185,18 +196,18 @@ class _Stage:
         """
         S, R = self.schedule.stages, self.schedule.repeats
         is_last = (stage == S - 1) & (work.repeat == R - 1)
-        outputs_bTD = jnp.where(is_last, x_bTD, rings.outputs_bTD)
+        outputs_mTD = jnp.where(is_last, x_mTD, rings.outputs_mTD)
         group, index = divmod(tick - 2 * (S - 1) - (R - 1) * S, S * R)
         slot = jnp.clip(group, 0, self.schedule.groups - 1)
-        stored_bTD = jnp.where((index == 0) & (group >= 0), outputs_bTD, rings.stored_GbTD[slot])
+        stored_mTD = jnp.where((index == 0) & (group >= 0), outputs_mTD, rings.stored_GmTD[slot])
         backward = [(s, s - 1) for s in range(1, S)]
         # With one chunk per stage nothing returns from the last stage to the first.
         forward = [(s, (s + 1) % S) for s in range(S if R > 1 else S - 1)]
         return _Rings(
-            stream_bTD=jax.lax.ppermute(x_bTD, STAGE, forward),
-            inputs_bTD=jax.lax.ppermute(rings.inputs_bTD, STAGE, backward),
-            outputs_bTD=jax.lax.ppermute(outputs_bTD, STAGE, backward),
-            stored_GbTD=jax.lax.dynamic_update_index_in_dim(rings.stored_GbTD, stored_bTD, slot, axis=0),
+            stream_mTD=jax.lax.ppermute(x_mTD, STAGE, forward),
+            inputs_mTD=jax.lax.ppermute(rings.inputs_mTD, STAGE, backward),
+            outputs_mTD=jax.lax.ppermute(outputs_mTD, STAGE, backward),
+            stored_GmTD=jax.lax.dynamic_update_index_in_dim(rings.stored_GmTD, stored_mTD, slot, axis=0),
         )
 
     def _by_repeat(self, x: jax.Array, stage: jax.Array) -> jax.Array:
@@ -239,8 +250,15 @@ class _RunningChunks:
         inputs = chunk.layer_inputs
         return chunk._replace(
             weights=[weights.joined() for weights in chunk.weights],
-            layer_inputs=None if inputs is None else inputs[:, :, work.owner, :, work.group],
+            layer_inputs=None if inputs is None else _rows_of(inputs, work, axis=2),
         )
+
+
+def _rows_of(x: jax.Array, work: Work, axis: int = 0) -> jax.Array:
+    """The rows m of a microbatch, from [..., O, S, I, G, ...]."""
+    x = jax.lax.dynamic_index_in_dim(x, work.group, axis + 3, keepdims=False)
+    x = jax.lax.dynamic_index_in_dim(x, work.owner, axis + 1, keepdims=False)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
 def _send(chunks: jax.Array, index: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:

@@ -26,7 +26,7 @@ _HARMLESS_VALUES = frozenset(
 
 # Nor are references to a value elsewhere: $NAME, ${...}, $(command).
 _REFERENCE = re.compile(r"\$(?:[A-Z_][A-Z0-9_]*|\{[^{}]*\}|\(.*\))")
-# W&B keys of the old form, which look like a git commit; the words before them tell them apart.
+# W&B keys of the old form, which look like a git commit; the words before them distinguish the two.
 _HEX_KEY = re.compile(r"\b[0-9a-f]{40}\b")
 _HEX_CONTEXT = re.compile(
     r"(?i)(\b(?:wandb|w&b|key|token|secret|login|credentials?)\b[^\n\w]{0,8}(?:\w{1,10}[^\n\w]{1,4})?)[0-9a-f]{40}\b"

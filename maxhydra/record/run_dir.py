@@ -281,7 +281,7 @@ class RunDirectory:
             self._release_lock()
 
     def _previous_facts(self) -> Facts:
-        """Facts of the earlier sessions; empty for a new run. A damaged run.json is kept beside the rebuilt one."""
+        """Facts of the earlier sessions; empty for a new run. A damaged run.json is kept as a copy."""
         if self.exists():
             try:
                 parse_facts(self.facts_path.read_bytes())
@@ -298,7 +298,7 @@ class RunDirectory:
         return {}
 
     def _read_facts(self) -> Facts:
-        """Facts of run.json. A damaged file is replaced in memory by what the other files tell."""
+        """Facts of run.json. A damaged file is rebuilt in memory from the other files."""
         try:
             facts = parse_facts(self.facts_path.read_bytes())
         except NewerFormatError:

@@ -66,7 +66,7 @@ def rollout_sharder(task: GrpoTask, trainer: Sharder) -> Sharder:
 
     try:
         mesh = compose(task.rollout_mesh).config.mesh
-        return Sharder(remeshed(mesh, trainer.mesh.devices), mesh.rules, mesh.pipeline)
+        return Sharder.from_config(mesh, remeshed(mesh, trainer.mesh.devices))
     except ConfigError as error:
         raise ConfigError(problem.under("task.rollout_mesh") for problem in error.problems) from None
 

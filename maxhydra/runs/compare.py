@@ -42,7 +42,7 @@ def compare(registry: Registry, runs: Sequence[Run]) -> Comparison:
     settings, metrics = registry.settings(ids), registry.metrics(ids)
     configs = [settings[id] for id in ids]
     names = dict.fromkeys(name for id in ids for name in metrics[id])
-    environments = [_environment(registry.directory(run).read()) for run in runs]
+    environments = [_environment(registry.facts(run)) for run in runs]
     changed_keys, changed_names = sorted(differing_keys(configs)), differing_keys(environments)
     return Comparison(
         tuple(runs),

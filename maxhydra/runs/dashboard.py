@@ -13,6 +13,7 @@ from typing import Any
 from maxhydra.config.errors import ConfigError
 from maxhydra.record import scan_metrics
 from maxhydra.record.metrics import Row
+from maxhydra.record.redact import redact_text
 from maxhydra.runs import query
 from maxhydra.runs.compare import compare
 from maxhydra.runs.curves import compare_charts, encode, is_system
@@ -108,7 +109,7 @@ class Dashboard:
         with self._lock:
             selected = self._known_runs(paths)
             comparison = compare(self.registry, selected)
-            facts = [self.registry.directory(run).read() for run in selected]
+            facts = [self.registry.facts(run) for run in selected]
         tables = {name: getattr(comparison, name) for name in ("config", "metrics", "surroundings")}
         return {
             "runs": [run.path for run in selected],
@@ -127,7 +128,7 @@ class Dashboard:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - LOG_BYTES))
             text = file.read(LOG_BYTES).decode(errors="replace")
-        return {"text": text if size <= LOG_BYTES else text.partition("\n")[2]}
+        return {"text": redact_text(text if size <= LOG_BYTES else text.partition("\n")[2])}
 
     def _refresh(self) -> None:
         if time.monotonic() - self._refreshed >= REFRESH_SECONDS:

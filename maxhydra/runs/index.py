@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from maxhydra.record.redact import redact_facts, redact_value
 from maxhydra.runs import settings as run_settings
 from maxhydra.runs.scan import (
     INCOMPLETE_LINE,
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 FILE = ".runs.sqlite"
 # Version of the tables below and their contents.
-VERSION = 4
+VERSION = 5
 # Lock timeout: another process may be building the index of very many runs.
 BUSY_SECONDS = 300
 # Number of changed runs from which worker processes pay off, and runs per task of a worker.
@@ -174,7 +175,7 @@ class Index:
         errors: list[str] = []
         facts = read_facts(folder, errors)
         settings = [] if facts is None else read_settings(folder, facts, errors)
-        entry = None if facts is None else json.dumps(_entry(facts))
+        entry = None if facts is None else json.dumps(_entry(redact_facts(facts)))
         self._connection.execute(
             "UPDATE run SET faults = ?, entry = ?, settings = ? WHERE id = ?",
             (json.dumps(errors), entry, pack(self._setting_id(setting) for setting in settings), id),
@@ -184,9 +185,12 @@ class Index:
         """Id of a (key, value) pair, inserted into the table when first seen."""
         setting_id = self._settings.get(setting)
         if setting_id is None:
-            row = self._connection.execute("SELECT id FROM setting WHERE key = ? AND value = ?", setting).fetchone()
+            key, value = setting
+            # Runs of earlier versions may have stored secrets. Done once per distinct pair.
+            stored = (key, redact_value(key, value) if isinstance(value, str) else value)
+            row = self._connection.execute("SELECT id FROM setting WHERE key = ? AND value = ?", stored).fetchone()
             if row is None:
-                row = (self._connection.execute("INSERT INTO setting (key, value) VALUES (?, ?)", setting).lastrowid,)
+                row = (self._connection.execute("INSERT INTO setting (key, value) VALUES (?, ?)", stored).lastrowid,)
             setting_id = self._settings[setting] = int(row[0])
         return setting_id
 

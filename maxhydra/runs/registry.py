@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import from_number, is_lost
+from maxhydra.record.redact import redact_argv, redact_facts
 from maxhydra.record.run_dir import LOST_REASON
 from maxhydra.runs.index import Index, unpack
 from maxhydra.runs.scan import INCOMPLETE_LINE
 from maxhydra.runs.settings import Cell
+from maxhydra.runs.summary import Facts
 
 STATUSES = ("running", "finished", "failed", "preempted", "lost")
 # Suffixes of a metric's name and their index columns; the default is the last value.
@@ -186,8 +188,18 @@ class Registry:
             return path.resolve().relative_to(root).as_posix()
         return name.rstrip("/")
 
+    def facts(self, run: Run) -> Facts:
+        """Facts of a run for display: without the secrets that runs of earlier versions have stored."""
+        facts = _redact_commands(redact_facts(self.directory(run).read()))
+        return {**facts, "sessions": [_redact_commands(session) for session in facts["sessions"]]}
+
     def directory(self, run: Run) -> RunDirectory:
         return RunDirectory(self.root / run.path, writes=False)
+
+
+def _redact_commands(facts: Facts) -> Facts:
+    """Redact what only the words of a command together show: `--token VALUE`."""
+    return {**facts, **{name: redact_argv(facts[name]) for name in ("command", "overrides") if facts.get(name)}}
 
 
 def _is_running(entry: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from maxhydra import __version__
 from maxhydra.record import RunDirectory, read_metrics
 from maxhydra.record.atomic_io import replace_file
-from maxhydra.record.redact import redact_facts, redact_value
+from maxhydra.record.redact import redact_facts
 from maxhydra.runs.curves import Chart, Line, charts, encode
 from maxhydra.runs.page import (
     Html,
@@ -24,6 +24,7 @@ from maxhydra.runs.page import (
     scrolling,
     section,
 )
+from maxhydra.runs.plan_picture import plan_section
 from maxhydra.runs.settings import get_setting, list_settings, read_config_text
 from maxhydra.runs.summary import (
     Facts,
@@ -36,7 +37,7 @@ from maxhydra.runs.summary import (
 )
 
 # Files next to the report that it links to.
-_FILES = ("config.yaml", "metrics.jsonl", "log.txt", "run.json", "diff.patch")
+_FILES = ("config.yaml", "metrics.jsonl", "log.txt", "run.json", "plan.json", "diff.patch")
 # Packages that affect results; the others are in a collapsed section.
 _MAIN_PACKAGES = ("maxhydra", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -52,6 +53,7 @@ def write_report(run: RunDirectory) -> Path:
         figures=concat(*map(figure, key_numbers(facts, rows, total_steps=get_setting(config, "train.steps")))),
         controls=curve_controls(),
         charts=_charts(run_charts),
+        plan=plan_section(run.path),
         sample=_sample(facts.get("sample")),
         config=_config(config),
         environment=_environment(facts),
@@ -123,7 +125,7 @@ def _config(config: str) -> Html:
         element(
             "tr",
             element("th", setting.path, scope="row"),
-            element("td", redact_value(setting.path, setting.value)),
+            element("td", setting.value),
             class_="changed" if setting.changed else None,
         )
         for setting in list_settings(config)

@@ -17,6 +17,7 @@ from maxhydra.config import Config, ConfigError
 from maxhydra.config.migrations import migrate_config
 from maxhydra.config.yaml_files import FAST_LOADER, check_yaml, may_exceed_limits
 from maxhydra.record.atomic_io import to_json, to_plain
+from maxhydra.record.redact import redact_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +28,11 @@ class Setting:
 
 
 def list_settings(config_yaml: str) -> list[Setting]:
-    """All leaves of config.yaml by dotted path."""
+    """All leaves of config.yaml by dotted path, for display: secrets that earlier versions stored are redacted."""
     config = _load(config_yaml)
     defaults = dict(leaves(_defaults(Config, config)))
     return [
-        Setting(path, _format(value), changed=path not in defaults or defaults[path] != value)
+        Setting(path, redact_value(path, _format(value)), changed=path not in defaults or defaults[path] != value)
         for path, value in leaves(config)
     ]
 

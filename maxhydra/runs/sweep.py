@@ -266,7 +266,7 @@ def _table(registry: Registry, sweep: Sweep) -> Html | None:
     ranked = sweep.ranked[:MAX_RANKED]
     if not ranked:
         return None
-    commands = [rerun_command(registry.directory(run).read()) for run in ranked]
+    commands = [rerun_command(registry.facts(run)) for run in ranked]
     rows = [
         element(
             "tr",

@@ -208,6 +208,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "grad_norm": lambda value: f"grad {value:.2f}",
     "tokens_per_second": lambda value: f"{_short(value)} tok/s",
     "mfu": lambda value: f"mfu {value:.1%}",
+    "moe/dropped": lambda value: f"dropped {_short(value)}" if value else "",
 }
 # Evaluation metrics are all shown except these, which are redundant.
 _DERIVED = ("eval/perplexity", "eval/tokens")
@@ -215,7 +216,7 @@ _DERIVED = ("eval/perplexity", "eval/tokens")
 
 def describe(metrics: Mapping[str, float]) -> list[str]:
     """The displayed metrics as text."""
-    texts = [format_value(metrics[name]) for name, format_value in _FORMATS.items() if name in metrics]
+    texts = [text for name, show in _FORMATS.items() if name in metrics and (text := show(metrics[name]))]
     eval_names = [name for name in metrics if name.startswith("eval/") and name not in _DERIVED]
     return texts + [f"{name} {metrics[name]:.3f}" for name in eval_names]
 

@@ -267,7 +267,9 @@ def without_capacity_limit(model: config.Model) -> config.Model:
         name: dataclasses.replace(kind, moe=dataclasses.replace(kind.moe, capacity_factor=None))
         for name, kind in model.kinds.items()
     }
-    return dataclasses.replace(model, kinds=kinds)
+    return dataclasses.replace(
+        model, kinds=kinds, expert_parallel=dataclasses.replace(model.expert_parallel, buffer=None)
+    )
 
 
 def _round_up(count: int, multiple: int) -> int:

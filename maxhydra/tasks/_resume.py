@@ -40,7 +40,7 @@ from maxhydra.train.run_inputs import (
 
 # Sequences per optimizer step over all devices, as run.json stores it.
 BATCH = "sequences_per_step"
-# Keys that decide which files a section reads: if one of them has changed, other files are no second change.
+# Keys that decide which files a section reads: if one of them has changed, other files do not count as a second change.
 FILE_CHOICES = ("source", "name", "eval_name", "data_dir", "kind")
 MAX_LISTED = 12
 # Log-probs of a reference, which dpo computes once (align/reference.py).

@@ -164,7 +164,7 @@ def _run_recorded(job: Job, config_dir: str | None, task: ModuleType) -> Result:
         except BaseException as error:
             if not isinstance(error, signals.Interrupted) and not signals.has_interrupted():
                 raise
-            # Values that earlier sessions recorded stay as they are.
+            # Values that earlier sessions recorded do not change.
             is_recorded.set()
             job.run.finish("preempted", reason := signals.reason())
             return _result(job, Outcome("preempted", reason), path=job.run.path)
@@ -178,7 +178,7 @@ def _run_recorded(job: Job, config_dir: str | None, task: ModuleType) -> Result:
 
 
 def _finished_before(job: Job) -> Result | None:
-    """The recorded result, if an earlier command with the same config has finished the run; it stays as it is.
+    """The recorded result, if an earlier command with the same config has finished the run; it is not changed.
 
     The first process decides for all, because the others could read the folder after it has started a session.
     """

@@ -10,7 +10,7 @@ from maxhydra.config.schema.tasks.training import DistillTask
 from maxhydra.distill.loss import TEACHER, ScheduledBatches, StudentTeacher, distillation_loss, held_out_divergence
 from maxhydra.distill.teacher import OnlineTeacher, check_layers, init_from_teacher, plan_teacher
 from maxhydra.model import ModelDef, flops_per_token
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import (
     TrainingSetup,
@@ -29,7 +29,7 @@ def run(job: Job) -> Outcome:
     assert isinstance(task, DistillTask)
     if problems := list(_problems(config, task)):
         raise ConfigError(problems)
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.pipeline)
+    sharder = Sharder.from_config(config.mesh)
     spec = plan_batches(config, sharder)
     states = plan_states(config, sharder)
 

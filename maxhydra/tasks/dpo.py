@@ -13,7 +13,7 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.quantization import AdapterKind
 from maxhydra.config.schema.tasks.training import DpoTask, Reference
 from maxhydra.data import BatchSpec, Row
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import (
     LoaderBatches,
@@ -37,7 +37,7 @@ def run(job: Job) -> Outcome:
     reference = task.reference_with(adapter=config.adapter.kind is not AdapterKind.none)
     if problems := list(_problems(config, reference)):
         raise ConfigError(problems)
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.pipeline)
+    sharder = Sharder.from_config(config.mesh)
     spec = plan_batches(config, sharder)
     states = plan_states(config, sharder)
     scorer = PairScorer(states.model, sharder, config.train.loss_chunk)

@@ -11,7 +11,7 @@ from maxhydra.rl.loss import group_loss
 from maxhydra.rl.reward_pool import RewardPool
 from maxhydra.rl.rollout import PolicyEngine, RolloutWorker
 from maxhydra.rl.setup import check, plan_prompts, rollout_sharder, with_reference
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import Scorer, TrainingSetup, plan_batches, plan_states, train
 
@@ -22,7 +22,7 @@ def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, GrpoTask)
     check(config, task, processes=job.machine.process_count)
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.pipeline)
+    sharder = Sharder.from_config(config.mesh)
     spec = plan_batches(config, sharder)
     prompt_spec = plan_prompts(spec, task, sharder)
     prompts = PromptEncoder(config.data, vocab_size=config.model.vocab_size)

@@ -6,7 +6,6 @@ TPU slice that need not be attached, and reports its memory.
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator
 
 import jax
@@ -16,11 +15,12 @@ from maxhydra import model, optim
 from maxhydra.config import Config
 from maxhydra.config.schema.hardware import Hardware
 from maxhydra.config.schema.tasks.analysis import Format, InspectTask
-from maxhydra.runtime.flags import slice_devices
+from maxhydra.measure.compiled import CompileReport, compile_report
+from maxhydra.plan.tables import readable_bytes
+from maxhydra.runtime.topology import absent_devices
 from maxhydra.sharding import Sharder, abstract_mesh, build_mesh, bytes_per_device, is_axes
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import plan_batches, plan_states
-from maxhydra.train.compile import CompileReport, compile_report
 
 NEEDS_DEVICES = KEEPS_RUN = False
 
@@ -46,8 +46,9 @@ def run(job: Job) -> Outcome:
     shapes, axes = model.split_trainable(decoder.shapes)[0], model.split_trainable(decoder.axes)[0]
     state_shapes = jax.eval_shape(optimizer.transform.init, shapes)
     state_axes = optim.state_axes(optimizer, shapes, axes)
-    parameters = _rows(decoder.shapes, decoder.axes, sharder)
-    moments = _rows(state_shapes, state_axes, sharder)
+    shardings = states.shardings()
+    parameters = _rows(decoder.shapes, decoder.axes, shardings.weights)
+    moments = _rows(state_shapes, state_axes, shardings.opt_state)
     count, trained = model.parameter_counts(decoder)
     facts = {
         "parameters": count,
@@ -67,7 +68,7 @@ def run(job: Job) -> Outcome:
             "ticks": schedule.ticks,
             "bubble_fraction": schedule.bubble_fraction,
         }
-    report = None if task.topology is None else compile_report(config, sharder)
+    report = None if task.topology is None else compile_report(config, sharder)[0]
     if report is not None:
         facts["compiled"] = dataclasses.asdict(report)
     if task.format is Format.json:
@@ -84,17 +85,17 @@ def _sharder(config: Config, task: InspectTask) -> Sharder:
     """A sharder over the devices of task.topology, or over an abstract mesh."""
     if task.topology is None:
         mesh = abstract_mesh(config.mesh, devices=task.devices, slices=task.slices)
-        return Sharder(mesh, config.mesh.rules, config.mesh.pipeline)
-    devices = slice_devices(task.topology, slices=task.slices, hardware=config.hardware)
-    return Sharder(build_mesh(config.mesh, devices), config.mesh.rules, config.mesh.pipeline)
+        return Sharder.from_config(config.mesh, mesh)
+    devices = absent_devices(task.topology, slices=task.slices, hardware=config.hardware)
+    return Sharder.from_config(config.mesh, build_mesh(config.mesh, devices))
 
 
-def _rows(shapes: object, axes: object, sharder: Sharder) -> list[Row]:
+def _rows(shapes: object, axes: object, shardings: object) -> list[Row]:
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     names = jax.tree.leaves(axes, is_leaf=is_axes)
     rows = []
-    for (path, leaf), leaf_axes in zip(leaves, names, strict=True):
-        spec = sharder.spec(leaf_axes)
+    for (path, leaf), leaf_axes, sharding in zip(leaves, names, jax.tree.leaves(shardings), strict=True):
+        spec = sharding.spec
         rows.append(
             Row(
                 name=jax.tree_util.keystr(path, simple=True, separator="/"),
@@ -102,7 +103,7 @@ def _rows(shapes: object, axes: object, sharder: Sharder) -> list[Row]:
                 dtype=np.dtype(leaf.dtype).name,
                 axes=leaf_axes,
                 spec=", ".join(_entry(entry) for entry in spec),
-                bytes_per_device=bytes_per_device(leaf.shape, leaf.dtype, spec, sharder.mesh),
+                bytes_per_device=bytes_per_device(leaf.shape, leaf.dtype, spec, sharding.mesh),
             )
         )
     return rows
@@ -165,9 +166,3 @@ def _report_lines(report: CompileReport, hardware: Hardware, dtype: str) -> Iter
     peak = hardware.peak_tflops.get(dtype)
     least = f", at least {report.tflop_per_device / peak:.3g} s at {peak:g} TFLOP/s" if peak else ""
     yield f"a step takes {report.tflop_per_device:,.1f} TFLOP per device{least}"
-
-
-def readable_bytes(count: int) -> str:
-    """1536 -> 1.5 KiB."""
-    power = min(4, max(0, int(math.log2(max(count, 1)) // 10)))
-    return f"{count / 1024**power:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -1,7 +1,7 @@
 """Pretraining: next-token prediction on text. Read from top to bottom, this is a training run."""
 
 from maxhydra import data
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import (
     LoaderBatches,
@@ -19,7 +19,7 @@ NEEDS_DEVICES = KEEPS_RUN = TRAINS = True
 
 def run(job: Job) -> Outcome:
     config = job.config
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.pipeline)
+    sharder = Sharder.from_config(config.mesh)
 
     spec = plan_batches(config, sharder)
     loader = data.train_loader(config.data, spec)

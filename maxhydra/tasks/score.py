@@ -21,7 +21,7 @@ from maxhydra.score.scorer import (
     without_capacity_limit,
     write_results,
 )
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES, KEEPS_RUN = True, False
@@ -58,7 +58,7 @@ def run(job: Job) -> Outcome:
 def _open_scorer(job: Job, task: ScoreTask) -> SequenceScorer:
     config = job.config
     assert config.checkpoint.load_parameters is not None
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.pipeline)
+    sharder = Sharder.from_config(config.mesh)
     model = build(without_capacity_limit(config.model), quantization=weight_quantization(config))
     model.check_mesh(sharder)
     weights = load_weights(

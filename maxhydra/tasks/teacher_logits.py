@@ -14,7 +14,7 @@ from maxhydra.decode.open import check_same_model
 from maxhydra.distill.teacher import TopLogits
 from maxhydra.model import build
 from maxhydra.model.stored_params import fingerprint
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, Outcome
 from maxhydra.tasks.tokenize import Display
 from maxhydra.train import plan_batches
@@ -70,7 +70,7 @@ def _open_teacher(job: Job, task: TeacherLogitsTask) -> TopLogits:
     if location is None or problems:
         raise ConfigError(problems)
     check_same_model(config, location)
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules, config.mesh.pipeline)
+    sharder = Sharder.from_config(config.mesh)
     spec = plan_batches(config, sharder)
     model = build(config.model)
     model.check_mesh(sharder)

@@ -31,13 +31,16 @@ from maxhydra.convert.orbax_io import (
     read_trees,
     require_intact,
 )
-from maxhydra.record.checkpoint_manifest import CHECKPOINT_FORMAT, write_manifest
+from maxhydra.record.checkpoint_manifest import CHECKPOINT_FORMAT, EarlyHasher, write_manifest
 from maxhydra.train.loss import Tree
 from maxhydra.train.state import TrainState
 
 FULL_STATE = "checkpoint.load_full_state"
 Evaluations = Mapping[int, Mapping[str, float]]
 NO_EVALUATIONS: Evaluations = {}
+# Size at which a data file is written and a new one started. Orbax's 2 GiB would buffer smaller items in memory, and
+# write and hash them only after everything is compressed.
+DATA_FILE_BYTES = 64 * 2**20
 # Moves the batches of a task to a data position.
 Seek = Callable[[dict[str, Any]], None]
 log = logging.getLogger("maxhydra")
@@ -110,23 +113,41 @@ def _rank(metric: float) -> float:
 class VerifiedTemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
     """Orbax's temporary folder of a save, which gets its manifest between the last write and the final rename.
 
-    Orbax finalizes a step on the first process, after all processes have written their files, in the thread that
-    saves in the background: hashing does not delay the training loop.
+    Orbax creates and finalizes the folder of a step on the first process. Data files are hashed while others are still
+    being written, the remaining files after all processes have written theirs, both in the background: hashing does not
+    delay the training loop.
     """
 
+    _hasher: EarlyHasher | None = None
+
+    async def create(self) -> Any:
+        folder = await super().create()
+        if not self._is_item:
+            self._hasher = EarlyHasher(Path(folder), _is_complete_data)
+        return folder
+
+    @property
+    def _is_item(self) -> bool:
+        """Whether this is the folder of an item within a step: its files are hashed with those of the step."""
+        return ocp.path.atomicity.TMP_DIR_SUFFIX in Path(self.get_final()).parent.name
+
     async def finalize(self) -> None:
-        final, temporary = Path(self.get_final()), Path(self.get())
-        if ocp.path.atomicity.TMP_DIR_SUFFIX in final.parent.name:
-            # An item of a step: its files are hashed with those of the step.
+        if self._is_item:
             await super().finalize()
             return
+        final, temporary = Path(self.get_final()), Path(self.get())
         # Orbax writes two more files and renames the folder: to another temporary name, so that they are hashed too.
         complete = temporary.with_name(f"{temporary.name}-complete")
         self._final_path = type(self.get())(complete)
         await super().finalize()
-        await asyncio.to_thread(write_manifest, complete)
+        await asyncio.to_thread(write_manifest, complete, self._hasher)
         complete.rename(final)
         self._final_path = type(self.get())(final)
+
+
+def _is_complete_data(name: str) -> bool:
+    """Whether a file holds array data: tensorstore gives such files a random name once they are written, for good."""
+    return re.fullmatch(r".*/ocdbt\.process_[0-9]+/d/[0-9a-f]{32}", name) is not None
 
 
 class OrbaxCheckpointer:
@@ -152,8 +173,8 @@ class OrbaxCheckpointer:
     def save(self, step: int, state: TrainState, data: dict[str, Any], metrics: Mapping[str, float]) -> None:
         best = {self._best_metric: metrics[self._best_metric]} if self._best_metric in metrics else None
         items = ocp.args.Composite(
-            params=ocp.args.StandardSave(state.params),
-            rest=ocp.args.StandardSave(_rest(state)),
+            params=_save_arrays(state.params),
+            rest=_save_arrays(_rest(state)),
             data=ocp.args.JsonSave(data),
         )
         try:
@@ -187,6 +208,10 @@ class OrbaxCheckpointer:
         steps = checkpoint_steps(self._folder)
         last = f"the checkpoint of step {steps[-1]} is intact" if steps else "no earlier checkpoint exists"
         return SaveFailed(f"could not write a checkpoint to {self._folder}: {one_line_message(error)}; {last}")
+
+
+def _save_arrays(tree: Tree) -> ocp.args.PyTreeSave:
+    return ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=DATA_FILE_BYTES)
 
 
 def open_checkpointer(folder: Path, config: Checkpoint, evaluations: Evaluations = NO_EVALUATIONS) -> Checkpointer:

@@ -1,9 +1,6 @@
-"""Compilation of the training step: ahead of time, for a ramped batch size, and as a report for absent devices."""
+"""Compilation of the training step: ahead of time and for a ramped batch size."""
 
-import dataclasses
-import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,7 +11,7 @@ import jax.numpy as jnp
 
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.run import Train
-from maxhydra.model import flops_per_token, split_trainable
+from maxhydra.model import split_trainable
 from maxhydra.sharding import Sharder
 from maxhydra.train.batches import plan_batches
 from maxhydra.train.diloco import make_diloco_step
@@ -23,8 +20,6 @@ from maxhydra.train.state import StateFactory, TrainState, plan_states
 from maxhydra.train.step import Metrics, StepFn, make_step, sequences_in
 
 HEADROOM_BYTES = 64 * 2**20
-# A Pallas kernel in a compiled TPU program, by the name that it was given.
-KERNEL = re.compile(r'^\s*(?:ROOT )?%?([A-Za-z_]\w*)[\w.-]* = .*custom_call_target="tpu_custom_call"', re.MULTILINE)
 COLUMNS = {"tokens": "int32", "targets": "int32", "positions": "int32", "segments": "int32", "weights": "float32"}
 
 
@@ -37,7 +32,8 @@ def compile_step(states: StateFactory, loss: LossFn, train: Train, example: Mapp
 
 def trace_step(states: StateFactory, loss: LossFn, train: Train, example: Mapping[str, Any]) -> jax.stages.Traced:
     """The traced step, ready to be lowered for the devices of the states' mesh."""
-    step_fn = make_step(loss, states.optimizer, train, states.model.apply_aux_updates, states.model.cast)
+    apply_router_bias = states.model.apply_aux_updates
+    step_fn = make_step(loss, states.optimizer, train, apply_router_bias, states.cast, states.shard_gradients)
     if states.sharder.num_shards("replicas") > 1:
         axes = split_trainable(states.model.axes)[0]
         step_fn = make_diloco_step(step_fn, train.diloco, steps=train.steps, mesh=states.sharder.mesh, axes=axes)
@@ -91,55 +87,17 @@ class RampedStep:
         return self._steps[size](state, batch)
 
 
-@dataclasses.dataclass(frozen=True)
-class CompileReport:
-    """Memory, kernels and cost of a compiled step."""
-
-    device: str
-    devices: int
-    seconds: float
-    """Compile time."""
-    bytes_per_device: dict[str, int]
-    """Bytes of the state and the batch, of the temporaries and outputs of the step, and of the program."""
-    kernels: dict[str, int]
-    """Kernel calls in the program by name; those in a loop over layers run more often."""
-    tflop_per_device: float
-    """Model TFLOP of a step."""
-
-
-def compile_report(config: Config, sharder: Sharder) -> CompileReport:
-    """Compile the pretraining step for the devices of the sharder's mesh, which need not be attached."""
-    assert isinstance(sharder.mesh, jax.sharding.Mesh)
-    spec, start_time = plan_batches(config, sharder), time.perf_counter()
-    try:
-        compiled = trace_pretraining_step(config, sharder).lower().compile()
-    except jax.errors.JaxRuntimeError as error:
-        raise _explain_oom(error, config) from None
-    memory, devices = compiled.memory_analysis(), sharder.mesh.devices.flat
-    tokens = spec.batch * spec.rows.seq_len
-    return CompileReport(
-        device=devices[0].device_kind,
-        devices=len(devices),
-        seconds=time.perf_counter() - start_time,
-        bytes_per_device={
-            "state and batch": memory.argument_size_in_bytes,
-            "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
-            "program": memory.generated_code_size_in_bytes,
-        },
-        kernels=dict(Counter(KERNEL.findall(compiled.as_text()))),
-        tflop_per_device=flops_per_token(config.model, spec.rows.seq_len) * tokens / len(devices) / 1e12,
-    )
-
-
 def trace_pretraining_step(config: Config, sharder: Sharder) -> jax.stages.Traced:
     """The traced step of pretraining on packed rows."""
     spec, states = plan_batches(config, sharder), plan_states(config, sharder)
     shape = (spec.batch, spec.rows.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=spec.sharding) for name, dtype in COLUMNS.items()}
-    return trace_step(states, next_token_loss(states.model, sharder.inside_replica(), config.train), config.train, batch)
+    return trace_step(
+        states, next_token_loss(states.model, sharder.inside_replica(), config.train), config.train, batch
+    )
 
 
-def _explain_oom(error: Exception, config: Config) -> Exception:
+def explain_oom(error: Exception, config: Config) -> Exception:
     """Turn an out-of-memory error of the compiler into a ConfigError; other errors are returned unchanged."""
     if "RESOURCE_EXHAUSTED" not in str(error):
         return error

@@ -4,7 +4,7 @@ Order of a step: take a batch, dispatch the step, log, evaluate, decide whether 
 of a step only after a later one has been dispatched, so the device always has work.
 
 Every decision follows from the step and the evaluations so far, including those of earlier sessions, which are in
-metrics.jsonl. A signal abandons an evaluation or a rollout that is under way; the session that resumes repeats it.
+metrics.jsonl. A signal abandons a running evaluation or rollout; the session that resumes repeats it.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ def is_evaluation_missing(train: Train, history: MetricsHistory, *, evaluates: b
 
 
 def end_reason(train: Train, history: MetricsHistory, step: int) -> str | None:
-    """Why the run ends after this step; None if it goes on. Early stopping judges every evaluation once, in order."""
+    """Why the run ends after this step; None if it continues. Early stopping judges every evaluation once, in order."""
     if EVAL_LOSS in (metrics := history.evaluations.get(step, {})):
         if train.target_eval_loss is not None and metrics[EVAL_LOSS] <= train.target_eval_loss:
             return f"eval loss {metrics[EVAL_LOSS]:.4f} reached train.target_eval_loss"

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from maxhydra.config.schema.run import Train
-from maxhydra.kernels.linear_cross_entropy import linear_cross_entropy
+from maxhydra.kernels.linear_cross_entropy import LinearHead, linear_cross_entropy
 from maxhydra.kernels.linear_cross_entropy.xla import is_target, logprobs_at_targets
 from maxhydra.kernels.placement import Placement
 from maxhydra.layers import Context
@@ -45,7 +45,7 @@ def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
         forward = model.forward(params, batch["tokens"], context, mtp_hidden=True)
         token_loss = partial(
             cross_entropy,
-            lambda hidden: model.logits(params, hidden, sharder),
+            model.lm_head(params, sharder),
             z_loss=train.z_loss,
             chunk=train.loss_chunk,
             kernel=KernelChoice(kernels.linear_cross_entropy.value, kernels.sizes("linear_cross_entropy")),
@@ -64,7 +64,7 @@ def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
 
 
 def cross_entropy(
-    logits_of: Callable[[jax.Array], jax.Array],
+    logits_of: Callable[[jax.Array], jax.Array] | LinearHead,
     hidden: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
@@ -110,10 +110,15 @@ def add_aux_losses(sums: Sums, aux: Tree) -> Sums:
 
 
 def load_metrics(aux: Tree) -> dict[str, jax.Array]:
-    """Max over mean of the expert load in the most imbalanced layer; empty for models without experts."""
+    """Metrics of the experts' load; empty for models without experts.
+
+    Max over mean of the load in the most imbalanced layer, and, if rows can be dropped, how many were in all layers.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(aux)
     ratios = [_max_over_mean(leaf) for keys, leaf in leaves if keys[-1].key == "load"]
-    return {"moe/load_max_mean": jnp.max(jnp.stack(ratios))} if ratios else {}
+    dropped = [jnp.sum(leaf) for keys, leaf in leaves if keys[-1].key == "dropped"]
+    metrics = {"moe/load_max_mean": jnp.max(jnp.stack(ratios))} if ratios else {}
+    return {**metrics, "moe/dropped": jnp.sum(jnp.stack(dropped))} if dropped else metrics
 
 
 def _max_over_mean(load: jax.Array) -> jax.Array:

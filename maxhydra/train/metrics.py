@@ -18,9 +18,9 @@ from maxhydra.runtime.progress import StepProgress
 from maxhydra.train.trackers import Tracker
 
 log = logging.getLogger("maxhydra")
-# Skipped steps or equal losses in a row that are no coincidence.
+# Consecutive skipped steps or equal losses after which the run warns.
 MANY = 3
-# Batches without a difference between rewards that are no coincidence: a policy may solve no prompt of the first few.
+# Batches without a difference between rewards after which the run warns: a policy may solve no prompt of the first few.
 MANY_ROLLOUTS = 10
 EQUAL_REWARDS = "all rewards are equal within each group (see reward/mean, reward/errors)"
 

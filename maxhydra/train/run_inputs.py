@@ -1,4 +1,4 @@
-"""What a training run depends on besides its config: weights, data, tokenizer, chat template and user code.
+"""Inputs of a training run outside its config: weights, data, tokenizer, chat template and user code.
 
 A new run records its inputs in run.json. A session that resumes the run compares them by content: a difference is an
 error unless run.accept_changed_inputs names its kind. Weights are pinned: a resumed run loads the checkpoint that the

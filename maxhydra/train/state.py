@@ -1,22 +1,24 @@
 """The training state, and the factory that creates it sharded over the mesh."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import NamedTuple
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxhydra import model, optim
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.quantization import QAT, STORED_KINDS, TRAINING_KINDS, AdapterKind
 from maxhydra.model import ModelDef, amax_histories, merge_trees, split_trainable
 from maxhydra.optim import Optimizer, state_axes
-from maxhydra.sharding import Sharder, is_axes
+from maxhydra.sharding import LogicalAxes, Sharder, is_axes
 from maxhydra.train.loss import Tree
 
-# For programs that run once: with less optimization they compile in half the time.
-RUN_ONCE = {"xla_backend_optimization_level": 1}
+_OPTIMIZATION_LEVEL = re.compile(r"--xla_backend_optimization_level=(\d)")
 
 
 @jax.tree_util.register_dataclass
@@ -95,6 +97,29 @@ class StateFactory:
     sharder: Sharder
     extra_weights: Mapping[str, Tree] = dataclasses.field(default_factory=dict)
     """Extra frozen weights by name that the loss reads in addition to the model's, such as a teacher's."""
+    shards_over_data: bool = False
+    """Whether trainable parameters and optimizer state are sharded over the mesh axis `data` too (ZeRO-1)."""
+
+    def spec(self, axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
+        """The PartitionSpec of a trainable parameter or an array of the optimizer state."""
+        return self.sharder.spec_over_data(axes, shape) if self.shards_over_data else self.sharder.spec(axes)
+
+    def cast(self, params: Tree) -> Tree:
+        """Trainable parameters as the forward pass reads them: in the compute dtype, gathered over `data`."""
+        weights = self.model.cast(params)
+        if not self.shards_over_data:
+            return weights
+        return self._constrain(weights, lambda axes, shape: self.sharder.spec(axes))
+
+    def shard_gradients(self, grads: Tree) -> Tree:
+        """Gradients in the sharding of the optimizer state: a sum over `data` becomes a reduce-scatter."""
+        return self._constrain(grads, self.spec) if self.shards_over_data else grads
+
+    def _constrain(self, tree: Tree, spec_of: Callable[[LogicalAxes, Sequence[int]], PartitionSpec]) -> Tree:
+        def constrain(axes: LogicalAxes, leaf: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.sharder.mesh, spec_of(axes, leaf.shape)))
+
+        return jax.tree.map(constrain, split_trainable(self.model.axes)[0], tree, is_leaf=is_axes)
 
     def _build(self, weights: Tree, extra_weights: Tree, seed: jax.Array) -> TrainState:
         training_key = jax.random.split(jax.random.key(seed))[1]
@@ -142,13 +167,22 @@ class StateFactory:
             history=history,
         )
         shardings = self.sharder.tree(axes)
+        if self.shards_over_data:
+            shapes = split_trainable(self.model.shapes)[0]
+            trained = (params, axes.opt_state), (shapes, jax.eval_shape(self._optimizer_state, shapes))
+            params, opt_state = jax.tree.map(self._stored_sharding, *trained, is_leaf=is_axes)
+            shardings = dataclasses.replace(shardings, params=params, opt_state=opt_state)
         extra = jax.tree.map(lambda leaf: leaf.sharding, self.extra_weights)
         return dataclasses.replace(shardings, frozen={**shardings.frozen, **extra})
+
+    def _stored_sharding(self, axes: LogicalAxes, leaf: Any) -> NamedSharding:
+        return NamedSharding(self.sharder.mesh, self.spec(axes, leaf.shape))
 
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, onto which a checkpoint is restored."""
         extra = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), dict(self.extra_weights))
-        shapes = jax.eval_shape(lambda seed: self._build(self._init_weights(seed), extra, seed), jnp.uint32(0))
+        seed = jax.ShapeDtypeStruct((), jnp.uint32)
+        shapes = jax.eval_shape(lambda seed: self._build(self._init_weights(seed), extra, seed), seed)
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             shapes,
@@ -161,7 +195,7 @@ class StateFactory:
             lambda extra_weights, seed: self._build(self._init_weights(seed), extra_weights, seed),
             out_shardings=self.shardings(),
             donate_argnums=0,
-            compiler_options=RUN_ONCE,
+            compiler_options=_run_once_options(),
         )
         return build(dict(self.extra_weights), jnp.uint32(seed))
 
@@ -170,7 +204,7 @@ class StateFactory:
         build = jax.jit(
             lambda seed: self.model.base.init(jax.random.split(jax.random.key(seed))[0]),
             out_shardings=self.sharder.tree(self.model.base.axes),
-            compiler_options=RUN_ONCE,
+            compiler_options=_run_once_options(),
         )
         return build(jnp.uint32(seed))
 
@@ -183,6 +217,15 @@ class StateFactory:
 
         create = jax.jit(build, out_shardings=self.shardings(), donate_argnums=(0, 1))
         return create(base, dict(self.extra_weights), jnp.uint32(seed))
+
+
+def _run_once_options() -> dict[str, int]:
+    """Compiler options of programs that run once: at a lower optimization level they compile in half the time.
+
+    A level in XLA_FLAGS that is even lower is kept.
+    """
+    levels = _OPTIMIZATION_LEVEL.findall(os.environ.get("XLA_FLAGS", ""))
+    return {"xla_backend_optimization_level": min([1, *map(int, levels[-1:])])}
 
 
 def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str, Tree] | None = None) -> StateFactory:
@@ -210,4 +253,4 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         # Gradient accumulation is a loop that adds up whole layer stacks.
         is_unrolled=decoder.is_unrolled and config.train.grad_accum == 1,
     )
-    return StateFactory(decoder, optimizer, sharder, extra_weights or {})
+    return StateFactory(decoder, optimizer, sharder, extra_weights or {}, config.mesh.shard_state_over_data)

@@ -41,8 +41,12 @@ def make_step(
     train: Train,
     apply_router_bias: ApplyRouterBias = _keep_params,
     cast: Cast = _no_cast,
+    shard_gradients: Cast = _no_cast,
 ) -> StepFn:
-    """A pure function (state, batch) -> (state, metrics), to be jitted with the state donated."""
+    """A pure function (state, batch) -> (state, metrics), to be jitted with the state donated.
+
+    `shard_gradients` constrains the gradients to the sharding in which the optimizer reads them.
+    """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
@@ -56,6 +60,7 @@ def make_step(
         (grads, amaxes), sums = _gradients(
             loss_of, trainable, batch, key, train.grad_accum, accum_dtype_of=state.params
         )
+        grads = shard_gradients(grads)
         aux = sums.pop(AUX, {})
         weight = _nonzero_weight(sums)
         means = {name: total / weight for name, total in sums.items() if name not in ("weight", "nll")}

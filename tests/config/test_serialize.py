@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
+from omegaconf import OmegaConf
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.compose.composer import compose
+from maxhydra.config.compose.composer import Composer, compose
 from maxhydra.config.resume import config_changes
-from maxhydra.config.serialize import from_yaml, stored_secrets, to_job_yaml, to_stored_yaml
+from maxhydra.config.serialize import from_yaml, stored_secrets, to_job_yaml, to_stored_yaml, to_yaml
 from maxhydra.launch.gke.settings import GkeSettings
 from maxhydra.launch.slurm.settings import SlurmSettings
 from maxhydra.record.redact import HIDDEN
@@ -48,6 +49,12 @@ def test_secrets_on_the_command_line_are_hidden_and_needed_again() -> None:
     assert {problem.path for problem in caught.value.problems} == set(stored_secrets(config))
     with pytest.raises(ConfigError, match=r"run.notes.*looks like a secret(.|\n)*run.notes='\$\{oc.env:NAME\}'"):
         to_job_yaml(config)
+
+
+@pytest.mark.parametrize("overrides", [[], ["task=grpo", "model=deepseek3-tiny"], ["adapter=lora", "run.tags=[a,'1']"]])
+def test_yaml_is_that_of_omegaconf(overrides: list[str]) -> None:
+    config = Composer().check_overrides(overrides, with_hydra=False).composed().config
+    assert to_yaml(config) == OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 @pytest.mark.parametrize("text", ["a\x1b[2J", "a\x07", "a\u202eb"])

@@ -45,6 +45,12 @@ def test_a_different_model_is_rejected_with_the_overrides_to_use(folder: Path) -
     hint = raised.value.problems[0].hint.split("trained with: ")[1].split()
     assert sorted(hint) == sorted(["model=tiny", *MODEL])
     check_same_model(compose(["task=decode", *hint, "model.scan_unroll=1"]).config, str(folder / "outputs" / "run"))
+    # Without a readable run.json, the hint lists every key.
+    content = (folder / "outputs/run/run.json").read_text()
+    (folder / "outputs/run/run.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"with: model\.\w+="):
+        check_same_model(config, str(folder / "outputs" / "run"))
+    (folder / "outputs/run/run.json").write_text(content)
     other = compose(["task=decode", *hint, "data.tokenizer.add_bos=false"]).config
     with pytest.raises(ConfigError, match=r"with: model=tiny .* data\.tokenizer\.add_bos=true"):
         check_same_model(other, str(folder / "outputs" / "run"))

@@ -44,7 +44,7 @@ BATCH, LENGTH, HEAD_DIM = 2, 18, 8
 
 def make_request(**changes) -> Request:
     fields = {"scale": 0.3, "causal": True, "window": None, "chunk": None, "softcap": None}
-    return Request(**{**fields, "softmax_dtype": "float32", "is_length_split": False, **changes})
+    return Request(**{**fields, "softmax_dtype": "float32", **changes})
 
 
 def make_inputs(heads: tuple[int, int], dtype=jnp.float32, length: int = LENGTH, head_dim: int = HEAD_DIM):
@@ -189,7 +189,8 @@ def test_blocks_cover_all_visible_keys_and_skip_hidden_ones():
         8,
         32,
     ]
-    assert len(list(xla._blocks(2048, 2048, make_request(is_length_split=True), by_position=False))) == 1
+    window = list(xla._blocks(128, 256, make_request(window=10, offset=128), by_position=False))
+    assert [(k.start, k.stop) for _, k in window] == [(0, 256)]
 
 
 @pytest.mark.slow
@@ -224,7 +225,7 @@ def test_a_query_without_keys_gives_zero_with_zero_gradient(backend):
 
 def make_call(**changes) -> Call:
     fields = {"request": make_request(), "platform": "gpu", "dtype": "bfloat16", "head_dim": 128, "length": 64}
-    fields |= {"devices": 1, "capability": "9.0"}
+    fields |= {"capability": "9.0"}
     flags = dict.fromkeys(("has_segments", "has_positions", "has_selection", "has_sinks"), False)
     return Call(**{**fields, **flags, "value_dim": changes.get("head_dim", 128), **changes})
 
@@ -246,7 +247,6 @@ PADDED = ("not 192", "multiples of 8", "not 64 and 128")
         ({"has_selection": True}, "does not support a selection of keys"),
         ({"request": make_request(chunk=16)}, "does not support chunks"),
         ({"has_sinks": True}, "does not support sinks"),
-        ({"request": make_request(is_length_split=True)}, "whole sequences"),
         ({"has_positions": True}, "cache"),
         ({"has_segments": True, "length": 63}, "multiples of 2 tokens, not 63"),
     ],
@@ -264,13 +264,11 @@ def test_cudnn_rejects_unsupported_calls_and_auto_selects_the_next(changes, reas
     ("changes", "reason"),
     [
         ({"platform": "cpu"}, "runs on gpu, not cpu"),
-        ({"devices": 8}, "runs on 1 device, not 8"),
         ({"head_dim": 320}, "up to 256, not 320"),
         ({"value_dim": 512}, "up to 256, not 512"),
         ({"length": 96}, "takes lengths in multiples of 64, not 96"),
         ({"has_selection": True}, "does not support a selection of keys"),
         ({"has_positions": True}, "cache"),
-        ({"request": make_request(softcap=30.0, is_length_split=True)}, "whole sequences"),
     ],
 )
 def test_triton_rejects_unsupported_calls(changes, reason):
@@ -288,12 +286,12 @@ def test_triton_rejects_unsupported_calls(changes, reason):
         ({"head_dim": 96}, "takes heads of 64 or 128 or 256, not 96"),
         ({"dtype": "float32"}, "takes bfloat16 or float16, not float32"),
         ({"length": 64}, "takes lengths in multiples of 128, not 64"),
-        ({"devices": 8}, "runs on 1 device, not 8"),
     ],
 )
 def test_mosaic_rejects_unsupported_calls(changes, reason):
     capped = {"request": make_request(softcap=30.0), "length": 128}
     assert OPERATION.choose("auto", make_call(**capped)) == "mosaic"
+    assert OPERATION.choose("auto", make_call(**capped, splits=("batch", "heads"))) == "mosaic"
     for window, backend in ((128, "triton"), (1024, "mosaic")):
         assert (
             OPERATION.choose("auto", make_call(**capped | {"request": make_request(softcap=30.0, window=window)}))
@@ -315,14 +313,14 @@ def test_mosaic_rejects_unsupported_calls(changes, reason):
         ({"platform": "gpu"}, "runs on tpu, not gpu"),
         ({"length": 200}, "takes lengths in multiples of 128, not 200"),
         ({"has_positions": True}, "cache"),
-        ({"has_split_groups": True}, "sharded alike"),
+        ({"is_block": True}, "blocks of keys"),
     ],
 )
 def test_splash_serves_tpus_and_rejects_unsupported_calls(changes, reason):
     supported = {
         "platform": "tpu",
         "length": 256,
-        "devices": 8,
+        "splits": ("batch", "heads"),
         "value_dim": 64,
         "has_sinks": True,
         "has_segments": True,
@@ -332,12 +330,34 @@ def test_splash_serves_tpus_and_rejects_unsupported_calls(changes, reason):
         OPERATION.choose("splash", make_call(**supported | changes))
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"head_dim": 64}, {"has_segments": True}, {"request": make_request(window=16)}]
-)
+@pytest.mark.parametrize("changes", [{}, {"head_dim": 64}, {"request": make_request(window=16)}])
 def test_auto_selects_cudnn_if_supported_except_for_short_rows(changes):
     assert OPERATION.choose("auto", make_call(length=192, **changes)) == "cudnn"
     assert OPERATION.choose("auto", make_call(length=64, **changes)) == "triton"
+
+
+def test_segments_are_left_to_cudnn_only_if_no_other_kernel_takes_them():
+    """It would materialize a mask of all queries by all keys."""
+    for changes, backend in (
+        ({"length": 256}, "mosaic"),
+        ({"length": 256, "request": make_request(window=200)}, "mosaic"),
+        ({"length": 256, "capability": "8.0"}, "triton"),
+        ({"length": 192}, "triton"),
+        ({"length": 192, "head_dim": 96}, "triton"),
+        ({"length": 190}, "cudnn"),
+        ({"length": 192, "head_dim": 192, "value_dim": 128}, "xla"),
+        ({"length": 192, "head_dim": 192, "value_dim": 128, "is_long": True}, "triton"),
+    ):
+        assert OPERATION.choose("auto", make_call(has_segments=True, **changes)) == backend, changes
+
+
+def test_blocks_of_keys_and_offsets_need_kernels_that_support_them():
+    for backend in ("cudnn", "splash", "reference"):
+        with pytest.raises(UnsupportedError, match="blocks of keys"):
+            OPERATION.choose(backend, make_call(is_block=True))
+    with pytest.raises(UnsupportedError, match="as many keys as queries"):
+        OPERATION.choose("cudnn", make_call(request=make_request(offset=64)))
+    assert OPERATION.choose("auto", make_call(length=256, is_block=True)) == "mosaic"
 
 
 def test_the_choice_is_logged_once_with_its_reason(caplog):
@@ -431,7 +451,6 @@ def test_the_loss_is_the_same_on_every_backend_that_serves_a_request(mask):
         platform=jax.default_backend(),
         capability=capability(),
         length=128,
-        devices=jax.device_count(),
         dtype=jnp.dtype(dtype).name,
         head_dim=64,
         has_segments="q_segments_BT" in arrays,

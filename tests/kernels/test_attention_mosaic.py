@@ -25,7 +25,7 @@ PLAIN = {"scale": 0.1, "causal": True, "window": None, "chunk": None, "softcap":
 
 
 def make_request(**changes) -> Request:
-    return Request(**{**PLAIN, "softmax_dtype": "float32", "is_length_split": False, **changes})
+    return Request(**{**PLAIN, "softmax_dtype": "float32", **changes})
 
 
 def make_inputs(B: int, T: int, N: int, K: int, H: int) -> Inputs:

@@ -15,7 +15,6 @@ from maxhydra.kernels.gated_delta import (
     UnsupportedError,
     chunked,
     gated_delta,
-    over_devices,
     pallas_tpu,
     spec,
     triton,
@@ -99,6 +98,44 @@ def test_chunked_gradients_equal_the_recurrence(segments):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("correlation", "decay", "rate"), [(0.0, 0.1, 0.5), (0.5, 0.01, 0.9), (1.0, 0.0, 1.0), (0.9, 0.0, 1.9)]
+)
+def test_the_inverse_of_a_chunk_equals_a_solve_in_float64(correlation, decay, rate):
+    """Also for nearly equal keys, where powers of the matrix overflow; with the derivative of the inverse."""
+    rng = np.random.default_rng(0)
+    keys = correlation * rng.normal(size=(3, 1, 32)) + (1 - correlation) * rng.normal(size=(3, 64, 32))
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    age = np.arange(64)[:, None] - np.arange(64)[None]
+    lower = np.tril(rate * keys @ keys.swapaxes(-1, -2) * np.exp(-decay * np.maximum(age, 0)), -1).astype(np.float32)
+    change = np.tril(rng.normal(size=lower.shape), -1).astype(np.float32)
+    got, got_change = jax.jvp(chunked.unit_triangular_inverse, (lower,), (change,))
+    expected = np.linalg.inv(np.eye(64) + lower.astype(np.float64))
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    expected_change = -expected @ change @ expected
+    np.testing.assert_allclose(got_change, expected_change, atol=1e-5 * np.abs(expected_change).max())
+
+
+def test_chunked_gradients_over_batch_and_length_equal_one_device():
+    """The program ends on 8 simulated devices, which triangular solves of the CPU backend did not."""
+    mesh = jax.make_mesh((4, 2), ("rows", "length"), axis_types=(AxisType.Auto,) * 2)
+    tokens = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows", "length"))
+    arrays = {name: jnp.tile(array, (2,) + (1,) * (array.ndim - 1)) for name, array in inputs(64).items()}
+    state = arrays.pop("state_BNKV")
+
+    @jax.jit
+    def gradients(arrays):
+        def total(arrays):
+            return jnp.sum(jnp.sin(gated_delta(**arrays, state_BNKV=state, segments_BT=None, backend="chunked")[0]))
+
+        return jax.grad(total)(arrays)
+
+    expected = gradients(arrays)
+    got = gradients(jax.device_put(arrays, tokens))
+    for name, array in expected.items():
+        np.testing.assert_allclose(got[name], array, atol=1e-5, err_msg=name)
+
+
 def test_strong_decay_over_a_chunk_stays_finite():
     """Ten nats per token: cumulative decays, or their inverses, would leave the range of float32 within a chunk."""
     arrays = inputs(70)
@@ -139,7 +176,10 @@ def test_kernels_equal_the_chunked_form_over_a_mesh(kernel, tolerance):
     arrays |= {"log_decay_BTMG": -rng.exponential(size=(B, T, M, 2)), "state_BMGKV": rng.normal(size=(B, M, 2, K, V))}
     given = {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    kernel = over_devices(kernel, Placement("tpu", mesh, "rows", None, "heads"))
+    place = Placement("tpu", mesh, batch="rows", kv_heads="heads")
+    heads, state = place.spec("batch", None, "kv_heads"), place.spec("batch", "kv_heads")
+    specs = spec.Inputs(heads, heads, heads, heads, heads, state, place.spec("batch"))
+    kernel = place.shard_map(kernel, (specs,), (heads, state))
 
     @partial(jax.jit, static_argnums=1)
     def value_and_grads(given, run):
@@ -157,7 +197,6 @@ def test_kernels_equal_the_chunked_form_over_a_mesh(kernel, tolerance):
 def call(**changes) -> Call:
     defaults = {
         "platform": "gpu",
-        "devices": 1,
         "dtype": "bfloat16",
         "length": 64,
         "head_dims": (128, 128),

@@ -20,7 +20,7 @@ KERNELS = {
     "megablox": partial(megablox.grouped_matmul, columns=16, interpret=True),
 }
 
-LARGE = {"devices": 1, "capability": "8.0", "dtype": "bfloat16", "rows": 256, "groups": 8, "inputs": 128}
+LARGE = {"capability": "8.0", "dtype": "bfloat16", "rows": 256, "groups": 8, "inputs": 128}
 
 
 def numpy_grouped_matmul(x: np.ndarray, w: np.ndarray, d_out: np.ndarray, sizes: list[int]) -> tuple[np.ndarray, ...]:
@@ -86,7 +86,6 @@ def test_on_hopper_large_shapes_use_mosaic_and_others_do_not() -> None:
         ({"capability": "8.0"}, "needs a GPU of compute capability 9.0, not 8.0"),
         ({"inputs": 64}, "in multiples of 128, not 256, 64, 256"),
         ({"dtype": "float16"}, "takes bfloat16, not float16"),
-        ({"devices": 2}, "runs on 1 device, not 2"),
     ):
         with pytest.raises(UnsupportedError, match=reason):
             OPERATION.choose("mosaic", Call(**{**large, **change}))

@@ -18,9 +18,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lowered(rows: int, tokens: int) -> str:
     """Lowered paged attention with 8 key heads, before a matmul with a 2,048 x 2,048 weight."""
-    request = Request(
-        scale=1.0, causal=True, window=None, chunk=None, softcap=None, softmax_dtype="float32", is_length_split=False
-    )
+    request = Request(scale=1.0, causal=True, window=None, chunk=None, softcap=None, softmax_dtype="float32")
 
     def run(heads: jax.Array, pages: Pages, then: jax.Array) -> tuple[jax.Array, Pages]:
         return triton.attention(heads, None, pages, request, then=then)

@@ -1,15 +1,19 @@
 """The cross-entropy kernel in interpret mode against torch, values and gradients; its capability table."""
 
+import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from maxhydra.kernels import linear_cross_entropy
-from maxhydra.kernels.linear_cross_entropy import BACKENDS, OPERATION, Call, UnsupportedError, triton
+from maxhydra.kernels.linear_cross_entropy import BACKENDS, OPERATION, Call, LinearHead, UnsupportedError, triton
 from maxhydra.kernels.linear_cross_entropy.chunks import ChunkedLoss, loss_sums
+from maxhydra.kernels.placement import Placement
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -81,11 +85,10 @@ def test_logits_far_from_zero_do_not_overflow(level: float) -> None:
 
 
 def test_the_kernel_serves_one_gpu_and_gives_the_reason_otherwise() -> None:
-    defaults = {"platform": "gpu", "devices": 1, "dtype": "bfloat16", "vocabulary": 128256, "is_chunked": True}
+    defaults = {"platform": "gpu", "dtype": "bfloat16", "vocabulary": 128256, "is_chunked": True}
     assert OPERATION.choose("auto", Call(**defaults)) == "triton"
     for change, reason in (
         ({"platform": "cpu"}, "runs on gpu, not cpu"),
-        ({"devices": 4}, "runs on 1 device, not 4"),
         ({"vocabulary": 50257}, "takes a vocabulary in multiples of 64, not 50257"),
     ):
         with pytest.raises(UnsupportedError, match=reason):
@@ -117,3 +120,55 @@ def test_backends_for_all_platforms_agree(backend: str) -> None:
     expected.backward()
     np.testing.assert_allclose(got, expected.item(), rtol=1e-5)
     np.testing.assert_allclose(gradient, torch_head.grad.numpy(), rtol=1e-4, atol=1e-5)
+
+
+MESHES = {
+    "tokens": {"batch": ("data", "fsdp"), "length": "tensor", "stream_length": "tensor"},
+    "vocabulary": {"batch": ("data", "fsdp"), "vocab": "tensor"},
+    "vocabulary_and_stream": {
+        "batch": "fsdp",
+        "length": "data",
+        "stream_length": ("data", "tensor"),
+        "vocab": "tensor",
+    },
+}
+
+
+@pytest.mark.parametrize("backend", ["triton", "xla"])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_the_loss_over_a_mesh_equals_one_device(
+    mesh: str, backend: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Soft-capped logits with a z-loss, targets in every part of the vocabulary and outside; all gradients."""
+    devices = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    place = Placement("cpu", devices, **MESHES[mesh])
+    row, kernels = BACKENDS[backend], (triton.per_token, triton.statistics, triton.gradient)
+    if backend == "triton":
+        run, *halves = (partial(kernel, tile=TILE, interpret=True) for kernel in kernels)
+        split_vocabulary = linear_cross_entropy.SplitVocabulary(*halves)
+        row = dataclasses.replace(row, run=run, split_vocabulary=split_vocabulary, platforms=("cpu",))
+        monkeypatch.setitem(BACKENDS, "triton", row)
+    rng, V = np.random.default_rng(0), 256
+    hidden, head = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((4, 8, D), (D, V)))
+    targets = jnp.asarray(rng.integers(-1, V, (4, 8)), jnp.int32).at[0, 0].set(-1)
+    weights = jnp.asarray(rng.uniform(0, 1, (4, 8)), jnp.float32)
+
+    def value_and_grads(backend: str, place: Placement | None) -> tuple:
+        def loss(hidden: jax.Array, head: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+            lm_head = LinearHead(
+                lambda weights, hidden: 5 * jnp.tanh(hidden @ weights["kernel"] / 5),
+                {"kernel": head},
+                {"kernel": P(("fsdp", "data"), None if place is None else place.vocab)},
+            )
+            return linear_cross_entropy.linear_cross_entropy(
+                lm_head, hidden, targets, weights, z_loss=0.1, chunk=chunk, backend=backend, place=place
+            )
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(hidden, head, weights), jax.jit(loss)(
+            hidden, head, weights
+        )
+
+    expected = jax.tree.leaves(value_and_grads("xla", None))
+    for got, want in zip(jax.tree.leaves(value_and_grads(backend, place)), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)

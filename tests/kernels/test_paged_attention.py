@@ -21,7 +21,7 @@ PAGES, PAGE = 40, 4
 
 def make_request(**changes: float | int | None) -> Request:
     fields = {"scale": 0.3, "causal": True, "window": None, "chunk": None, "softcap": None, "softmax_dtype": "float32"}
-    return Request(**{**fields, **changes}, is_length_split=False)  # type: ignore[arg-type]
+    return Request(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def expected(q_BKGH: np.ndarray, pages: Pages, request: Request) -> np.ndarray:

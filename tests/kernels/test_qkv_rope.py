@@ -54,11 +54,11 @@ def test_heads_and_their_gradient_equal_transformers(is_kernel: bool, dtype: jnp
 
 
 def test_the_kernel_serves_one_gpu_and_gives_the_reason_otherwise() -> None:
-    defaults = {"platform": "gpu", "devices": 1, "dtype": "bfloat16", "tokens": 4096, "head_dim": 128}
+    defaults = {"platform": "gpu", "dtype": "bfloat16", "tokens": 4096, "head_dim": 128}
     assert OPERATION.choose("auto", Call(**defaults)) == "triton"
     for change, reason in (
         ({"platform": "cpu"}, "runs on gpu, not cpu"),
-        ({"devices": 2}, "runs on 1 device, not 2"),
+        ({"splits": ("batch", "heads")}, "cannot be split over heads"),
         ({"tokens": 100}, "takes tokens in multiples of 16, not 100"),
         ({"head_dim": 96}, "takes heads of 64 or 128 or 256, not 96"),
     ):

@@ -55,11 +55,12 @@ def test_without_a_gpu_xla_gives_the_same() -> None:
 
 
 def test_the_kernel_serves_many_rows_on_one_gpu_and_gives_the_reason_otherwise() -> None:
-    many = {"platform": "gpu", "devices": 1, "dtype": "bfloat16", "rows": 4096, "dim": 3072}
+    many = {"platform": "gpu", "dtype": "bfloat16", "rows": 4096, "dim": 3072}
     assert OPERATION.choose("auto", Call(**many)) == "triton"
+    assert OPERATION.choose("auto", Call(**many, splits=("batch", "length"))) == "triton"
     for change, reason in (
         ({"platform": "tpu"}, "runs on gpu, not tpu"),
-        ({"devices": 8}, "runs on 1 device, not 8"),
+        ({"splits": ("heads",)}, "cannot be split over heads"),
         ({"dtype": "float32"}, "takes bfloat16 or float16, not float32"),
         ({"rows": 64}, "takes 512 rows or more in multiples of 16, not 64"),
         ({"dim": 2880}, "takes rows in multiples of 256 up to 8192 numbers, not 2880"),

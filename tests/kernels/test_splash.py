@@ -1,5 +1,6 @@
 """The splash attention backend in interpret mode against the reference."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from maxhydra.kernels.attention import BACKENDS, over_devices, reference, splash
+from maxhydra.kernels.attention import BACKENDS, attention, reference, splash
 from maxhydra.kernels.attention.spec import TokenInfo
 from maxhydra.kernels.placement import Placement
 from tests.kernels.test_attention import MASKS, assert_near_in_bfloat16, make_inputs, make_request, tags
@@ -56,11 +57,19 @@ def test_values_and_gradients_equal_the_reference(mask, small_blocks):
 
 
 @pytest.mark.slow
-def test_bfloat16_is_near_the_reference_over_a_mesh(small_blocks):
+def test_bfloat16_is_near_the_reference_over_a_mesh(small_blocks, monkeypatch):
     """Rows sharded over two devices, heads over two; the gradient of sinks is a sum over rows on both."""
     case = make_case({"window": 100, "segments": True, "sinks": True}, jnp.bfloat16)
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    run = over_devices(partial(splash.attention, interpret=True), Placement("tpu", mesh, "rows", "heads", "heads"))
+    place = Placement("tpu", mesh, batch="rows", heads="heads", kv_heads="heads")
+    interpreted = dataclasses.replace(
+        BACKENDS["splash"], run=partial(splash.attention, interpret=True), platforms=("tpu",)
+    )
+    monkeypatch.setitem(BACKENDS, "splash", interpreted)
+
+    def run(q, k, v, request, tokens, sinks):
+        return attention(q, k, v, request, backend="splash", sinks_N=sinks, place=place, **tokens._asdict())
+
     for got, want in zip(value_and_grads(run, *case), value_and_grads(reference.attention, *case), strict=True):
         assert_near_in_bfloat16(got, want)
 

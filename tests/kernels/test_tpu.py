@@ -16,8 +16,9 @@ from jax.sharding import AbstractDevice
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
+from maxhydra.measure.compiled import compile_report
 from maxhydra.sharding import Sharder, abstract_mesh, build_mesh
-from maxhydra.train.compile import compile_report, trace_pretraining_step
+from maxhydra.train.compile import trace_pretraining_step
 from tests.support import skips, tpu_compile
 from tests.support.tpu_compile import CHIPS, MODEL, devices_of
 from tests.support.tpu_programs import PROGRAMS
@@ -72,6 +73,6 @@ def test_a_step_is_compiled_ahead_of_time_for_the_devices_of_a_mesh():
     """On simulated CPU devices, where no kernels are used; two layers, so that a loop counts as one."""
     overrides = ["model=llama3-tiny", "model.num_layers=2", "train.seq_len=32", "train.per_device_batch_size=1"]
     config = compose([*overrides, "mesh=fsdp"], None).config
-    report = compile_report(config, Sharder(build_mesh(config.mesh, jax.devices()[:2]), config.mesh.rules))
+    report, _ = compile_report(config, Sharder(build_mesh(config.mesh, jax.devices()[:2]), config.mesh.rules))
     assert (report.devices, report.kernels) == (2, {})
     assert report.bytes_per_device["state and batch"] > 0 < report.tflop_per_device

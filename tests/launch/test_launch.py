@@ -145,6 +145,24 @@ def test_an_invalid_job_file_lists_every_problem(tmp_path: Path) -> None:
         read_job_spec(tmp_path / "nothing.yaml")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"run\.json: is not JSON"),
+        ("[]", r"run\.json: is not a JSON object"),
+        ('{"format": 99, "maxhydra": "7.0"}', r"run\.json: has format 99.*install maxhydra 7\.0"),
+    ],
+)
+def test_the_run_json_of_a_job_is_checked(tmp_path: Path, content: str, message: str) -> None:
+    compose(SweepContext(tmp_path, (), None), Trial(0, "0", ())).write(tmp_path)
+    (tmp_path / "job.yaml").rename(tmp_path / "config.yaml")
+    (tmp_path / "job.json").unlink()
+    assert read_job_spec(tmp_path / "config.yaml").overrides == []
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_job_spec(tmp_path / "config.yaml")
+
+
 def test_plugins_do_not_import_the_clients_of_clusters() -> None:
     """Hydra imports all plugins for every composed config; the Kubernetes client alone takes a second."""
     check = """

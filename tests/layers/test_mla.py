@@ -252,6 +252,31 @@ def test_sharded_output_equals_one_device():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "all_gather"])
+def test_gradients_over_sharded_sequences_equal_one_device(strategy):
+    layer, x = random_layer(make_model(q_lora_rank=NARROW)), inputs()
+    mesh = build_mesh(Mesh(fsdp=2, sequence=2, tensor=2), jax.devices()[:8])
+    segments = jnp.asarray(np.array([[1] * 9 + [0] * 5, [1] * 5 + [2] * 9]))
+    graphdef, weights = nnx.split(layer)
+
+    def gradients(sharder):
+        ctx = make_context(segments=segments, sharder=sharder)
+        loss = lambda weights, x: jnp.sum(nnx.merge(graphdef, weights)(x, ctx).out_BTD ** 2)  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(weights, x)
+
+    found, expected = (gradients(sharder) for sharder in (Sharder(mesh, RULES, strategy), Sharder.single()))
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+
+
+def test_the_indexer_rejects_strategies_that_cannot_select_keys():
+    layer = make_layer(make_model(**SPARSE))
+    sharder = Sharder(build_mesh(Mesh(sequence=2), jax.devices()[:2]), RULES, "ring")
+    with pytest.raises(ConfigError, match=r"(?s)mesh.context.*sparse indexer.*accepted: auto, all_gather"):
+        run(layer, inputs(), make_context(sharder=sharder))
+
+
+@pytest.mark.slow
 def test_unsupported_kernel_is_rejected_by_name():
     model = make_model(q_lora_rank=NARROW)
     model = dataclasses.replace(model, kernels=config.ModelKernels(attention=config.AttentionBackend.cudnn))

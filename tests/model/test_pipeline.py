@@ -39,9 +39,7 @@ class Run:
         batch = f"train.per_device_batch_size={ROWS / devices}"
         fixed = [batch, f"train.seq_len={LENGTH}", "train.z_loss=1e-3", "optimizer.schedule.warmup_steps=0"]
         self.config = compose([*overrides, *fixed, *mesh]).config
-        mesh_config = self.config.mesh
-        device_mesh = build_mesh(mesh_config, jax.devices()[:devices])
-        self.sharder = Sharder(device_mesh, mesh_config.rules, mesh_config.pipeline)
+        self.sharder = Sharder.from_config(self.config.mesh, build_mesh(self.config.mesh, jax.devices()[:devices]))
         self.states = plan_states(self.config, self.sharder)
         self.loss = next_token_loss(self.states.model, self.sharder, self.config.train)
 

@@ -1,5 +1,6 @@
 """The manifest of a checkpoint: what counts as damage, what identifies a checkpoint, and format versions."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from maxhydra.record.checkpoint_manifest import (
     CHECKPOINT_FORMAT,
     MANIFEST,
     DamagedCheckpointError,
+    EarlyHasher,
     _content_digest,
     manifest_digest,
     verify_files,
@@ -43,7 +45,7 @@ def test_every_changed_byte_is_found(folder: Path) -> None:
         path.write_bytes(content[:50] + bytes([content[50] ^ 1]) + content[51:])
         damage = verify_files(folder)
         assert damage is not None and damage.file == path.relative_to(folder).as_posix()
-        assert "SHA-256 digest differs" in str(damage)
+        assert "xxh3-128 digest differs" in str(damage)
         path.write_bytes(content)
     assert verify_files(folder) is None
 
@@ -111,6 +113,57 @@ def test_a_checkpoint_without_manifest(folder: Path) -> None:
     assert str(verify_files(folder)) == "manifest.json is missing"
     with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is missing"):
         manifest_digest(folder)
+
+
+def test_digests_of_format_2_are_verified(folder: Path) -> None:
+    """Manifests of format 2 do not name their algorithm, SHA-256."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
+    entries = {
+        path.relative_to(folder).as_posix(): {
+            "size": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+        for path in files
+    }
+    content = {"format": 2, "maxhydra": "0.1.0", "files": entries}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps({**content, "digest": digest}))
+    # Runs have recorded this digest as the identity of their base weights.
+    assert manifest_digest(folder) == digest and verify_files(folder) is None
+    files[0].write_bytes(files[0].read_bytes()[::-1])
+    assert "its sha256 digest differs" in str(verify_files(folder))
+
+
+def test_an_unknown_algorithm(folder: Path) -> None:
+    change(folder / MANIFEST, algorithm="crc7")
+    assert str(verify_files(folder)) == "manifest.json names the unknown algorithm 'crc7'"
+
+
+def test_files_hashed_during_the_save(folder: Path) -> None:
+    """Early digests survive renames and are dropped for files that changed afterwards."""
+    (folder / MANIFEST).unlink()
+    hasher = EarlyHasher(folder, lambda name: "/d/" in name)
+    try:
+        while not all(hasher.find(folder / name) for name in ("params/d/weights", "rest/d/moments")):
+            assert hasher.find(folder / "data/metadata") is None
+    finally:
+        hasher.stop()
+    (folder / "rest/d/moments").write_bytes(b"written later")
+    (folder / "params").rename(folder / "renamed")
+    assert hasher.find(folder / "renamed/d/weights") is not None and hasher.find(folder / "rest/d/moments") is None
+    write_manifest(folder, hasher)
+    early = json.loads((folder / MANIFEST).read_text())["files"]
+    write_manifest(folder)
+    assert json.loads((folder / MANIFEST).read_text())["files"] == early and verify_files(folder) is None
+
+
+def test_early_hashing_ends_with_the_folder(tmp_path: Path) -> None:
+    """A save that fails deletes its folder and does not finalize it."""
+    (tmp_path / "step").mkdir()
+    hasher = EarlyHasher(tmp_path / "step", lambda name: True)
+    (tmp_path / "step").rmdir()
+    hasher._thread.join(timeout=30)
+    assert not hasher._thread.is_alive()
 
 
 def test_a_newer_format_names_the_version_to_install(folder: Path) -> None:

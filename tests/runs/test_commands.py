@@ -15,6 +15,8 @@ from maxhydra.cli.main import run as maxhydra
 from maxhydra.config.compose.composer import compose
 from maxhydra.record import RunDirectory
 from maxhydra.record.provenance import code
+from maxhydra.runs.dashboard import Dashboard
+from maxhydra.runs.registry import Registry
 from tests.support import cli
 from tests.support.run_folders import change_facts, write_run
 from tests.support.skips import import_optional
@@ -255,6 +257,47 @@ def test_rerun_and_resume_use_the_original_overrides(runs, outputs):
     assert compose(shlex.split(out)[-1:], None).config.run.name == "lr/1_learning_rate=0.001"
     change_facts(folder, overrides=["tracker.api_key=***"])
     assert "is a secret, whose value was not stored" in runs("rerun", "lr/1", "--anyway", "--dry-run")[2]
+
+
+def test_secrets_that_earlier_versions_stored_are_not_shown(outputs, runs):
+    """In all files of a run folder; the folder itself is left as it is."""
+    keys = [f"hf_{letter * 20}" for letter in "abcdefgh"]
+    folders = sorted((outputs / "lr").iterdir())[:2]
+    for number, folder in enumerate(folders):
+        with (folder / "config.yaml").open("a") as file:
+            file.write(f"tracker:\n  api_key: {number}-{keys[0]}\nformatting: {{url: 'https://me:{keys[1]}@host/'}}\n")
+        session = {**json.loads((folder / "run.json").read_text())["sessions"][0], "command": ["m", "--token", keys[2]]}
+        change_facts(
+            folder,
+            notes=f"uses {keys[3]}",
+            tags=[keys[4]],
+            reason=f"failed with {keys[5]}",
+            command=["maxhydra", "--api-key", keys[6], f"tracker.api_key={keys[6]}"],
+            overrides=[f"tracker.api_key={keys[6]}"],
+            sessions=[session],
+        )
+        (folder / "log.txt").write_text(f"login with {keys[7]}\n")
+    shown = [
+        runs(*command)
+        for command in (
+            ["show", "lr/1"],
+            ["show", "lr/1", "--all"],
+            ["show", "lr/1", "--json"],
+            ["list", "--json"],
+            ["diff", "lr/0", "lr/1"],
+            ["best", "--json"],
+            ["tail", "lr/1"],
+            ["note", "lr/1"],
+            ["tag", "lr/1"],
+            ["report", "lr"],
+        )
+    ]
+    assert all(exit_code == 0 for exit_code, _, _ in shown), shown
+    dashboard, paths = Dashboard(Registry(outputs)), [f"lr/{folder.name}" for folder in folders]
+    pages = [dashboard.runs(""), dashboard.compare(paths), dashboard.log(paths[0]), dashboard.values("notes")]
+    text = json.dumps([shown, pages]) + (outputs / "lr" / "sweep.html").read_text()
+    assert [key for key in keys if key in text] == [] and "***" in text
+    assert keys[6] in (folders[1] / "run.json").read_text()
 
 
 def test_no_verb_imports_jax(outputs):

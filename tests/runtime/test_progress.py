@@ -25,15 +25,15 @@ def logged(path):
 def test_lines(tmp_path, capsys):
     log = logging_to(tmp_path / "log.txt", console=True)
     with log, open_step_progress(Mode.lines, total=300, start=0, shown=True) as progress:
-        progress.update(10, {**METRICS, "step_time": 0.1})
+        progress.update(10, {**METRICS, "step_time": 0.1, "moe/dropped": 0.0})
         progress.message("saved")
         progress.update(20, {"eval/loss": 2.5, "eval/tokens": 4096})
-        progress.update(300, {"loss": 2.0})
+        progress.update(300, {"loss": 2.0, "moe/dropped": 15210.0})
     first, saved, second, last = capsys.readouterr().err.splitlines()
     assert first == "step    10/300  loss 3.214  lr 1.0e-03  grad 1.23  15.2k tok/s  mfu 41.2%"
     assert saved == "saved"
     assert re.fullmatch(r"step    20/300  eval/loss 2\.500  eta \d:\d\d:\d\d", second)
-    assert last == "step   300/300  loss 2.000"
+    assert last == "step   300/300  loss 2.000  dropped 15.2k"
     assert logged(tmp_path / "log.txt") == [first, saved, second, last]
 
 

@@ -48,5 +48,5 @@ def test_default_is_two_microbatches_per_stage_if_the_rows_divide(rows, shards, 
 def test_rows_that_do_not_form_microbatches_are_rejected():
     with pytest.raises(ConfigError, match=r"mesh\.pipeline\.microbatches.*3(.|\n)*2, 4, 8"):
         plan_schedule(stages=2, repeats=1, microbatches=3, rows=16, row_shards=2)
-    with pytest.raises(ConfigError, match="12 sequences(.|\n)*a multiple of 8 sequences"):
+    with pytest.raises(ConfigError, match=r"12 sequences(.|\n)*a multiple of 8 sequences"):
         plan_schedule(stages=4, repeats=1, microbatches=None, rows=12, row_shards=2)

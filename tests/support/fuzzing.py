@@ -34,7 +34,7 @@ from maxhydra.config.errors import ConfigError
 
 # Number of cases of each test in the long form.
 CASES_VARIABLE = "MAXHYDRA_FUZZ_CASES"
-# File for the outcome of a process of the long form; the case under way is written beside it with the suffix .case.
+# File for the outcome of a process of the long form; the current case is written next to it with the suffix .case.
 LOG_VARIABLE = "MAXHYDRA_FUZZ_LOG"
 
 MAX_SECONDS = 10.0
@@ -180,7 +180,7 @@ def _memory_limit() -> Iterator[None]:
 
 
 def _write_current_case(arguments: dict[str, Any]) -> None:
-    """Record the case under way, to be read if the process dies in it."""
+    """Record the current case, to be read if the process dies in it."""
     if LOG_VARIABLE in os.environ:
         Path(f"{os.environ[LOG_VARIABLE]}.case").write_text(_shorten(_describe(arguments), 2000))
 

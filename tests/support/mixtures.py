@@ -18,12 +18,13 @@ EMB, HIDDEN = 16, 12
 class Mixture:
     """The MoE feed-forward of a layer kind, with its weights as a plain tree."""
 
-    def __init__(self, moe: config.Moe, *, emb: int = EMB, hidden: int = HIDDEN):
+    def __init__(self, moe: config.Moe, *, emb: int = EMB, hidden: int = HIDDEN, **parallel: Any):
         kind = config.Kind(feed_forward=config.FeedForward.moe, moe=moe)
         sizes = {"num_layers": 1, "emb_dim": emb, "mlp_dim": hidden, "num_heads": 1, "num_kv_heads": 1, "head_dim": 2}
         dtypes = config.Dtypes(compute=config.Dtype.float32)
-        model = config.Model(**sizes, vocab_size=8, context_length=64, kinds={"layer": kind}, dtypes=dtypes)
-        self.spec, self.emb = MoeSpec.of(model, kind), emb
+        sections = {"kinds": {"layer": kind}, "dtypes": dtypes, "expert_parallel": config.ExpertParallel(**parallel)}
+        model = config.Model(**sizes, **sections, vocab_size=8, context_length=64)
+        self.spec, self.moe, self.emb = MoeSpec.of(model, kind), moe, emb
         matmul_spec = MatmulSpec(compute=jnp.dtype(jnp.float32), layout=Layout.plain)
         make = ParamBuilder(jax.random.key(0), dtype=jnp.dtype(jnp.float32), layers=None, matmul_spec=matmul_spec)
         self._graph, state = nnx.split(self.spec.build(make))

@@ -17,10 +17,10 @@ from maxhydra.decode.step_inputs import StepShape
 from maxhydra.decode.steps import CompiledSteps
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.layers import PagedCacheSpec
+from maxhydra.measure.compiled import compile_report
 from maxhydra.model import build
-from maxhydra.runtime.flags import slice_devices
+from maxhydra.runtime.topology import absent_devices
 from maxhydra.sharding import Sharder, build_mesh
-from maxhydra.train.compile import compile_report
 from tests.support.tpu_programs import PROGRAMS, Program
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -28,7 +28,7 @@ MODEL = ["model=llama3.2-1b", "model.num_layers=2", "train.seq_len=2048", "train
 
 
 def devices_of(chip: str) -> Sequence[jax.Device]:
-    return slice_devices(CHIPS[chip], slices=1, hardware=compose([f"hardware=tpu-{chip}"], None).config.hardware)
+    return absent_devices(CHIPS[chip], slices=1, hardware=compose([f"hardware=tpu-{chip}"], None).config.hardware)
 
 
 def compile_all(chip: str) -> Iterator[dict[str, Any]]:
@@ -48,7 +48,7 @@ def _compile_kernels(program: Program, device: jax.Device) -> dict[str, Any]:
 def _compile_training(chip: str, devices: Sequence[jax.Device]) -> dict[str, Any]:
     """The kernels that `auto` selects, and the required fraction of a device's memory."""
     config = compose([*MODEL, f"hardware=tpu-{chip}", "mesh=fsdp"], None).config
-    report = compile_report(config, Sharder(build_mesh(config.mesh, devices), config.mesh.rules))
+    report, _ = compile_report(config, Sharder(build_mesh(config.mesh, devices), config.mesh.rules))
     fraction = sum(report.bytes_per_device.values()) / (config.hardware.memory_gib * 2**30)
     return {"names": list(report.kernels), "memory": fraction}
 

@@ -14,7 +14,7 @@ from maxhydra.kernels.grouped_matmul import megablox
 from maxhydra.kernels.paged_attention import Pages, pallas_tpu
 from maxhydra.kernels.placement import Placement
 
-TPU = Placement("tpu", None, None, None, None)
+TPU = Placement("tpu")
 
 
 class Program(NamedTuple):
@@ -31,7 +31,7 @@ class Program(NamedTuple):
 
 def request(**changes: Any) -> Request:
     fields = {"scale": 0.125, "causal": True, "window": None, "chunk": None, "softcap": None}
-    return Request(**{**fields, **changes}, softmax_dtype="float32", is_length_split=False)
+    return Request(**{**fields, **changes}, softmax_dtype="float32")
 
 
 def attention(head_dim: int, dtype: str, *, value_dim: int | None = None, tags: bool, **changes: Any) -> Program:

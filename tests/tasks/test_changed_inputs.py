@@ -227,6 +227,21 @@ def test_a_base_that_trains_on_is_loaded_at_its_pinned_step(cwd: Path) -> None:
         find_adapter_lineage("checkpoint.load_parameters", "outputs/it")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"run\.json: is not JSON"),
+        ('{"inputs": 5}', r"run\.json: has no 'status'"),
+        ('{"format": 99, "maxhydra": "7.0"}', r"run\.json: has format 99.*install maxhydra 7\.0"),
+    ],
+)
+def test_the_base_of_an_adapter_is_unknown_without_a_readable_run_json(cwd: Path, content: str, message: str) -> None:
+    train(config_of("sft"))
+    (cwd / "outputs/it/run.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        find_adapter_lineage("checkpoint.load_parameters", "outputs/it")
+
+
 def test_initial_weights_are_not_needed_again_once_a_run_has_its_own(cwd: Path) -> None:
     config = dataclasses.replace(config_of("sft"), adapter=Adapter())
     train(config)

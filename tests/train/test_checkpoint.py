@@ -18,7 +18,7 @@ from maxhydra.config import ConfigError
 from maxhydra.config.schema.hardware import Hardware, Platform
 from maxhydra.config.schema.run import Checkpoint, SaveMode
 from maxhydra.convert.orbax_io import find_checkpoint, read_parameters
-from maxhydra.record.checkpoint_manifest import MANIFEST, DamagedCheckpointError, verify_files
+from maxhydra.record.checkpoint_manifest import CHECKPOINT_FORMAT, MANIFEST, DamagedCheckpointError, verify_files
 from maxhydra.runtime import start
 from maxhydra.train.checkpoint import Restored, open_checkpointer, read_state, restore
 from maxhydra.train.state import Guard, TrainState
@@ -80,7 +80,7 @@ def test_every_file_is_in_the_manifest(saved: Path, step: int) -> None:
     files = {
         path.relative_to(saved / str(step)).as_posix() for path in (saved / str(step)).rglob("*") if path.is_file()
     }
-    assert set(manifest["files"]) == files - {MANIFEST} and manifest["format"] == 2
+    assert set(manifest["files"]) == files - {MANIFEST} and manifest["format"] == CHECKPOINT_FORMAT
     assert {"data/metadata", "_CHECKPOINT_METADATA", "params/_METADATA", "rest/manifest.ocdbt"} <= files
     assert names(saved) == ["1", "2"]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-from maxhydra.kernels.attention.blocks import Inputs
+from maxhydra.kernels.attention.blocks import Inputs, Rows
 from maxhydra.kernels.attention.spec import Request, TokenInfo
 from maxhydra.kernels.placement import num_multiprocessors
 from maxhydra.kernels.tiles import Sizes, candidates, override_sizes
@@ -80,6 +80,28 @@ def attention(
     # Importing Mosaic takes half a second, which hosts without such a GPU should not pay.
     from maxhydra.kernels.attention.mosaic.backward import attend  # noqa: PLC0415
 
-    params = KernelParams(request, override_sizes(tiles or TILES[q_BTNH.shape[3]], sizes), num_multiprocessors())
     inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)
-    return attend(params, inputs)
+    return attend(_params(request, inputs, sizes, tiles), inputs)
+
+
+def block_forward(request: Request, inputs: Inputs, *, sizes: Sizes = ()) -> tuple[jax.Array, jax.Array]:
+    """`BlockKernel.forward`."""
+    from maxhydra.kernels.attention.mosaic.forward import forward  # noqa: PLC0415
+
+    out_BTNH, total_BNT = forward(_params(request, inputs, sizes), inputs)
+    return out_BTNH, total_BNT
+
+
+def block_backward(
+    request: Request, inputs: Inputs, rows: Rows, *, sizes: Sizes = ()
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`BlockKernel.backward`."""
+    from maxhydra.kernels.attention.mosaic.backward import backward  # noqa: PLC0415
+
+    d_q_BTNH, d_k_BSKH, d_v_BSKH = backward(_params(request, inputs, sizes), inputs, rows)
+    return d_q_BTNH, d_k_BSKH, d_v_BSKH
+
+
+def _params(request: Request, inputs: Inputs, sizes: Sizes, tiles: Tiles | None = None) -> KernelParams:
+    measured = tiles or TILES[inputs.q_BTNH.shape[3]]
+    return KernelParams(request, override_sizes(measured, sizes), num_multiprocessors())

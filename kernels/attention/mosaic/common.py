@@ -185,7 +185,7 @@ class TilePlan(NamedTuple):
     def _costs(self, request: Request) -> list[int]:
         """Cost of a head's tiles: blocks of keys that a tile sees, and one more for its prologue and epilogue."""
         costs = []
-        for start in range(0, self.T, TILE):
+        for start in range(request.offset, request.offset + self.T, TILE):
             first, stop = 0, start + TILE if request.causal else self.S
             if request.window is not None:
                 first = max(0, start - request.window + 1)

@@ -94,7 +94,7 @@ def run_show(args: argparse.Namespace) -> int:
         raise ConfigError(Problem("runs show", f"no runs in {args.outputs}"))
     found = registry.find(args.name, runs) if args.name else runs[0]
     directory = registry.directory(found)
-    facts = directory.read()
+    facts = registry.facts(found)
     if args.json:
         config, metrics = registry.settings([found.id])[found.id], registry.metrics([found.id])[found.id]
         print_json({**facts, "path": found.path, "config": config, "metrics": metrics})
@@ -156,7 +156,7 @@ def run_best(args: argparse.Namespace) -> int:
         raise ConfigError(Problem(metric, "no matching run has a value of this metric yet"))
     shown = ranked[: max(1, args.limit)]
     values = registry.values(metric, shown)
-    commands = {run.id: rerun_command(registry.directory(run).read()) for run in shown}
+    commands = {run.id: rerun_command(registry.facts(run)) for run in shown}
     if args.json:
         print_json([as_facts(run, **{metric: values[run.id], "rerun": commands[run.id]}) for run in shown])
     else:

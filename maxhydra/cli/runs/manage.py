@@ -46,7 +46,7 @@ def run_tag(args: argparse.Namespace) -> int:
         raise ConfigError([Problem("--remove", "the run has no such tag", tag, accepted) for tag in missing])
     if args.tags or args.remove:
         label(directory, add=args.tags, remove=args.remove)
-    say(f"{found.path}: {' '.join(directory.read()['tags']) or 'no tags'}")
+    say(f"{found.path}: {' '.join(registry.facts(found)['tags']) or 'no tags'}")
     return 0
 
 
@@ -67,7 +67,7 @@ def run_note(args: argparse.Namespace) -> int:
         if problems := list(control_problems("note", [args.text], keep="\n\t")):
             raise ConfigError(problems)
         label(directory, note=args.text)
-    say(f"{found.path}: {directory.read()['notes'] or 'no note'}")
+    say(f"{found.path}: {registry.facts(found)['notes'] or 'no note'}")
     return 0
 
 

@@ -10,7 +10,8 @@ from maxhydra.cli.runs._common import (
 )
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.launch.base import CLAIM, CONSOLE
-from maxhydra.record import RunDirectory
+from maxhydra.record import RunDirectory, redact_text
+from maxhydra.record.redact import redact_facts
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.report import write_report
 from maxhydra.runs.server import Server
@@ -56,7 +57,7 @@ def run_tail(args: argparse.Namespace) -> int:
         if not is_running:
             break
         time.sleep(_PAUSE)
-    facts = directory.read()
+    facts = redact_facts(directory.read())
     say(f"{directory.path}: {facts['status']}{': ' + facts['reason'] if facts['reason'] else ''}")
     return 0
 
@@ -75,7 +76,7 @@ def _print_end(log: Path, lines: int) -> int:
         size = file.seek(0, 2)
         file.seek(max(0, size - _WINDOW))
         content = file.read(size - file.tell())
-    last = content.decode(errors="replace").splitlines()[-lines:] if lines > 0 else []
+    last = redact_text(content.decode(errors="replace")).splitlines()[-lines:] if lines > 0 else []
     say("\n".join(last), flush=True, end="\n" if last else "")
     return size
 
@@ -86,7 +87,7 @@ def _print_from(log: Path, position: int) -> int:
     with log.open("rb") as file:
         file.seek(position)
         content = file.read()
-    say(content.decode(errors="replace"), end="", flush=True)
+    say(redact_text(content.decode(errors="replace")), end="", flush=True)
     return position + len(content)
 
 

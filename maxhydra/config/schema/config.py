@@ -125,6 +125,9 @@ class Config(Schema):
         if section is not None and period is None:
             reason, hint = "needs the number of steps between synchronizations", "set train.diloco.period"
             yield Problem(f"{section}.replica", reason, value=sizes[section], accepted="1", hint=hint)
+        if section is not None and self.mesh.shard_state_over_data:
+            reason, accepted = "is not supported with DiLoCo", f"false, or {section}.replica=1"
+            yield Problem("mesh.shard_state_over_data", reason, value=True, accepted=accepted)
         if section is not None and self.task.name not in DILOCO_TASKS:
             reason = f"DiLoCo is not supported by task={self.task.name}"
             accepted = f"1, or task={' or '.join(DILOCO_TASKS)}"

@@ -149,6 +149,31 @@ class Moe(Schema):
             )
 
 
+class Dispatch(Enum):
+    auto = "auto"
+    all_to_all = "all_to_all"
+    all_gather = "all_gather"
+
+
+@schema
+class ExpertParallel(Schema):
+    """How tokens reach the devices of their experts, and return, if experts are sharded (mesh.expert)."""
+
+    dispatch: Dispatch = Dispatch.auto
+    """all_to_all sends each token to the devices of its experts: top_k * (n - 1) / n rows per token over n devices, and
+    as many back. all_gather sends every token to all devices, n - 1 rows, and reduce-scatters the outputs. auto:
+    whichever sends less, all_gather for n <= top_k. Both give the same result."""
+    buffer: float | None = option(4.0, gt=0)
+    """Rows that a device can receive, as a multiple of an even load; a row is a token for one of its experts, and an
+    even load is top_k times the tokens of a device. At most n are used, which all tokens for one device fill: up to
+    `buffer` devices nothing is dropped. Beyond it, the last rows of the longest queues are dropped and counted in
+    moe/dropped. In bfloat16 a layer needs 4 * emb_dim + 6 * moe.dim bytes per row. null: n, never drop. With a KV cache
+    and in task=score it is null."""
+    chunks: int = option(1, ge=1, le=16)
+    """Parts in which a device dispatches its tokens, so that the communication of one part overlaps with the matmuls of
+    another. Each has its part of the buffer. Tokens that they do not divide are dispatched at once."""
+
+
 class EmbeddingScale(Enum):
     one = "one"
     root_dim = "root_dim"

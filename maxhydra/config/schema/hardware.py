@@ -59,6 +59,20 @@ class GkeNodes(Schema):
 
 
 @schema
+class Links(Schema):
+    """Links between devices, for task=plan. Rates are per device and direction, as published."""
+
+    domain_devices: int = option(1, ge=1)
+    """Devices that the fast links connect: the GPUs of a node, the chips of a TPU pod."""
+    domain_gb_s: float | None = option(None, gt=0)
+    """All fast links of a device together (NVLink, ICI), in 10^9 bytes per second."""
+    torus_dimensions: int = option(0, ge=0, le=3)
+    """Dimensions of the torus that the fast links form; 0: a switch."""
+    network_gb_s: float | None = option(None, gt=0)
+    """A device's share of the network between nodes or slices, in 10^9 bytes per second."""
+
+
+@schema
 class Hardware(Schema):
     """A kind of chip. Peak rates are per device, dense, as published by the vendor."""
 
@@ -72,6 +86,7 @@ class Hardware(Schema):
     """Device memory."""
     bandwidth_gb_s: float | None = option(None, gt=0)
     """Device memory bandwidth in 10^9 bytes per second."""
+    links: Links = section(Links)
     xla_flags: list[str] = option([])
     """Added to XLA_FLAGS (LIBTPU_INIT_ARGS on a TPU) before the backend starts; flags in the environment take
     precedence."""
@@ -98,16 +113,24 @@ class Hardware(Schema):
             )
 
 
+class ContextStrategy(Enum):
+    auto = "auto"
+    ring = "ring"
+    ulysses = "ulysses"
+    all_gather = "all_gather"
+
+
 # From least to most communication: devices on the fastest links are adjacent along the last axis.
 AXES = ("replica", "data", "stage", "fsdp", "expert", "sequence", "tensor")
-# Axes of DiLoCo and of pipeline parallelism.
-REPLICA, STAGE = "replica", "stage"
+# Axes of DiLoCo, data and pipeline parallelism.
+REPLICA, DATA, STAGE = "replica", "data", "stage"
 
 # Logical axis -> mesh axes. Axes of activations start with `act_`; all others belong to weights.
 RULES: dict[str, list[str]] = {
-    # Stages are outermost: each one's rows are whole microbatches (model/pipeline.py).
-    "act_batch": ["replica", "stage", "data", "fsdp", "expert"],
+    # In the order of AXES, as "embed": the compiler turns other orders of one into the other by full replication.
+    "act_batch": ["replica", "data", "stage", "fsdp", "expert"],
     "act_length": ["sequence"],
+    "act_stream_length": ["sequence", "tensor"],
     "act_embed": [],
     "act_heads": ["tensor"],
     "act_kv_heads": ["tensor"],
@@ -117,8 +140,8 @@ RULES: dict[str, list[str]] = {
     "replicas": ["replica"],
     "layers": ["stage"],
     "experts": ["expert"],
-    "embed": ["fsdp", "expert", "sequence", "stage"],
-    "latent": ["fsdp", "expert", "sequence", "stage"],
+    "embed": ["stage", "fsdp", "expert", "sequence"],
+    "latent": ["stage", "fsdp", "expert", "sequence"],
     "heads": ["tensor"],
     "kv_heads": ["tensor"],
     "head_dim": [],
@@ -145,7 +168,8 @@ class Axes(Schema):
     expert: int = option(1, ge=-1)
     """Expert parallelism: experts are sharded; in other layers the axis acts as fsdp."""
     sequence: int = option(1, ge=-1)
-    """Context parallelism: sequences are sharded; keys and values are all-gathered in attention."""
+    """Context parallelism: sequences are sharded along their length; mesh.context chooses how attention sees the rest.
+    """
     tensor: int = option(1, ge=-1)
     """Tensor parallelism: heads, feed-forward columns and vocabulary are sharded."""
 
@@ -186,6 +210,15 @@ class Mesh(Axes):
     pipeline: Pipeline = section(Pipeline)
     slices: int | None = option(None, ge=1)
     """Number of slices. null: as reported by the devices."""
+    context: ContextStrategy = ContextStrategy.auto
+    """Attention over mesh.sequence. ring: keys and values travel around the devices, in zigzag order; ulysses: an
+    all-to-all gives each device whole sequences of some heads, whose number mesh.sequence x mesh.tensor must divide;
+    all_gather: keys and values are gathered, for windows and chunks only from the neighbours that they reach. auto:
+    all_gather for windows, chunks and the sparse indexer, otherwise ulysses if the heads can be divided, else ring."""
+    shard_state_over_data: bool = False
+    """Shard optimizer moments and stored weights over data too (ZeRO-1): gradients are reduce-scattered, the weights
+    of a step all-gathered once in model.dtypes.compute. The bytes sent equal those of an all-reduce of the gradients,
+    but the gather does not overlap with the backward pass."""
     rules: dict[str, list[str]] = option(RULES)
     """Mesh axes over which each logical axis is sharded, in order."""
 

@@ -31,8 +31,10 @@ from maxhydra.config.schema.attention import (
 )
 from maxhydra.config.schema.feed_forward import (
     Activation,
+    Dispatch,
     Embedding,
     EmbeddingScale,
+    ExpertParallel,
     Gate,
     GroupScore,
     Mlp,
@@ -61,10 +63,12 @@ __all__ = [
     "AttentionBias",
     "Delta",
     "DeltaBackend",
+    "Dispatch",
     "Dtype",
     "Dtypes",
     "Embedding",
     "EmbeddingScale",
+    "ExpertParallel",
     "FeedForward",
     "FusedLinearBackend",
     "Gate",
@@ -287,6 +291,7 @@ class Model(Schema):
     remat: Remat = section(Remat)
     scan_unroll: int = option(1, ge=1, le=MAX_LAYERS)
     """Pattern repetitions unrolled per iteration of the scan over layers; num_layers unrolls all."""
+    expert_parallel: ExpertParallel = section(ExpertParallel)
     kernels: ModelKernels = section(ModelKernels)
     path: str | None = None
     """model=from_hf: Hugging Face folder whose config.json defines the model. Weights and tokenizer are loaded from it,

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from maxhydra.config import ConfigError
 from maxhydra.config.errors import did_you_mean
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.decode.openai_server.http11 import HttpError
-from maxhydra.decode.sampling_params import SettingError, with_overrides
+from maxhydra.decode.sampling_params import PromptEncoder, PromptError, SettingError, with_overrides
 
 # Fields that map to the sampling parameter of the same name (the last four are extensions of OpenAI's API).
 SAMPLING_FIELDS = ("temperature", "top_p", "seed", "top_k", "min_p", "repetition_penalty", "ignore_eos")
@@ -67,8 +68,9 @@ class ServerDefaults:
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
-    """A valid request, with `messages` for a chat and `prompts` otherwise."""
+    """A valid request: a chat has `messages`, or one prompt of token ids once it is encoded; others have `prompts`."""
 
+    is_chat: bool
     messages: list[dict[str, str]]
     prompts: list[Prompt]
     samples: int
@@ -76,10 +78,6 @@ class CompletionRequest:
     logprobs: int | None
     stream: bool
     include_usage: bool
-
-    @property
-    def is_chat(self) -> bool:
-        return bool(self.messages)
 
     @property
     def sequences(self) -> int:
@@ -102,6 +100,23 @@ def parse(body: bytes, defaults: ServerDefaults, *, is_chat: bool) -> Completion
         raise HttpError(400, "the body is nested too deeply", code="invalid_json") from None
 
 
+def encode_prompts(request: CompletionRequest, encoder: PromptEncoder, max_context: int) -> list[list[int]]:
+    """The prompts of a request as token ids; HttpError names the invalid field."""
+    param = "messages" if request.is_chat else "prompt"
+    try:
+        if request.messages:
+            return [encoder.encode_messages(request.messages, max_tokens=max_context)]
+        return [
+            encoder.encode_text(each, max_tokens=max_context) if isinstance(each, str) else each
+            for each in request.prompts
+        ]
+    except PromptError as error:
+        raise bad_field(param, f"is invalid: {error}") from None
+    except ConfigError as error:
+        # The tokenizer has no chat template, or fails on this text.
+        raise bad_field(param, f"is invalid: {error.problems[0]}") from None
+
+
 def _parse_request(values: dict[str, Any], defaults: ServerDefaults, *, is_chat: bool) -> CompletionRequest:
     _reject_unsupported(values, is_chat=is_chat)
     given = {name: value for name, value in values.items() if value is not None}
@@ -114,6 +129,7 @@ def _parse_request(values: dict[str, Any], defaults: ServerDefaults, *, is_chat:
     if unknown := set(options) - {"include_usage"}:
         raise bad_field("stream_options", f"has the unknown key {min(unknown)[:100]!r}")
     request = CompletionRequest(
+        is_chat=is_chat,
         messages=_parse_messages(given) if is_chat else [],
         prompts=[] if is_chat else _parse_prompts(given, defaults),
         samples=_get_integer(given, "n", 1, low=1, high=defaults.max_samples),

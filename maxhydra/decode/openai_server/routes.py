@@ -6,14 +6,21 @@ import hmac
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from maxhydra.config import ConfigError
 from maxhydra.decode.openai_server.http11 import JSON_TYPE, RETRY, Connection, HttpError, RequestHead, dump_slices
-from maxhydra.decode.openai_server.request_schema import CompletionRequest, ServerDefaults, bad_field, parse
+from maxhydra.decode.openai_server.parser_process import ParserProcess
+from maxhydra.decode.openai_server.request_schema import (
+    CompletionRequest,
+    ServerDefaults,
+    bad_field,
+    encode_prompts,
+    parse,
+)
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder
 from maxhydra.decode.request import Completion, Delta, Engine, Handle, RequestRejectedError
-from maxhydra.decode.sampling_params import PromptEncoder, PromptError, make_requests
+from maxhydra.decode.sampling_params import PromptEncoder, make_requests
 from maxhydra.record.loopback import is_allowed_host
 
 
@@ -46,12 +53,18 @@ class Access:
 
 
 T = TypeVar("T")
-# Threads for JSON and tokenizers, which would stall every stream if they ran in the event loop. A large request may
-# take seconds to tokenize: it waits for other large requests only, and no small one waits for it.
+Route = Callable[[RequestHead, bytes, Connection, ExitStack], Coroutine[Any, Any, None]]
+# Threads for JSON and tokenizers, which would stall every stream if they ran in the event loop.
 THREADS = 2
+# A larger body is parsed in a process: it may take seconds to tokenize, and waits for other large ones only.
 LARGE_BODY = 32 * 1024
 # A body of this size is parsed in the event loop: that takes less time than to wait for a thread.
 SMALL_BODY = 4 * 1024
+
+
+def is_large(head: RequestHead) -> bool:
+    """Whether the body is parsed by the parser process."""
+    return head.length > LARGE_BODY
 
 
 class Service:
@@ -73,9 +86,10 @@ class Service:
         self._num_sequences = self._num_prompts = 0
         self._failure: str | None = None
         self._statuses: dict[int, int] = {}
-        self._pool, self._large_pool = ThreadPoolExecutor(THREADS, "small"), ThreadPoolExecutor(THREADS, "large")
+        self._pool, self._logprobs_pool = ThreadPoolExecutor(THREADS, "server"), ThreadPoolExecutor(THREADS, "logprobs")
+        self._parser = ParserProcess(prompts, defaults)
         self._created = int(time.time())
-        self._paths: dict[str, tuple[str, Callable[[RequestHead, bytes, Connection], Coroutine[Any, Any, None]]]] = {
+        self._paths: dict[str, tuple[str, Route]] = {
             "/v1/chat/completions": ("POST", self._complete),
             "/v1/completions": ("POST", self._complete),
             "/v1/models": ("GET", self._models),
@@ -93,28 +107,36 @@ class Service:
         if head.method != method:
             raise HttpError(405, f"{head.path} only supports {method}", headers={"Allow": method})
 
+    def admit_body(self, head: RequestHead, pending: ExitStack) -> None:
+        """Count a large body until `pending` is closed; HttpError if too many are being read or parsed."""
+        if is_large(head):
+            self._parser.reserve(head.length)
+            pending.callback(self._parser.release, head.length)
+
     def count(self, status: int) -> None:
         self._statuses[status] = self._statuses.get(status, 0) + 1
 
-    async def handle(self, head: RequestHead, body: bytes, connection: Connection) -> None:
-        await self._paths[head.path][1](head, body, connection)
+    async def handle(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
+        """Serve a request; `pending` is closed once its body is parsed."""
+        await self._paths[head.path][1](head, body, connection, pending)
         self.count(200)
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-        self._large_pool.shutdown(cancel_futures=True)
+        self._logprobs_pool.shutdown(cancel_futures=True)
+        self._parser.close()
 
-    async def _health(self, head: RequestHead, body: bytes, connection: Connection) -> None:
+    async def _health(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
         self._require_engine()
         await connection.send_json(200, {"status": "ok"}, headers={})
 
-    async def _models(self, head: RequestHead, body: bytes, connection: Connection) -> None:
+    async def _models(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
         name = self._defaults.model
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "maxhydra"}
         is_one = head.path.endswith(f"/{name}")
         await connection.send_json(200, card if is_one else {"object": "list", "data": [card]}, headers={})
 
-    async def _metrics(self, head: RequestHead, body: bytes, connection: Connection) -> None:
+    async def _metrics(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
         """Send counters in the Prometheus text format."""
         numbers = {f"engine_{name}": value for name, value in self._engine.stats().items()}
         numbers |= {"server_sequences": self._num_sequences, "server_sequences_limit": self._max_sequences}
@@ -123,13 +145,15 @@ class Service:
         text = "".join(f"{line}\n" for line in lines).encode()
         await connection.send(200, text, headers={"Content-Type": "text/plain; version=0.0.4"})
 
-    async def _complete(self, head: RequestHead, body: bytes, connection: Connection) -> None:
+    async def _complete(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
         is_chat = head.path.endswith("/chat/completions")
-        is_large = len(body) > LARGE_BODY
-        if len(body) > SMALL_BODY:
-            request = await self._in_thread(lambda: parse(body, self._defaults, is_chat=is_chat), is_large=is_large)
+        if is_large(head):
+            request = await self._parser.parse(body, is_chat=is_chat)
+        elif len(body) > SMALL_BODY:
+            request = await self._in_thread(lambda: parse(body, self._defaults, is_chat=is_chat))
         else:
             request = parse(body, self._defaults, is_chat=is_chat)
+        pending.close()
         count = request.sequences
         if self._num_sequences + count > self._max_sequences:
             reason = f"{self._num_sequences} sequences are running or queued, the limit of task.queue; retry later"
@@ -137,7 +161,8 @@ class Service:
         self._num_sequences += count
         queue = _DeltaQueue(self._on_finish)
         try:
-            prompts = await self._in_thread(lambda: self._encode(request), is_large=is_large)
+            limit = self._defaults.max_context
+            prompts = await self._in_thread(lambda: encode_prompts(request, self._prompts, limit))
             self._submit(request, prompts, queue)
         finally:
             self._num_sequences -= count - len(queue.handles)
@@ -159,25 +184,8 @@ class Service:
             # Frees the slots of a client that disconnected; finished sequences are not affected.
             queue.cancel()
 
-    async def _in_thread(self, work: Callable[[], T], *, is_large: bool) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._large_pool if is_large else self._pool, work)
-
-    def _encode(self, request: CompletionRequest) -> list[list[int]]:
-        """Encode the prompts; runs in a thread of the pool."""
-        encoder, limit = self._prompts, self._defaults.max_context
-        param = "messages" if request.is_chat else "prompt"
-        try:
-            if request.is_chat:
-                return [encoder.encode_messages(request.messages, max_tokens=limit)]
-            return [
-                encoder.encode_text(each, max_tokens=limit) if isinstance(each, str) else each
-                for each in request.prompts
-            ]
-        except PromptError as error:
-            raise bad_field(param, f"is invalid: {error}") from None
-        except ConfigError as error:
-            # The tokenizer has no chat template, or fails on this text.
-            raise bad_field(param, f"is invalid: {error.problems[0]}") from None
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def _submit(self, request: CompletionRequest, prompts: Sequence[list[int]], queue: "_DeltaQueue") -> None:
         for prompt in prompts:
@@ -214,10 +222,11 @@ class Service:
             for index, delta in await queue.take():
                 _raise_failure(delta)
                 deltas[index].append(delta)
-        # In a thread: log-probabilities call the tokenizer for every alternative of every token.
-        is_large = builder.has_logprobs
-        body = await self._in_thread(
-            lambda: dump_slices(builder.response([Completion.from_deltas(each) for each in deltas])), is_large=is_large
+        # In a thread: log-probabilities call the tokenizer for every alternative of every token. No other request
+        # waits for a thread that does.
+        pool = self._logprobs_pool if builder.has_logprobs else self._pool
+        body = await asyncio.get_running_loop().run_in_executor(
+            pool, lambda: dump_slices(builder.response([Completion.from_deltas(each) for each in deltas]))
         )
         await connection.send(200, body, headers=JSON_TYPE)
 

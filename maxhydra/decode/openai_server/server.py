@@ -8,6 +8,7 @@ import resource
 import socket
 import sys
 from collections.abc import Coroutine
+from contextlib import ExitStack
 from typing import Any
 
 from maxhydra.config import ConfigError, Problem
@@ -171,18 +172,24 @@ class _Server:
         if head.length > self._limits.max_body:
             size = f"{head.length / 2**20:.1f} MiB, the limit is task.max_body_mib={self._limits.max_body / 2**20:g}"
             raise HttpError(413, f"the body is too large: {size}", code="body_too_large")
-        body = await connection.read_body(head)
+        with ExitStack() as pending:
+            self._service.admit_body(head, pending)
+            body = await connection.read_body(head)
+            is_done = await self._respond(connection, head, self._service.handle(head, body, connection, pending))
+        return is_done and head.keeps_alive and head.is_http11 and not self._stop.is_set()
+
+    async def _respond(self, connection: Connection, head: RequestHead, response: Coroutine[Any, Any, None]) -> bool:
+        """Run the coroutine that sends the response; return True if a complete response was sent."""
         try:
-            is_done = await _run_unless_disconnected(connection, self._service.handle(head, body, connection))
+            return await _run_unless_disconnected(connection, response)
         except HttpError as error:
-            is_done = await self._send_error(connection, error, close=not head.keeps_alive)
+            return await self._send_error(connection, error, close=not head.keeps_alive)
         except (OSError, TimeoutError):
             raise
         except Exception as error:
             log.exception("a request to %s failed", head.path)
             failure = HttpError(500, f"the server failed: {type(error).__name__}")
-            is_done = await self._send_error(connection, failure, close=not head.keeps_alive)
-        return is_done and head.keeps_alive and head.is_http11 and not self._stop.is_set()
+            return await self._send_error(connection, failure, close=not head.keeps_alive)
 
     async def _send_error(self, connection: Connection, error: HttpError, *, close: bool) -> bool:
         """Send an error response; return False if a response has started, so that the connection must be closed."""

@@ -1,4 +1,4 @@
-"""Fields of the tasks that measure or describe a config: task=bench, tune, inspect and inspect_data."""
+"""Fields of the tasks that measure or describe a config: task=bench, tune, inspect, plan and inspect_data."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -134,6 +134,26 @@ class InspectTask(Task):
         if self.topology is not None and self.devices != 1:
             reason = f"is already given by topology={self.topology}"
             yield Problem("devices", reason, value=self.devices, hint="set only one of the two")
+
+
+@schema
+class PlanTask(Task):
+    """Estimates memory, traffic and step time on devices that need not be present, and searches for the best mesh."""
+
+    devices: int = option(8, ge=1, le=65536)
+    """Devices to plan for."""
+    slices: int = option(1, ge=1)
+    """Number of slices of these devices."""
+    search: bool = False
+    """Search mesh, remat policy, batch and gradient accumulation for this number of devices."""
+    batch_tokens: int = option(16_777_216, ge=1)
+    """search: largest number of tokens per optimizer step."""
+    results: int = option(5, ge=1)
+    """search: number of best setups to print."""
+    memory_share: float = option(0.92, gt=0, le=1)
+    """Share of the device memory that a setup may use; the rest is left to the allocator and to communication."""
+    format: Format = Format.table
+    """Output format."""
 
 
 @schema

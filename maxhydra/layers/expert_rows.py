@@ -1,0 +1,229 @@
+"""The experts of one device: rows sorted by expert, multiplied in grouped matmuls, and summed by token.
+
+A pair is a token with one of its experts. Pairs whose expert is on this device have a row; rows are sorted by expert.
+Dropless (Gale et al., 2022): one grouped matmul serves any load of the experts.
+
+B batch, T tokens of a sequence, M = B * T tokens, D residual stream, E experts, K experts per token, F hidden, R rows.
+"""
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from maxhydra.config.schema import model as config
+from maxhydra.kernels.grouped_matmul import grouped_matmul
+from maxhydra.kernels.placement import Placement
+from maxhydra.layers.context import KernelChoice, kernel_errors_as_config_errors
+from maxhydra.layers.mlp import gated
+from maxhydra.layers.params import Dtypes, residual_scale
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsSpec:
+    """Sizes and options of the experts, resolved from the config."""
+
+    emb_dim: int
+    experts: int
+    dim: int
+    activation: config.Activation
+    has_bias: bool
+    clamp: float | None
+    clamp_slope: float
+    scales_input: bool
+    kernel: KernelChoice
+    init_scale: float
+    out_scale: float
+    compute: np.dtype
+    parallel: config.ExpertParallel
+
+    @classmethod
+    def of(cls, model: config.Model, moe: config.Moe) -> "ExpertsSpec":
+        assert moe.experts is not None
+        return cls(
+            emb_dim=model.emb_dim,
+            experts=moe.experts,
+            dim=moe.dim or model.mlp_dim,
+            activation=moe.activation,
+            has_bias=moe.bias,
+            clamp=moe.clamp,
+            clamp_slope=moe.clamp_slope,
+            scales_input=moe.router.scaled is config.Scaled.input,
+            kernel=KernelChoice(model.kernels.grouped_matmul.value, model.kernels.sizes("grouped_matmul")),
+            init_scale=model.init_scale,
+            out_scale=residual_scale(model),
+            compute=Dtypes.of(model.dtypes).compute,
+            parallel=model.expert_parallel,
+        )
+
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """The input of the down projection: activation(gate) * up, or the clamped SwiGLU of GPT-OSS."""
+        if self.clamp is None:
+            return gated(self.activation, gate, up)
+        wide_gate = jnp.minimum(gate.astype(jnp.float32), self.clamp)
+        wide_up = jnp.clip(up.astype(jnp.float32), -self.clamp, self.clamp)
+        return ((wide_up + 1) * wide_gate * jax.nn.sigmoid(self.clamp_slope * wide_gate)).astype(gate.dtype)
+
+
+class RoutedTokens(NamedTuple):
+    """Tokens with their experts and the weights of these."""
+
+    x_BTD: jax.Array
+    ids_BTK: jax.Array
+    weights_BTK: jax.Array
+
+    def flat(self) -> "Tokens":
+        return Tokens(*(x.reshape(-1, x.shape[-1]) for x in self))
+
+
+class Tokens(NamedTuple):
+    """Routed tokens without a batch dimension."""
+
+    x_MD: jax.Array
+    ids_MK: jax.Array
+    """Experts of each token; ids out of range belong to other devices or to padding."""
+    weights_MK: jax.Array
+
+
+class Weights(NamedTuple):
+    """Kernels and optional biases of the experts."""
+
+    gate_EDF: jax.Array
+    up_EDF: jax.Array
+    down_EFD: jax.Array
+    gate_EF: jax.Array | None
+    up_EF: jax.Array | None
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["pairs_R", "rows_MK"], meta_fields=["is_complete"])
+@dataclasses.dataclass(frozen=True)
+class RowOrder:
+    """Which pair each row belongs to, and the reverse."""
+
+    pairs_R: jax.Array
+    """Index into the M * K pairs; arbitrary for rows that no pair refers to."""
+    rows_MK: jax.Array
+    """Row of each pair; R for pairs without a row."""
+    is_complete: bool
+    """Whether every pair has a row."""
+
+    @property
+    def tokens_R(self) -> jax.Array:
+        return self.pairs_R // self.rows_MK.shape[1]
+
+    def by_pair(self, values_R: jax.Array) -> jax.Array:
+        """[M, K, ...] the values of the rows of each pair; zero for pairs without a row."""
+        if self.is_complete:
+            return values_R[self.rows_MK]
+        return values_R.at[self.rows_MK].get(mode="fill", fill_value=0)
+
+
+def dropless(weights: Weights, tokens: Tokens, spec: ExpertsSpec, place: Placement) -> jax.Array:
+    """[M, D] in float32: weighted outputs of experts that are all on this device."""
+    order, sizes_E = sort_by_expert(tokens.ids_MK, spec.experts)
+    out_RD = apply_experts(weights, rows_of(tokens, order, spec), sizes_E, spec, place)
+    return combine(out_RD, tokens, order, spec)
+
+
+def sort_by_expert(ids_MK: jax.Array, experts: int, rows: int | None = None) -> tuple[RowOrder, jax.Array]:
+    """The rows of pairs in stable order by expert, and the number of rows of each expert.
+
+    Pairs whose expert is out of range come last. `rows`: number of rows if these pairs have none. None: a row each.
+    """
+    ids_R = ids_MK.reshape(-1)
+    ids_R = jnp.where((ids_R >= 0) & (ids_R < experts), ids_R, experts)
+    pairs_R = jnp.argsort(ids_R, stable=True)
+    rows_R = jnp.argsort(pairs_R)
+    sizes_E = jnp.sum(ids_R[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+    if rows is not None:
+        pairs_R = jnp.pad(pairs_R, (0, max(0, rows - pairs_R.size)))[:rows]
+        rows_R = jnp.where(ids_R < experts, rows_R, rows)
+    return RowOrder(pairs_R, rows_R.reshape(ids_MK.shape), is_complete=rows is None), sizes_E
+
+
+def rows_of(tokens: Tokens, order: RowOrder, spec: ExpertsSpec) -> jax.Array:
+    """[R, D] input of the experts: the token of each row, times its weight if that scales the input."""
+    rows_RD = _repeat(tokens.x_MD, order)
+    if not spec.scales_input:
+        return rows_RD
+    return (rows_RD * tokens.weights_MK.reshape(-1)[order.pairs_R][:, None]).astype(rows_RD.dtype)
+
+
+def apply_experts(
+    weights: Weights, rows_RD: jax.Array, sizes_E: jax.Array, spec: ExpertsSpec, place: Placement
+) -> jax.Array:
+    """[R, D] output of each row's expert, without the down projection's bias. Rows after the last are unspecified."""
+    matmul = partial(_grouped_matmul, sizes_E=sizes_E, kernel=spec.kernel, place=place)
+    gate_RF, up_RF = (matmul(rows_RD, kernel_EDF) for kernel_EDF in (weights.gate_EDF, weights.up_EDF))
+    if weights.gate_EF is not None and weights.up_EF is not None:
+        expert_R = jnp.searchsorted(jnp.cumsum(sizes_E), jnp.arange(rows_RD.shape[0]), side="right")
+        is_row_R1 = (expert_R < sizes_E.size)[:, None]
+        # The gradients of rows after the last are unspecified too, and must not enter that of the bias.
+        gate_RF, up_RF = (
+            jnp.where(is_row_R1, x_RF + bias_EF[expert_R], 0)
+            for x_RF, bias_EF in ((gate_RF, weights.gate_EF), (up_RF, weights.up_EF))
+        )
+    gate_RF, up_RF = checkpoint_name(gate_RF, "mlp_gate"), checkpoint_name(up_RF, "mlp_up")
+    return matmul(spec.hidden(gate_RF, up_RF), weights.down_EFD)
+
+
+def combine(out_RD: jax.Array, tokens: Tokens, order: RowOrder, spec: ExpertsSpec) -> jax.Array:
+    """[M, D] in float32: the sum of each token's rows, by weight unless the weight scaled the input."""
+    weights_MK = jnp.ones_like(tokens.weights_MK) if spec.scales_input else tokens.weights_MK
+    return weighted_sum(out_RD, weights_MK, order)
+
+
+def _grouped_matmul(
+    x_RD: jax.Array, w_EDF: jax.Array, *, sizes_E: jax.Array, kernel: KernelChoice, place: Placement
+) -> jax.Array:
+    with kernel_errors_as_config_errors():
+        return grouped_matmul(x_RD, w_EDF, sizes_E, **kernel._asdict(), place=place)
+
+
+@jax.custom_vjp
+def _repeat(x_MD: jax.Array, order: RowOrder) -> jax.Array:
+    """[R, D] the token of each row.
+
+    The gradient is a gather and a sum, which is faster than a scatter-add, and deterministic.
+    """
+    return x_MD[order.tokens_R]
+
+
+def _repeat_forward(x_MD: jax.Array, order: RowOrder) -> tuple[jax.Array, RowOrder]:
+    return _repeat(x_MD, order), order
+
+
+def _repeat_backward(order: RowOrder, d_RD: jax.Array) -> tuple[jax.Array, None]:
+    return jnp.sum(order.by_pair(d_RD), axis=1, dtype=jnp.float32).astype(d_RD.dtype), None
+
+
+_repeat.defvjp(_repeat_forward, _repeat_backward)
+
+
+@jax.custom_vjp
+def weighted_sum(out_RD: jax.Array, weights_MK: jax.Array, order: RowOrder) -> jax.Array:
+    """[M, D] in float32: sum over each token's rows. No array of the gradient is larger than the rows."""
+    return jnp.einsum("MKD,MK->MD", order.by_pair(out_RD).astype(jnp.float32), weights_MK)
+
+
+def _weighted_sum_forward(
+    out_RD: jax.Array, weights_MK: jax.Array, order: RowOrder
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, RowOrder]]:
+    return weighted_sum(out_RD, weights_MK, order), (out_RD, weights_MK, order)
+
+
+def _weighted_sum_backward(
+    saved: tuple[jax.Array, jax.Array, RowOrder], d_MD: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    out_RD, weights_MK, order = saved
+    d_RD = d_MD[order.tokens_R]
+    weights_R1 = weights_MK.reshape(-1)[order.pairs_R][:, None]
+    d_weights_R = jnp.sum(d_RD * out_RD.astype(jnp.float32), axis=1)
+    return (d_RD * weights_R1).astype(out_RD.dtype), order.by_pair(d_weights_R), None
+
+
+weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)

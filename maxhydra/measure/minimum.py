@@ -1,0 +1,154 @@
+"""Fewest bytes that a device must send in a training step, by the mesh axes along which they travel.
+
+Per layer, in the compute dtype (bfloat16 as a rule), with one pass of recomputation in the backward pass:
+
+- weights sharded over data-parallel axes: gathered forward and backward, gradients reduce-scattered once (ZeRO-3; the
+  head once in each direction, since loss and gradient are adjacent). Gradients of replicated weights: all-reduced.
+- embedding rows: one all-to-all of the batch's hidden states each way, or the whole table if that is less.
+- tensor parallelism: an all-gather and a reduce-scatter of the hidden states around attention and feed-forward, in
+  both directions, and the same for embedding and head (Korthikanti et al., 2022).
+- expert parallelism: each token's hidden state to its top_k experts and back, in both directions, each device once.
+- sequence parallelism: keys and values of the whole sequence forward and backward, and their gradients (ring), or the
+  heads by all-to-all (Ulysses), whichever is less.
+"""
+
+import math
+from collections import defaultdict
+
+import jax
+import numpy as np
+
+from maxhydra.config import Config
+from maxhydra.config.schema.model import Head
+from maxhydra.model import build
+from maxhydra.sharding import Sharder, is_axes
+from maxhydra.train.batches import plan_batches
+
+
+def minimum_wire_bytes(config: Config, sharder: Sharder) -> dict[str, float]:
+    """Bytes that a device sends, by axes as in `hlo.axes_of`: {"fsdp": 1e9, "tensor": 2e9}."""
+    totals: dict[str, float] = defaultdict(float)
+    leaves = _leaves(config)
+    for path, shape, axes in leaves:
+        _add_weight(totals, path, shape, axes, config=config, sharder=sharder)
+    _add_activations(totals, leaves, config=config, sharder=sharder)
+    return {axes: size for axes, size in totals.items() if size}
+
+
+Leaf = tuple[str, tuple[int, ...], tuple[str | None, ...]]
+
+
+def _leaves(config: Config) -> list[Leaf]:
+    """Path, shape and logical axes of every weight."""
+    model = build(config.model, None, None)
+    shapes = jax.tree_util.tree_leaves_with_path(model.shapes)
+    axes = jax.tree.leaves(model.axes, is_leaf=is_axes)
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, names)
+        for (path, leaf), names in zip(shapes, axes, strict=True)
+    ]
+
+
+def _add_weight(
+    totals: dict[str, float],
+    path: str,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    *,
+    config: Config,
+    sharder: Sharder,
+) -> None:
+    """Gathers and gradient reductions of one weight."""
+    replicas = _batch_axes(sharder)
+    split: list[str] = []
+    kept = 1
+    for name, entry in zip(axes, sharder.spec(axes), strict=True):
+        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        # Experts stay where they are; tensor-parallel shards too.
+        gathered = [axis for axis in names if axis in replicas and name != "experts"]
+        split += gathered
+        kept *= math.prod(sharder.mesh.shape[axis] for axis in names if axis not in gathered)
+    used = {axis for entry in sharder.spec(axes) for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    rest = [axis for axis in replicas if axis not in used]
+    size = math.prod(shape) / kept * _itemsize(config)
+    is_table = path.startswith("embedding/") and len(shape) == 2
+    if split and not (is_table and not _is_tied(config)):
+        times = 2 if path.startswith("head/") or is_table else 3
+        totals[_key(split, sharder)] += times * _ring(size, split, sharder)
+    if rest:
+        totals[_key(rest, sharder)] += 2 * _ring(size / _count(split, sharder), rest, sharder)
+
+
+def _add_activations(totals: dict[str, float], leaves: list[Leaf], *, config: Config, sharder: Sharder) -> None:
+    spec, mesh = plan_batches(config, sharder), sharder.mesh.shape
+    tokens = spec.batch * spec.rows.seq_len / math.prod(mesh[axis] for axis in _batch_axes(sharder))
+    table = next(shape for path, shape, _ in leaves if path.startswith("embedding/") and len(shape) == 2)
+    hidden = tokens * table[1] * _itemsize(config)
+    layers = _layers(leaves, "attention_norm/scale") or _layers(leaves, "attention/out/kernel")
+    if mesh["tensor"] > 1:
+        totals["tensor"] += (8 * layers + 4) * _ring(hidden, ["tensor"], sharder)
+    if rows := [axis for axis in sharder.mesh_axes("embed") if axis in _batch_axes(sharder)]:
+        lookup = _ring(hidden / mesh["tensor"], rows, sharder)
+        gather = _ring(math.prod(table) / mesh["tensor"] * _itemsize(config), rows, sharder)
+        totals[_key(rows, sharder)] += 0 if _is_tied(config) else 2 * min(lookup, gather)
+    if mesh["expert"] > 1 and (moe := _layers(leaves, "mlp/experts/down/kernel")):
+        copies = min(mesh["expert"], _top_k(config))
+        totals["expert"] += 4 * moe * copies * _ring(hidden, ["expert"], sharder)
+    if mesh["sequence"] > 1:
+        totals["sequence"] += _sequence_bytes(leaves, tokens, config=config, sharder=sharder)
+
+
+def _sequence_bytes(leaves: list[Leaf], tokens: float, *, config: Config, sharder: Sharder) -> float:
+    """Ring or Ulysses for every layer with softmax attention over keys of its own."""
+    total, ways = 0.0, sharder.mesh.shape["sequence"]
+    widths = {path: (shape, axes) for path, shape, axes in leaves}
+    for path, (shape, axes) in widths.items():
+        prefix, _, name = path.rpartition("attention/")
+        is_softmax = f"{prefix}attention/log_speed" not in widths
+        if name not in ("key/kernel", "latent/kernel") or not is_softmax:
+            continue
+        layers = shape[0] if axes[0] == "layers" else 1
+        width = math.prod(shape[-2:]) * 2 if name == "key/kernel" else shape[-1]
+        query = widths[f"{prefix}attention/out/kernel"][0]
+        heads = math.prod(query[-3:-1]) * 2
+        local = tokens * _itemsize(config) / sharder.mesh.shape["tensor"] * (ways - 1)
+        ring, ulysses = 3 * width * local, 2 * (heads + width) * local / ways
+        total += layers * min(ring, ulysses)
+    return total
+
+
+def _layers(leaves: list[Leaf], suffix: str) -> int:
+    """Number of layers that have a weight of this name."""
+    return sum((shape[0] if axes[0] == "layers" else 1) for path, shape, axes in leaves if path.endswith(suffix))
+
+
+def _batch_axes(sharder: Sharder) -> list[str]:
+    """Mesh axes whose devices process different tokens with the same weights."""
+    names = {*sharder.mesh_axes("act_batch"), *sharder.mesh_axes("act_length")}
+    return [axis for axis in sharder.mesh.shape if axis in names]
+
+
+def _ring(size: float, axes: list[str], sharder: Sharder) -> float:
+    """Bytes that a device sends to gather or reduce-scatter an array of this size."""
+    count = _count(axes, sharder)
+    return size * (count - 1) / count
+
+
+def _count(axes: list[str], sharder: Sharder) -> int:
+    return math.prod(sharder.mesh.shape[axis] for axis in axes)
+
+
+def _key(axes: list[str], sharder: Sharder) -> str:
+    return "+".join(axis for axis in sharder.mesh.shape if axis in axes)
+
+
+def _itemsize(config: Config) -> int:
+    return int(np.dtype(jax.numpy.dtype(config.model.dtypes.compute.value)).itemsize)
+
+
+def _is_tied(config: Config) -> bool:
+    return config.model.head is Head.tied
+
+
+def _top_k(config: Config) -> int:
+    return max(kind.moe.top_k for kind in config.model.kinds.values() if kind.moe.experts is not None)

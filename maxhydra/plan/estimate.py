@@ -1,0 +1,137 @@
+"""The plan of a case: memory, traffic, time, whether it fits, and what to change."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from maxhydra.config.schema.hardware import Platform
+from maxhydra.config.schema.model import RematPolicy
+from maxhydra.model import parameter_count
+from maxhydra.plan.case import Case
+from maxhydra.plan.memory import Memory, memory
+from maxhydra.plan.timing import StepTime, step_time
+from maxhydra.plan.traffic import Overlap, Transfer, transfers
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything that is estimated about one case."""
+
+    case: Case
+    memory: Memory
+    transfers: tuple[Transfer, ...]
+    time: StepTime | None
+    """None if the hardware option has no peak rates."""
+    limit: float | None
+    """Bytes that may be used on a device; None if unknown."""
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.limit is None else self.memory.peak <= self.limit
+
+    @property
+    def overrides(self) -> list[str]:
+        """Overrides of mesh, remat policy and batch that give this case."""
+        case = self.case
+        within = {f"mesh.{axis}": size for axis, size in zip(case.mesh, case.sizes.within, strict=True)}
+        across = {f"mesh.dcn.{axis}": size for axis, size in zip(case.mesh, case.sizes.across, strict=True)}
+        sizes = {key: size for key, size in {**within, **across}.items() if size > 1}
+        return [
+            *(f"{key}={size}" for key, size in sizes.items()),
+            f"model.remat.policy={case.remat.policy.value}",
+            f"train.per_device_batch_size={case.rows:g}",
+            f"train.grad_accum={case.grad_accum}",
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain values."""
+        case, time = self.case, self.time
+        wire: dict[str, dict[str, float]] = {}
+        for item in self.transfers:
+            by_axes = wire.setdefault("+".join(item.axes), {})
+            by_axes[item.what] = by_axes.get(item.what, 0.0) + item.bytes
+        facts: dict[str, Any] = {
+            "devices": case.devices,
+            "mesh": {axis: size for axis, size in case.mesh.items() if size > 1},
+            "slices": {axis: n for axis, n in zip(case.mesh, case.sizes.across, strict=True) if n > 1},
+            "parameters": parameter_count(list(case.subject.weights)),
+            "remat": case.remat.policy.value,
+            "per_device_batch_size": case.rows,
+            "grad_accum": case.grad_accum,
+            "tokens_per_step": case.step_tokens,
+            "flops_per_step": 3 * case.subject.forward_flops.model * case.step_tokens,
+            "bytes_per_device": {**dataclasses.asdict(self.memory), "peak": self.memory.peak, "limit": self.limit},
+            "fits": self.fits,
+            "sent_bytes": wire,
+            "advice": list(advice(self)),
+            "overrides": self.overrides,
+        }
+        if time is not None:
+            facts["step"] = {
+                "seconds": time.seconds,
+                "mfu": time.mfu,
+                "tokens_per_second": time.tokens_per_second,
+                "compute": dataclasses.asdict(time.compute),
+                "exposed_weights": time.exposed_weights,
+                "exposed_activations": time.exposed_activations,
+                "links": [{**dataclasses.asdict(link), "axes": "+".join(link.axes)} for link in time.links],
+            }
+        return facts
+
+
+def make_plan(case: Case, *, memory_share: float) -> Plan:
+    """The plan of a case."""
+    capacity = case.config.hardware.memory_gib
+    return Plan(
+        case=case,
+        memory=memory(case),
+        transfers=tuple(transfers(case)),
+        time=step_time(case),
+        limit=None if capacity is None else capacity * GIB * memory_share,
+    )
+
+
+def advice(plan: Plan) -> Iterator[str]:
+    """Concrete changes for a setup that does not fit or is bound by its network."""
+    case, used = plan.case, plan.memory
+    if plan.fits is False:
+        yield from _less_memory(case, used)
+    time = plan.time
+    if time is None:
+        return
+    if time.exposed_weights > 0.1 * time.seconds:
+        share = time.exposed_weights / time.seconds
+        yield (
+            f"{share:.0%} of the step waits for weights: raise train.per_device_batch_size={2 * case.rows:g}, "
+            "or lower mesh.fsdp in favor of mesh.tensor or mesh.data"
+        )
+    if time.exposed_activations > 0.2 * time.seconds:
+        waited = {item.axes for item in plan.transfers if item.overlap is Overlap.none}
+        slow = max((link for link in time.links if link.axes in waited), key=lambda link: link.seconds)
+        keys = ", ".join(f"mesh.{axis}" for axis in slow.axes)
+        where = "the network between nodes" if slow.far_bytes > 0 else "the links of a node"
+        yield f"{time.exposed_activations / time.seconds:.0%} of the step waits for {where}: lower {keys}"
+    if plan.fits and case.remat.policy is RematPolicy.full and plan.limit and used.peak < 0.5 * plan.limit:
+        yield "memory is half empty: try model.remat.policy=minimal or a larger train.per_device_batch_size"
+
+
+def _less_memory(case: Case, used: Memory) -> Iterator[str]:
+    """What to change if a setup does not fit, by the largest part of its memory."""
+    config = case.config
+    if used.at_loss >= used.at_backward and used.loss > 0.2 * used.temporaries:
+        if not config.train.loss_chunk:
+            yield "logits are large: train.loss_chunk=1024"
+        if config.model.dtypes.logits.value == "float32":
+            yield "logits are large: model.dtypes.logits=bfloat16"
+    if case.remat.policy is not RematPolicy.full and used.activations > 0.2 * used.peak:
+        yield "activations are large: model.remat.policy=full"
+    if used.state > 0.6 * used.peak and case.mesh["data"] > 1:
+        yield f"weights and moments are replicated: mesh.data=1 mesh.fsdp={case.mesh['data'] * case.mesh['fsdp']}"
+    elif used.state > 0.6 * used.peak:
+        yield f"weights and moments are large: task.devices={2 * case.devices}, optimizer.mu_dtype=bfloat16"
+    if used.activations + used.layer > 0.3 * used.peak:
+        yield f"activations are large: train.per_device_batch_size={case.rows / 2:g}"
+        if config.hardware.platform is not Platform.cpu and case.mesh["tensor"] == 1:
+            yield "or split them: mesh.tensor=2, mesh.sequence=2"

@@ -1,0 +1,109 @@
+"""Search for the mesh, remat policy and batch with the highest estimated throughput that fits in memory."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from maxhydra.config.schema.hardware import AXES
+from maxhydra.config.schema.model import RematPolicy
+from maxhydra.model.block import Remat
+from maxhydra.plan.case import Case, Subject
+from maxhydra.plan.estimate import Plan, make_plan
+from maxhydra.plan.memory import memory
+from maxhydra.sharding import AxisSizes
+
+# Largest tensor-parallel group on a torus, and sequences in one forward pass of a group of devices.
+TORUS_TENSOR = 16
+SEQUENCES = (1, 2, 4, 8, 16)
+ACCUMULATED = (1, 2, 4, 8, 16, 32, 64)
+# Meshes whose other settings are searched; the others are tried with one sequence and full rematerialization only.
+FINALISTS = 48
+POLICIES = tuple(Remat(policy, (), ()) for policy in (RematPolicy.full, RematPolicy.minimal, RematPolicy.none))
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a search may choose from."""
+
+    devices: int
+    slices: int
+    batch_tokens: int
+    memory_share: float
+    results: int
+
+
+def search(subject: Subject, limits: Limits) -> list[Plan]:
+    """The best plans that fit, fastest first; the plans that need the least memory if none fits."""
+    first = [
+        case
+        for sizes in meshes(subject, limits)
+        if (case := _with_batch(Case(subject, sizes, POLICIES[0], 0.0, 1), 1, limits)) is not None
+    ]
+    if not first:
+        return []
+    ranked = _ranked(first, limits)[:FINALISTS]
+    cases = [
+        case
+        for plan, sequences, remat in itertools.product(ranked, SEQUENCES, POLICIES)
+        if (case := _with_batch(dataclasses.replace(plan.case, remat=remat), sequences, limits)) is not None
+    ]
+    return _ranked(cases, limits)[: limits.results]
+
+
+def meshes(subject: Subject, limits: Limits) -> Iterator[AxisSizes]:
+    """Axis sizes that multiply to the number of devices and divide every dimension that they split."""
+    hardware = subject.config.hardware
+    per_slice = limits.devices // limits.slices
+    largest_tensor = TORUS_TENSOR if hardware.links.torus_dimensions else hardware.links.domain_devices
+    experts = max((moe.experts.experts for moe in subject.experts), default=1)
+    # Every device needs a sequence, or a part of one.
+    rows = max(1, limits.batch_tokens // subject.config.train.seq_len)
+    for tensor in _divisors(math.gcd(per_slice, 2**20), largest_tensor):
+        for sequence in _divisors(per_slice // tensor, max(1, 2 * limits.devices // rows // tensor)):
+            for expert in _divisors(per_slice // (tensor * sequence), experts):
+                for fsdp in _divisors(per_slice // (tensor * sequence * expert), per_slice):
+                    data = per_slice // (tensor * sequence * expert * fsdp)
+                    sizes = {"data": data, "fsdp": fsdp, "expert": expert, "sequence": sequence, "tensor": tensor}
+                    within = tuple(sizes.get(axis, 1) for axis in AXES)
+                    across = tuple(limits.slices if axis == "data" else 1 for axis in AXES)
+                    if _divides(Case(subject, AxisSizes(within, across), POLICIES[0], 1.0, 1)):
+                        yield AxisSizes(within, across)
+
+
+def _divisors(number: int, largest: int) -> list[int]:
+    """Divisors up to a size: powers of two, and the number itself."""
+    powers = [2**power for power in range(number.bit_length()) if number % 2**power == 0]
+    return [size for size in dict.fromkeys([*powers, number]) if size <= largest]
+
+
+def _divides(case: Case) -> bool:
+    """Whether the mesh divides every weight and the sequence."""
+    if case.seq_len % case.sharder.num_shards("act_length"):
+        return False
+    for array in case.subject.weights:
+        for size, entry in zip(array.shape, case.sharder.spec(array.axes), strict=True):
+            axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            if size % math.prod(case.mesh[axis] for axis in axes):
+                return False
+    return True
+
+
+def _with_batch(case: Case, sequences: int, limits: Limits) -> Case | None:
+    """The case with this many sequences per batch shard, accumulated up to the largest batch, if any."""
+    rows = sequences * case.sharder.num_shards("act_batch") / case.devices
+    tokens = rows * case.devices * case.seq_len
+    fitting = [times for times in ACCUMULATED if tokens * times <= limits.batch_tokens]
+    return dataclasses.replace(case, rows=rows, grad_accum=fitting[-1]) if fitting else None
+
+
+def _ranked(cases: Sequence[Case], limits: Limits) -> list[Plan]:
+    """Plans of the cases that fit, fastest first; without any, those that need the least memory."""
+    capacity = cases[0].config.hardware.memory_gib or math.inf
+    peaks = {index: memory(case).peak for index, case in enumerate(cases)}
+    fitting = [cases[index] for index, peak in peaks.items() if peak <= capacity * 2**30 * limits.memory_share]
+    if not fitting:
+        smallest = [cases[index] for index in sorted(peaks, key=lambda index: peaks[index])[: limits.results]]
+        return [make_plan(case, memory_share=limits.memory_share) for case in smallest]
+    plans = [make_plan(case, memory_share=limits.memory_share) for case in fitting]
+    return sorted(plans, key=lambda plan: -(plan.time.tokens_per_second if plan.time else -plan.memory.peak))

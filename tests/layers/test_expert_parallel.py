@@ -1,0 +1,235 @@
+"""Expert parallelism on eight simulated devices, against one device and against a NumPy transcription of the drops."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.hardware import AXES, RULES, Mesh
+from maxhydra.layers import Context
+from maxhydra.layers import expert_parallel as subject
+from maxhydra.layers.context import KernelChoice
+from maxhydra.layers.expert_rows import RoutedTokens, Weights
+from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding.mesh import AXIS_TYPES
+from maxhydra.train.loss import load_metrics
+from tests.support.mixtures import EMB, HIDDEN, Mixture, expert, softmax_top_k
+
+AUTO, SEND, GATHER = config.Dispatch
+BATCH, LENGTH = 8, 32
+
+
+def sharder_of(axes, **rules):
+    return Sharder(build_mesh(Mesh(**axes), jax.devices()), Mesh().rules | rules)
+
+
+def inputs(mixture, *, favourite=None):
+    """Tokens; with a `favourite` expert, all of them choose it and those after it."""
+    x, weights = mixture.inputs(BATCH, LENGTH), mixture.weights
+    if favourite is not None:
+        order = np.roll(np.arange(mixture.moe.experts), favourite)
+        kernel = np.zeros_like(weights["router"]["kernel"])
+        kernel[0, order] = -np.arange(len(order)) / 4
+        x, weights = x.at[..., 0].set(1.0), {**weights, "router": {**weights["router"], "kernel": jnp.asarray(kernel)}}
+    return weights, x
+
+
+def value_and_gradients(function, weights, x, is_real=None):
+    """Outputs of the real tokens, and the gradients of a random projection of them by weights and tokens."""
+    towards = np.random.default_rng(0).normal(size=x.shape)
+    towards = towards if is_real is None else towards * is_real[..., None]
+
+    def projected(weights, x):
+        out = function(weights, x)
+        return jnp.sum(out * towards), jnp.where(towards != 0, out, 0)
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(projected, (0, 1), has_aux=True))(weights, x)
+    return out, gradients
+
+
+def assert_same(found, expected):
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found[1], expected[1])
+
+
+PLAIN = config.Moe(experts=16, top_k=2)
+SHARED = config.Shared(dim=8, gate=config.Gate.sigmoid)
+BIASED = config.Moe(experts=8, top_k=3, bias=True, clamp=2.0, shared=SHARED)
+SCALED = config.Moe(
+    experts=8, top_k=2, router=config.Router(scaled=config.Scaled.input, scores=config.RouterScores.sigmoid)
+)
+CASES = {
+    "expert": (PLAIN, {"expert": 8}, {}),
+    "expert_fsdp_tensor": (BIASED, {"expert": 2, "fsdp": 2, "tensor": 2}, {}),
+    "expert_sequence": (SCALED, {"expert": 4, "sequence": 2}, {}),
+    "experts_over_expert_and_sequence": (PLAIN, {"expert": 4, "sequence": 2}, {"experts": ["sequence", "expert"]}),
+    "experts_over_tensor_too": (BIASED, {"expert": 4, "tensor": 2}, {"experts": ["tensor", "expert"]}),
+}
+
+
+@functools.cache
+def one_device(case):
+    mixture = Mixture(CASES[case][0])
+    return value_and_gradients(lambda w, x: mixture(w, x).out_BTD, *inputs(mixture))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", [SEND, GATHER], ids=lambda dispatch: dispatch.value)
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_equal_those_of_one_device(case, dispatch):
+    moe, axes, rules = CASES[case]
+    mixture, sharder = Mixture(moe, dispatch=dispatch), sharder_of(axes, **rules)
+    found = value_and_gradients(lambda w, x: mixture(w, x, sharder=sharder).out_BTD, *inputs(mixture))
+    assert_same(found, one_device(case))
+
+
+def kept_rows(chosen, devices, room):
+    """Transcription of the drops: [B, T, E] which choices are sent, for tokens [B, T, E] split over B.
+
+    A queue is what a device sends to an expert, in the order of its tokens. The queues to a device grow together, row
+    by row, until its room is full; in the last round the first queues take what is left.
+    """
+    E = chosen.shape[-1]
+    queues = chosen.reshape(devices, -1, E)
+    kept = np.zeros_like(queues)
+    for receiver in np.split(np.arange(E), devices):
+        left, depth = room, 0
+        while left > 0 and depth < queues.shape[1]:
+            for device in range(devices):
+                for index in receiver:
+                    waiting = np.flatnonzero(queues[device, :, index])
+                    if depth < len(waiting) and left > 0:
+                        kept[device, waiting[depth], index], left = True, left - 1
+            depth += 1
+    return kept.reshape(chosen.shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", [SEND, GATHER], ids=lambda dispatch: dispatch.value)
+@pytest.mark.parametrize("favourite", [None, 3], ids=["random", "few_experts"])
+def test_full_buffers_drop_the_end_of_the_longest_queues(favourite, dispatch):
+    """The second half of the last sequence is padding, which takes no room. Dropped rows have no gradient either."""
+    mixture = Mixture(dataclasses.replace(PLAIN, top_k=4), dispatch=dispatch, buffer=1.0)
+    weights, x = inputs(mixture, favourite=favourite)
+    is_real = np.ones((BATCH, LENGTH), bool)
+    is_real[-1, LENGTH // 2 :] = False
+    room = LENGTH * 4
+    chosen = (np.array(softmax_top_k(weights, x, 4)) > 0) & is_real[..., None]
+    kept = kept_rows(chosen, 8, room)
+    assert np.sum(chosen) - np.sum(kept) > 0
+    segments = jnp.asarray(is_real, jnp.int32)
+
+    def by_hand(weights, x):
+        shares = jnp.where(kept, softmax_top_k(weights, x, 4), 0)
+        return sum(shares[..., index, None] * expert(weights, index, x) for index in range(16))
+
+    def run(weights, x):
+        return mixture(weights, x, segments=segments, sharder=sharder_of({"expert": 8}))
+
+    found = value_and_gradients(lambda w, x: run(w, x).out_BTD, weights, x, is_real)
+    assert_same(found, value_and_gradients(by_hand, weights, x, is_real))
+    assert jax.jit(run)(weights, x).aux["dropped"] == np.sum(chosen) - np.sum(kept)
+
+
+def test_dropped_rows_of_all_layers_are_a_metric():
+    layers = {"pattern": {"0": {"mlp": {"load": jnp.ones((2, 4)), "dropped": jnp.array([3.0, 4.0])}}}}
+    assert load_metrics({**layers, "prefix": {"0": {"mlp": {"dropped": jnp.array(5.0)}}}})["moe/dropped"] == 12
+    assert "moe/dropped" not in load_metrics({"pattern": {"0": {"mlp": {"load": jnp.ones((2, 4))}}}})
+
+
+@pytest.mark.slow
+def test_without_a_limit_one_expert_gets_all_tokens():
+    mixture = Mixture(PLAIN, dispatch=SEND, buffer=None)
+    weights, x = inputs(mixture, favourite=5)
+    sharder = sharder_of({"expert": 8})
+    found = value_and_gradients(lambda w, x: mixture(w, x, sharder=sharder).out_BTD, weights, x)
+    assert_same(found, value_and_gradients(lambda w, x: mixture(w, x).out_BTD, weights, x))
+    assert "dropped" not in jax.eval_shape(lambda w, x: mixture(w, x, sharder=sharder), weights, x).aux
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", [SEND, GATHER], ids=lambda dispatch: dispatch.value)
+def test_chunks_do_not_change_the_result(dispatch):
+    mixture = Mixture(PLAIN, dispatch=dispatch, chunks=2)
+    sharder = sharder_of({"expert": 4, "fsdp": 2})
+    found = value_and_gradients(lambda w, x: mixture(w, x, sharder=sharder).out_BTD, *inputs(mixture))
+    assert_same(found, one_device("expert"))
+
+
+@pytest.mark.parametrize(("devices", "top_k", "gathers"), [(2, 8, True), (8, 8, True), (8, 6, False), (64, 8, False)])
+def test_auto_gathers_only_if_that_sends_no_more_rows(devices, top_k, gathers):
+    """Rows sent per token: devices - 1 by all-gather, top_k * (devices - 1) / devices by all-to-all."""
+    programs = {dispatch: collectives(dispatch, devices=devices, top_k=top_k) for dispatch in (AUTO, SEND, GATHER)}
+    assert programs[AUTO] == programs[GATHER if gathers else SEND]
+    assert programs[SEND] != programs[GATHER]
+
+
+def local_equations(dispatch, *, devices, top_k=4, buffer=2.0, tokens=256):
+    """The equations that each GPU executes in the experts and their gradient, for so many tokens per device."""
+    experts = Mixture(config.Moe(experts=128, top_k=top_k), dispatch=dispatch, buffer=buffer).spec.experts
+    spec = dataclasses.replace(experts, compute=jnp.dtype("bfloat16"), kernel=KernelChoice("xla", ()))
+    device = AbstractDevice("NVIDIA H200", None, "gpu")
+    mesh = AbstractMesh((1, 1, devices, 1, 1), AXES, axis_types=AXIS_TYPES, abstract_device=device)
+    sharder, positions = Sharder(mesh, RULES), jnp.zeros((devices, tokens))
+    ctx = Context(positions=positions, segments=None, sharder=sharder, cache=None, dropout_key=None)
+    D, F, E, pairs = spec.emb_dim, spec.dim, spec.experts, (devices, tokens, top_k)
+
+    def summed(weights, x, shares):
+        routed = RoutedTokens(x, jnp.zeros(pairs, int), shares)
+        return jnp.sum(subject.expert_parallel(weights, routed, positions == 0, spec, ctx)[0])
+
+    shapes = [(E, D, F), (E, D, F), (E, F, D)]
+    weights = Weights(*(jnp.zeros(shape, spec.compute) for shape in shapes), None, None)
+    x = jnp.zeros((devices, tokens, D), spec.compute)
+    jaxpr = jax.make_jaxpr(jax.grad(summed, (0, 1, 2)))(weights, x, jnp.zeros(pairs))
+    return [equation for inner in inner_jaxprs(jaxpr.jaxpr, inside=False) for equation in inner.eqns]
+
+
+def inner_jaxprs(jaxpr, *, inside):
+    """The programs inside shard_map."""
+    if inside:
+        yield jaxpr
+    for equation in jaxpr.eqns:
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from inner_jaxprs(inner, inside=inside or equation.primitive.name == "shard_map")
+
+
+def collectives(dispatch, **sizes):
+    """(primitive, dtype, shape) of every collective that a GPU executes, except the sum of its weights' gradients."""
+    names = ("all_gather", "all_to_all", "ragged_all_to_all", "reduce_scatter")
+    equations = [one for one in local_equations(dispatch, **sizes) if one.primitive.name in names]
+    operands = [(one.primitive.name, one.invars[0].aval) for one in equations]
+    return sorted((name, str(aval.dtype), aval.shape) for name, aval in operands)
+
+
+def test_all_to_all_sends_bfloat16_both_ways_and_gathers_only_loads():
+    """Forward there and back, and the gradients of both; backward the router's weights too, and their gradients."""
+    name, rows, room = "ragged_all_to_all", 256 * 4, 2 * 256 * 4
+    there, back = (name, "bfloat16", (rows, EMB)), (name, "bfloat16", (room, EMB))
+    loads, weights = ("all_gather", "int32", (128,)), [(name, "float32", (size, 1)) for size in (rows, room)]
+    assert collectives(SEND, devices=64) == [loads, there, there, back, back, *weights]
+
+
+def test_all_gather_sends_tokens_in_bfloat16():
+    sent = [one for one in collectives(GATHER, devices=8) if one[2][-1] == EMB]
+    gathered, summed = ("all_gather", "bfloat16", (256, EMB)), ("reduce_scatter", "bfloat16", (8 * 256, EMB))
+    assert sent == [gathered, gathered, summed, summed]
+
+
+def test_arrays_of_a_device_do_not_grow_with_the_number_of_devices():
+    """Only the loads do, devices * experts integers."""
+
+    def largest(devices, buffer):
+        equations = local_equations(SEND, devices=devices, buffer=buffer)
+        shapes = [variable.aval.shape for one in equations for variable in one.outvars]
+        return max(shape[0] for shape in shapes if shape and shape[-1] in (EMB, HIDDEN))
+
+    assert largest(8, 2.0) == largest(64, 2.0) == 2 * 256 * 4
+    assert largest(64, None) == 64 * 256 * 2

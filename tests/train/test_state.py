@@ -1,0 +1,82 @@
+"""ZeRO-1: parameters and optimizer state sharded over the data axis, against one device and by their bytes."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from maxhydra.config.compose.composer import compose
+from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.train import next_token_loss
+from maxhydra.train.state import StateFactory, plan_states
+from maxhydra.train.step import make_step
+from tests.support.cli import SMALL
+
+ROWS, LENGTH = 8, 32
+OVER_DATA = "mesh.shard_state_over_data=true"
+
+
+def plan(*overrides: str, **axes: int) -> tuple[StateFactory, object]:
+    devices = math.prod(axes.values())
+    mesh = [f"mesh.{axis}={size}" for axis, size in {"fsdp": 1, **axes}.items()]
+    config = compose([*SMALL, f"train.per_device_batch_size={ROWS / devices}", *mesh, *overrides]).config
+    sharder = Sharder(build_mesh(config.mesh, jax.devices()[:devices]), config.mesh.rules)
+    return plan_states(config, sharder), config
+
+
+def batch(states: StateFactory, seed: int) -> dict[str, jax.Array]:
+    tokens = np.random.default_rng(seed).integers(0, 300, (ROWS, LENGTH)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
+    arrays = {"tokens": tokens, "targets": np.roll(tokens, -1, axis=1), "positions": positions}
+    arrays["weights"] = np.ones((ROWS, LENGTH), np.float32)
+    sharding = states.sharder.sharding(("act_batch", None))
+    return {name: jax.device_put(x, sharding) for name, x in arrays.items()}
+
+
+def losses(*overrides: str, **axes: int) -> np.ndarray:
+    states, config = plan(*overrides, **axes)
+    loss = next_token_loss(states.model, states.sharder, config.train)
+    step = make_step(
+        loss, states.optimizer, config.train, states.model.apply_aux_updates, states.cast, states.shard_gradients
+    )
+    step = jax.jit(step, donate_argnums=0, out_shardings=(states.shardings(), None))
+    state, seen = states.create(0), []
+    for seed in range(3):
+        state, metrics = step(state, batch(states, seed))
+        seen.append(float(metrics["loss"]))
+    return np.array(seen)
+
+
+def bytes_on_first_device(tree: object) -> int:
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
+def test_state_over_data_changes_no_loss(optimizer):
+    found = losses(OVER_DATA, f"optimizer={optimizer}", data=4, fsdp=2)
+    np.testing.assert_allclose(found, losses(f"optimizer={optimizer}"), rtol=3e-5 if optimizer == "muon" else 1e-5)
+
+
+def test_moments_and_weights_take_a_fraction_of_the_bytes():
+    sharded, replicated = (plan(*change, data=4)[0].create(0) for change in ((OVER_DATA,), ()))
+    for part in ("params", "opt_state"):
+        found, whole = (bytes_on_first_device(getattr(state, part)) for state in (sharded, replicated))
+        # Norms stay whole.
+        assert whole / 4 <= found < whole / 3.9
+    assert jax.tree.structure(sharded) == jax.tree.structure(replicated)
+    for x, y in zip(jax.tree.leaves(sharded), jax.tree.leaves(replicated), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_gradients_are_summed_where_the_moments_are():
+    states, _ = plan(OVER_DATA, data=4, fsdp=2)
+    shardings = states.shardings()
+    spec = shardings.params["pattern"]["0"]["mlp"]["up"]["kernel"].spec
+    assert spec == jax.sharding.PartitionSpec(None, ("fsdp", "data"), None)
+    off = dataclasses.replace(states, shards_over_data=False).shardings()
+    assert off.params["pattern"]["0"]["mlp"]["up"]["kernel"].spec == jax.sharding.PartitionSpec(None, "fsdp", None)
+    moments = shardings.opt_state.inner.inner_states["trained"].inner_state["scale"]
+    assert moments.mu["pattern"]["0"]["mlp"]["up"]["kernel"].spec == spec
