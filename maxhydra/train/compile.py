@@ -92,9 +92,8 @@ def trace_pretraining_step(config: Config, sharder: Sharder) -> jax.stages.Trace
     spec, states = plan_batches(config, sharder), plan_states(config, sharder)
     shape = (spec.batch, spec.rows.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=spec.sharding) for name, dtype in COLUMNS.items()}
-    return trace_step(
-        states, next_token_loss(states.model, sharder.inside_replica(), config.train), config.train, batch
-    )
+    loss = next_token_loss(states.model, sharder.inside_replica(), config.train)
+    return trace_step(states, loss, config.train, batch)
 
 
 def explain_oom(error: Exception, config: Config) -> Exception:

@@ -1,5 +1,8 @@
 """DiLoCo against replicas that are trained one after the other, with the outer step in NumPy."""
 
+import dataclasses
+import shutil
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,13 +17,14 @@ from maxhydra.train import next_token_loss
 from maxhydra.train.compile import trace_step
 from maxhydra.train.state import StateFactory, TrainState
 from maxhydra.train.step import make_step
-from tests.support.cli import losses, run_ok
+from tests.support.cli import losses, parameter_hash, run_ok
 from tests.support.mesh_cases import packed_batch
 
 ROWS, LENGTH, STEPS, PERIOD = 4, 16, 5, 2
 RATE, MOMENTUM = 0.7, 0.9
 MODEL = ["model=micro", "model.dropout=0", "model.num_layers=4", f"train.seq_len={LENGTH}", f"train.steps={STEPS}"]
-MODEL += ["optimizer.schedule.warmup_steps=0", "optimizer.learning_rate=0.01"]
+# With a large eps, rounding errors of tiny gradients do not become whole updates.
+MODEL += ["optimizer.schedule.warmup_steps=0", "optimizer.learning_rate=0.01", "optimizer.eps=0.001"]
 DILOCO = ["mesh.replica=2", f"train.diloco.period={PERIOD}", f"train.diloco.learning_rate={RATE}"]
 DILOCO += [f"train.diloco.momentum={MOMENTUM}"]
 
@@ -93,15 +97,8 @@ def expected(fragments: int) -> tuple[dict[str, np.ndarray], list[float]]:
             for own in params:
                 own[name] = np.where(rows.reshape(shape), stepped, own[name])
         trees = [jax.tree.unflatten(jax.tree.structure(states[0].params), own.values()) for own in params]
-        states = [
-            jax.tree_util.tree_map(lambda x: x, state) if tree is None else _with_params(state, tree)
-            for state, tree in zip(states, trees, strict=True)
-        ]
+        states = [dataclasses.replace(state, params=tree) for state, tree in zip(states, trees, strict=True)]
     return shared, mean_losses
-
-
-def _with_params(state: TrainState, params: Any) -> TrainState:
-    return TrainState(state.step, params, state.frozen, state.opt_state, state.key, state.guard, state.history)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +109,12 @@ def test_replicas_and_outer_step(fragments: int, mesh: tuple[str, ...], devices:
     params, mean_losses = expected(fragments)
     np.testing.assert_allclose([values["loss"] for values in metrics], mean_losses, rtol=1e-5)
     for name, value in flat(state.params).items():
-        np.testing.assert_allclose(value, params[name], rtol=1e-4, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(value, params[name], rtol=1e-4, atol=1e-5, err_msg=name)
     # The last step synchronizes all replicas.
     for name, value in flat(state.opt_state.replicas.params).items():
         np.testing.assert_array_equal(value[0], value[1], err_msg=name)
-    assert int(state.step) == STEPS and metrics[0]["tokens"] == metrics[0]["tokens"] > 0
+    assert int(state.step) == STEPS
+    assert metrics[0]["tokens"] == Setup(devices=1).batches()[0]["weights"].sum()
 
 
 @pytest.mark.parametrize(
@@ -134,11 +132,13 @@ def test_incomplete_settings_are_rejected(overrides: list[str], path: str) -> No
 
 
 @pytest.mark.slow
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Any) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     options = [*MODEL, *DILOCO, "mesh.fsdp=1", "data=arithmetic", "train.log_every=1", "checkpoint.every=3"]
-    options += ["hardware=cpu", "hardware.simulated_devices=2", "train.eval_batches=1", "run.name=it"]
-    for name, stops in (("whole", (STEPS,)), ("parts", (3, STEPS))):
-        (tmp_path / name).mkdir()
-        for steps in stops:
-            run_ok(*options, f"train.steps={steps}", cwd=tmp_path / name)
-    assert losses(tmp_path / "whole/outputs/it") == losses(tmp_path / "parts/outputs/it")
+    options += ["train.eval_batches=1", "train.per_device_batch_size=2", "run.name=it"]
+    run_ok(*options, cwd=tmp_path, devices=2)
+    folder = tmp_path / "outputs/it"
+    before = losses(folder), parameter_hash(folder, STEPS)
+    # As if the run had been killed after step 3, between two synchronizations.
+    shutil.rmtree(folder / f"checkpoints/{STEPS}")
+    assert "resuming from step 3" in run_ok(*options, cwd=tmp_path, devices=2).stderr
+    assert (losses(folder), parameter_hash(folder, STEPS)) == before

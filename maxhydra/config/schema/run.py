@@ -160,7 +160,7 @@ class Ramp(Schema):
 
 @schema
 class Diloco(Schema):
-    """DiLoCo: replicas (mesh.replica or mesh.dcn.replica) take steps on their own data and are averaged now and then."""
+    """DiLoCo: replicas (mesh.replica, mesh.dcn.replica) train on their own data and are averaged once per period."""
 
     period: int | None = option(None, ge=1)
     """Steps between synchronizations of a parameter. null: no DiLoCo."""
