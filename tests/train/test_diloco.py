@@ -1,6 +1,7 @@
 """DiLoCo against replicas that are trained one after the other, with the outer step in NumPy."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from maxhydra.train import next_token_loss
 from maxhydra.train.compile import trace_step
 from maxhydra.train.state import StateFactory, TrainState
 from maxhydra.train.step import make_step
-from tests.support.cli import losses, parameter_hash, run_ok
+from tests.support.cli import facts, losses, parameter_hash, run_ok
 from tests.support.mesh_cases import packed_batch
 
 ROWS, LENGTH, STEPS, PERIOD = 4, 16, 5, 2
@@ -140,5 +141,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     before = losses(folder), parameter_hash(folder, STEPS)
     # As if the run had been killed after step 3, between two synchronizations.
     shutil.rmtree(folder / f"checkpoints/{STEPS}")
+    (folder / "run.json").write_text(json.dumps({**facts(folder), "status": "preempted"}))
     assert "resuming from step 3" in run_ok(*options, cwd=tmp_path, devices=2).stderr
     assert (losses(folder), parameter_hash(folder, STEPS)) == before
