@@ -12,8 +12,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.run import Train
+from maxhydra.model import split_trainable
 from maxhydra.sharding import Sharder
 from maxhydra.train.batches import plan_batches
+from maxhydra.train.diloco import make_diloco_step
 from maxhydra.train.executable import load_executable
 from maxhydra.train.loss import Batch, LossFn, next_token_loss
 from maxhydra.train.state import StateFactory, TrainState, plan_states
@@ -42,15 +44,13 @@ def obtain_step(states: StateFactory, loss: LossFn, config: Config, example: Map
 
 def trace_step(states: StateFactory, loss: LossFn, train: Train, example: Mapping[str, Any]) -> jax.stages.Traced:
     """The traced step, ready to be lowered for the devices of the states' mesh."""
+    layout = StateLayout(states.shard_gradients, states.load_moments, states.store_moments)
+    step_fn = make_step(loss, states.optimizer, train, states.model.apply_aux_updates, states.cast, layout)
+    if states.sharder.num_shards("replicas") > 1:
+        axes = split_trainable(states.model.axes)[0]
+        step_fn = make_diloco_step(step_fn, train.diloco, steps=train.steps, mesh=states.sharder.mesh, axes=axes)
     step = jax.jit(
-        make_step(
-            loss,
-            states.optimizer,
-            train,
-            states.model.apply_aux_updates,
-            states.cast,
-            StateLayout(states.shard_gradients, states.load_moments, states.store_moments),
-        ),
+        step_fn,
         donate_argnums=0,
         out_shardings=(states.shardings(), None),
     )
@@ -123,7 +123,8 @@ def trace_pretraining_step(config: Config, sharder: Sharder, *, segments: bool =
     shape = (spec.batch, spec.rows.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=spec.sharding) for name, dtype in COLUMNS.items()}
     batch = batch if segments else {name: column for name, column in batch.items() if name != "segments"}
-    return trace_step(states, next_token_loss(states.model, sharder, config.train), config.train, batch)
+    loss = next_token_loss(states.model, sharder.inside_replica(), config.train)
+    return trace_step(states, loss, config.train, batch)
 
 
 def explain_oom(error: Exception, config: Config) -> Exception:

@@ -125,14 +125,14 @@ class ContextStrategy(Enum):
 
 
 # From least to most communication: devices on the fastest links are adjacent along the last axis.
-AXES = ("data", "stage", "fsdp", "expert", "sequence", "tensor")
-# Axes of data and of pipeline parallelism.
-DATA, STAGE = "data", "stage"
+AXES = ("replica", "data", "stage", "fsdp", "expert", "sequence", "tensor")
+# Axes of DiLoCo, data and pipeline parallelism.
+REPLICA, DATA, STAGE = "replica", "data", "stage"
 
 # Logical axis -> mesh axes. Axes of activations start with `act_`; all others belong to weights.
 RULES: dict[str, list[str]] = {
     # In the order of AXES, as "embed": the compiler turns other orders of one into the other by full replication.
-    "act_batch": ["data", "stage", "fsdp", "expert"],
+    "act_batch": ["replica", "data", "stage", "fsdp", "expert"],
     "act_length": ["sequence"],
     "act_stream_length": ["sequence", "tensor"],
     "act_embed": [],
@@ -141,6 +141,7 @@ RULES: dict[str, list[str]] = {
     "act_mlp": ["tensor"],
     "act_experts": ["expert"],
     "act_vocab": ["tensor"],
+    "replicas": ["replica"],
     "layers": ["stage"],
     "experts": ["expert"],
     "embed": ["stage", "fsdp", "expert", "sequence"],
@@ -159,6 +160,8 @@ RULES: dict[str, list[str]] = {
 class Axes(Schema):
     """Devices along each axis; one axis may be -1 and gets the remaining devices."""
 
+    replica: int = option(1, ge=-1)
+    """DiLoCo: replicas with weights and optimizer states of their own, averaged every train.diloco.period steps."""
     data: int = option(1, ge=-1)
     """Data parallelism: replicas of the model, each with a part of the batch."""
     stage: int = option(1, ge=-1)
