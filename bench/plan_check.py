@@ -2,6 +2,7 @@
 
 python bench/plan_check.py                  estimates beside the stored numbers of the compiler
 python bench/plan_check.py measured         estimated step times beside those measured on one H200
+python bench/plan_check.py scale            table of docs/plan.md: the best setups of large models on many devices
 python bench/plan_check.py compile [NAME]   compile the cases that are not stored yet, and store their numbers
 
 Compiling needs the CUDA plugin of jax and no GPU (bench/aot.py). The numbers are in docs/lab/plan_compiled.jsonl; a
@@ -21,7 +22,8 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 from maxhydra.config.compose.composer import compose
 from maxhydra.plan.case import Case, Subject
 from maxhydra.plan.memory import memory
-from maxhydra.plan.tables import table
+from maxhydra.plan.search import Limits, search
+from maxhydra.plan.tables import mesh_text, table
 from maxhydra.plan.timing import step_time
 from maxhydra.plan.traffic import bytes_by_axes, transfers
 
@@ -31,6 +33,8 @@ MIB = 2**20
 
 FULL, MINIMAL, NONE = (f"model.remat.policy={policy}" for policy in ("full", "minimal", "none"))
 BASE = "train.seq_len=4096 model.dtypes.logits=bfloat16"
+LONG = "model=llama3.1-8b model.num_layers=1 mesh.sequence=8 train.seq_len=16384 train.per_device_batch_size=0.125"
+DEFAULTS = "train.seq_len=4096 train.per_device_batch_size=1"
 LLAMA = f"model=llama3.1-8b {BASE}"
 QWEN = f"model=qwen3-30b-a3b {BASE} train.per_device_batch_size=1"
 SMALL = f"{LLAMA} model.num_layers=8 model.vocab_size=8192"
@@ -48,6 +52,7 @@ CASES = {
     "fsdp2_tensor4": f"{CUT} train.per_device_batch_size=0.5 mesh.fsdp=2 mesh.tensor=4 {FULL}",
     "fsdp4_tensor2_minimal": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=4 mesh.tensor=2 {MINIMAL}",
     "fsdp4_sequence2": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=4 mesh.sequence=2 {FULL}",
+    "fsdp4_stage2": f"{CUT} train.per_device_batch_size=2 mesh.fsdp=4 mesh.stage=2 {FULL}",
     "small_vocabulary_full": f"{SMALL} train.per_device_batch_size=2 mesh.fsdp=8 {FULL}",
     "small_vocabulary_minimal": f"{SMALL} train.per_device_batch_size=2 mesh.fsdp=8 {MINIMAL}",
     "small_vocabulary_none": f"{SMALL} train.per_device_batch_size=2 mesh.fsdp=8 {NONE}",
@@ -59,8 +64,20 @@ CASES = {
     "experts_fsdp8": f"{QWEN} model.num_layers=2 mesh.fsdp=8 {FULL}",
     "experts_expert8": f"{QWEN} model.num_layers=2 mesh.expert=8 {FULL}",
     "experts_expert8_minimal": f"{QWEN} model.num_layers=4 mesh.expert=8 {MINIMAL}",
+    "fsdp8_float32_logits": f"{DEFAULTS} model=llama3.1-8b model.num_layers=2 mesh.fsdp=8",
+    "fsdp8_chunked_loss_float32": f"{DEFAULTS} model=llama3.1-8b model.num_layers=2 mesh.fsdp=8 train.loss_chunk=1024",
+    "fsdp2_tensor4_minimal": f"{DEFAULTS} model=llama3.1-8b model.num_layers=2 mesh.fsdp=2 mesh.tensor=4",
+    "experts_expert64": f"{DEFAULTS} model=qwen3-30b-a3b model.num_layers=2 mesh.expert=64",
+    "experts_all_to_all": f"{DEFAULTS} model=qwen3-30b-a3b model.num_layers=2 mesh.expert=8 "
+    "model.expert_parallel.dispatch=all_to_all",
+    "sequence8_ring": f"{LONG} mesh.context=ring",
+    "sequence8_ulysses": f"{LONG} mesh.context=ulysses",
+    "windows_float32_logits": f"{DEFAULTS} model=gemma3-4b model.num_layers=6 mesh.fsdp=8",
     "experts_mixed": f"{QWEN} model.num_layers=4 mesh.data=2 mesh.fsdp=2 mesh.expert=2 {FULL}",
 }
+
+# Nodes of 8 devices; 1 for all others.
+NODES = {"experts_expert64": 8}
 
 SMALLER = f"model=llama3.2-1b model.scan_unroll=16 {BASE} {NONE}"
 LARGER = f"model=llama3.2-3b model.scan_unroll=28 {BASE}"
@@ -86,6 +103,11 @@ MEASURED = [
     (f"{LARGEST} train.per_device_batch_size=4", 11_738),
 ]
 
+# Models with their sequence length, device counts, and slices where the devices exceed one.
+SCALED = {"llama3.1-405b": 8192, "deepseek3-671b": 4096, "kimi-k2-1t": 4096, "qwen3-235b-a22b": 4096}
+DEVICES = (64, 512, 4096, 16384)
+CHIPS: dict[str, dict[int, int]] = {"gpu-h200": {}, "tpu-v5p": {16384: 4}}
+
 
 def case_of(overrides: str, devices: int) -> Case:
     config = compose(["hardware=gpu-h200", *overrides.split()]).config
@@ -101,7 +123,8 @@ def compile_cases(names: list[str]) -> None:
     stored = {line["name"] for line in stored_lines()}
     for name in names or [name for name in CASES if name not in stored]:
         config = compose(["hardware=gpu-h200", *CASES[name].split()]).config
-        devices = absent_devices("h200:8", slices=1, hardware=config.hardware)
+        nodes = NODES.get(name, 1)
+        devices = absent_devices(f"h200:{nodes}x8", slices=1, hardware=config.hardware)
         report, _ = compile_report(config, Sharder.from_config(config.mesh, build_mesh(config.mesh, devices)))
         sent: dict[str, float] = {}
         for row in report.collectives:
@@ -109,7 +132,7 @@ def compile_cases(names: list[str]) -> None:
         line = {
             "name": name,
             "overrides": CASES[name],
-            "devices": 8,
+            "devices": 8 * nodes,
             "bytes": report.bytes_per_device,
             "sent_mib": sent,
             "seconds": round(report.seconds, 1),
@@ -164,9 +187,48 @@ def compare_measured() -> Iterator[tuple[str, ...]]:
         yield name, f"{measured * 1e3:.0f}", f"{time.seconds * 1e3:.0f}", f"{time.seconds / measured - 1:+.1%}"
 
 
+def scale_rows() -> Iterator[tuple[str, ...]]:
+    """Rows of the table in docs/plan.md: the best setup of each model on each number of devices."""
+    yield ("model", "devices", "mesh", "remat", "batch, accumulated", "GiB", "step", "MFU")
+    for model, seq_len in SCALED.items():
+        for chip, slices in CHIPS.items():
+            overrides = [
+                f"model={model}",
+                f"hardware={chip}",
+                f"train.seq_len={seq_len}",
+                "model.dtypes.logits=bfloat16",
+            ]
+            subject = Subject.of(compose(overrides).config)
+            for devices in DEVICES:
+                limits = Limits(
+                    devices=devices,
+                    slices=slices.get(devices, 1),
+                    batch_tokens=2**24,
+                    memory_share=0.92,
+                    results=1,
+                )
+                plan = search(subject, limits)[0]
+                case, time = plan.case, plan.time
+                assert time is not None
+                fits = "" if plan.fits else " (does not fit)"
+                yield (
+                    model,
+                    f"{devices:,} {chip.partition('-')[2]}",
+                    mesh_text(plan),
+                    case.remat.policy.value,
+                    f"{case.rows:g}, {case.grad_accum}",
+                    f"{plan.memory.peak / 2**30:.0f}{fits}",
+                    f"{time.seconds:.1f} s",
+                    f"{time.mfu:.0%}",
+                )
+
+
 if __name__ == "__main__":
     command = sys.argv[1] if len(sys.argv) > 1 else "compiled"
     if command == "compile":
         compile_cases(sys.argv[2:])
+    elif command == "scale":
+        for row in scale_rows():
+            print(f"| {' | '.join(row)} |", flush=True)
     else:
         print("\n".join(table(list(compare_measured() if command == "measured" else compare_compiled()))))

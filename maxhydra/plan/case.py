@@ -7,7 +7,7 @@ a search can try thousands.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import cached_property, wraps
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 
 from maxhydra import model, optim
 from maxhydra.config import Config
-from maxhydra.config.schema.hardware import AXES, Platform
+from maxhydra.config.schema.hardware import AXES, STAGE, Mesh, Platform
 from maxhydra.config.schema.model import RematPolicy
 from maxhydra.kernels import rms_norm
 from maxhydra.kernels.dispatch import Capability
@@ -28,11 +28,11 @@ from maxhydra.model.decoder import BLOCKS, DecoderSpec
 from maxhydra.plan.layers import HashedModel, LayerTrace, trace_layer
 from maxhydra.sharding import AxisSizes, LogicalAxes, Sharder, axis_sizes, bytes_per_device, is_axes
 from maxhydra.sharding.mesh import AXIS_TYPES
+from maxhydra.sharding.pipeline import PipelineSchedule
 from maxhydra.train import plan_states
 
 # Weight dimensions that stay split in the matmul that uses them; the others are all-gathered for it.
-SPLIT_IN_USE = ("heads", "kv_heads", "mlp", "vocab", "experts")
-TENSOR = "tensor"
+SPLIT_IN_USE = ("layers", "heads", "kv_heads", "mlp", "vocab", "experts")
 R = TypeVar("R")
 
 
@@ -81,7 +81,7 @@ class Subject:
     def layout(self, sizes: AxisSizes) -> "Layout":
         """The layout on a mesh, made once."""
         if sizes not in self.layouts:
-            self.layouts[sizes] = Layout(sizes, self.config.mesh.rules)
+            self.layouts[sizes] = Layout(sizes, self.config.mesh)
         return self.layouts[sizes]
 
     @classmethod
@@ -169,8 +169,9 @@ def _arrays(shapes: Any, axes: Any, compute: int) -> list[Array]:
 class Layout:
     """How the arrays of a subject are sharded over one mesh; shared by all cases with this mesh."""
 
-    def __init__(self, sizes: AxisSizes, rules: Mapping[str, Sequence[str]]):
-        self.sharder = Sharder(AbstractMesh(sizes.total, AXES, axis_types=AXIS_TYPES), rules)
+    def __init__(self, sizes: AxisSizes, config: Mesh):
+        mesh = AbstractMesh(sizes.total, AXES, axis_types=AXIS_TYPES)
+        self.sharder = Sharder.from_config(config, mesh)
         self.mesh = dict(zip(AXES, sizes.total, strict=True))
         self.results: dict[Any, Any] = {}
         """Results of functions that depend on the mesh alone (`per_mesh`)."""
@@ -188,11 +189,11 @@ class Layout:
         """Mesh axes over which a weight is gathered for use, and those over which it stays split."""
         if id(array) not in self._split:
             gathered: list[str] = []
-            kept: list[str] = []
+            unchanged: list[str] = []
             for name, entry in zip(array.axes, self.sharder.spec(array.axes), strict=True):
                 axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-                (kept if name in SPLIT_IN_USE else gathered).extend(axes)
-            self._split[id(array)] = tuple(gathered), tuple(kept)
+                (unchanged if name in SPLIT_IN_USE else gathered).extend(axes)
+            self._split[id(array)] = tuple(gathered), tuple(unchanged)
         return self._split[id(array)]
 
 
@@ -260,6 +261,23 @@ class Case:
         return self.tokens * self.devices * self.grad_accum
 
     @property
+    def schedule(self) -> PipelineSchedule | None:
+        """The schedule of the pipeline; None without stages."""
+        if self.mesh[STAGE] == 1:
+            return None
+        return self.sharder.pipeline_schedule(round(self.tokens * self.devices / self.seq_len))
+
+    @property
+    def ticks(self) -> float:
+        """Runs of a stage per microbatch: more than one, because stages are idle while the pipeline fills."""
+        schedule = self.schedule
+        return 1.0 if schedule is None else schedule.ticks / (schedule.microbatches * schedule.repeats)
+
+    def layers_on_device(self, array: Array) -> float:
+        """Layers of a stacked weight that a device runs: those of its stage."""
+        return array.layers / (self.mesh[STAGE] if STAGE in self.split(array)[1] else 1)
+
+    @property
     def batch_axes(self) -> tuple[str, ...]:
         return self.sharder.mesh_axes("act_batch") + self.sharder.mesh_axes("act_length")
 
@@ -278,7 +296,7 @@ class Case:
 
     def used_bytes(self, array: Array) -> float:
         """Bytes of a weight of one layer on a device while the layer uses it, in the compute dtype."""
-        kept = math.prod(self.mesh[axis] for axis in self.split(array)[1])
+        kept = math.prod(self.mesh[axis] for axis in self.split(array)[1] if axis != STAGE)
         return math.prod(array.shape) / array.layers * array.compute_bytes / kept
 
     def trace(self, kind: BlockSpec, policy: Remat | None = None) -> LayerTrace:
@@ -288,9 +306,10 @@ class Case:
 
     def saved_bytes(self, kind: BlockSpec, policy: Remat | None = None) -> float:
         """Bytes of activations that one layer of this kind saves on a device."""
-        tensor = self.mesh[TENSOR]
         rows = self.stream_tokens / self.seq_len
-        return self.trace(kind, policy).bytes(rows=rows, length=self.seq_len, tensor=tensor)
+        streams = self.sharder.num_shards("act_stream_length") // self.sharder.num_shards("act_length")
+        splits = self.sharder.num_shards("act_mlp")
+        return self.trace(kind, policy).bytes(rows=rows, length=self.seq_len, splits=splits, streams=streams)
 
 
 def per_mesh(function: Callable[..., R]) -> Callable[..., R]:

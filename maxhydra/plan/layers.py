@@ -44,12 +44,11 @@ class SavedArray:
     lengths: int
     """Dimensions that scale with the sequence length: 2 for attention logits."""
     is_split: bool
-    """Whether mesh.tensor divides it."""
+    """Whether mesh.tensor divides its width; it divides the length of all others, the residual stream."""
 
-    def bytes(self, *, rows: float, length: int, tensor: int) -> float:
-        """Bytes of `rows` sequences of this length on one device of a tensor-parallel group."""
-        size = self.item_bytes * self.count * rows * float(length) ** self.lengths
-        return size / tensor if self.is_split else size
+    def bytes(self, *, rows: float, length: int) -> float:
+        """Bytes of `rows` sequences of this length on all devices of a tensor-parallel group."""
+        return self.item_bytes * self.count * rows * float(length) ** self.lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +57,17 @@ class LayerTrace:
 
     saved: tuple[SavedArray, ...]
 
-    def bytes(self, *, rows: float, length: int, tensor: int) -> float:
-        """Bytes on one device. Attention logits are left out: a fused kernel does not write them."""
+    def bytes(self, *, rows: float, length: int, splits: int, streams: int) -> float:
+        """Bytes on one device, whose group splits widths and the length of the residual stream this many ways.
+
+        Attention logits are left out: a fused kernel does not write them.
+        """
         arrays = [array for array in self.saved if array.lengths < 2]
-        return sum(array.bytes(rows=rows, length=length, tensor=tensor) for array in arrays)
+        wide = sum(array.bytes(rows=rows, length=length) for array in arrays if array.is_split)
+        return (
+            wide / splits
+            + sum(array.bytes(rows=rows, length=length) for array in arrays if not array.is_split) / streams
+        )
 
 
 @cache

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from maxhydra.kernels import linear_cross_entropy
 from maxhydra.plan.case import NOTHING_RECOMPUTED, Case, per_mesh
-from maxhydra.plan.traffic import FLOAT32, expert_rows
+from maxhydra.plan.traffic import FLOAT32, expert_rows, gathers_tokens
 
 # Share of a layer's activations that exist at once while its backward pass runs, from compiled steps for H200.
 LIVE_SHARE = 0.9
@@ -71,7 +71,7 @@ def memory(case: Case) -> Memory:
         optimizer=_moment_bytes(case),
         cast_weights=_cast_bytes(case),
         gradients=accumulators + _gradient_bytes(case),
-        activations=sum(count * case.saved_bytes(kind) for kind, count in case.subject.kinds),
+        activations=case.ticks * sum(count * case.saved_bytes(kind) for kind, count in case.subject.kinds),
         layer=layer,
         gathered=_gathered_bytes(case),
         loss=_loss_bytes(case) + 2 * stream + accumulators,
@@ -132,13 +132,13 @@ def _loss_bytes(case: Case) -> float:
     tokens = case.stream_tokens * chunk / case.seq_len
     vocabulary = config.vocab_size / case.sharder.num_shards("act_vocab")
     logits = jnp.dtype(config.dtypes.logits.value).itemsize
-    # A tied head is transposed first, and a loop over chunks carries the gradient of the head.
-    heads = 1 if chunk == case.seq_len and not case.subject.spec.is_tied else 2
     head = config.emb_dim * vocabulary * _compute_bytes(case)
-    # The kernel writes the gradient over the logits.
-    in_place = case.serves(
-        linear_cross_entropy.BACKENDS["triton"], "batch", "length", "vocab"
-    ) and logits == _compute_bytes(case)
+    is_served = case.serves(linear_cross_entropy.BACKENDS["triton"], "batch", "length", "vocab")
+    is_whole = chunk == case.seq_len
+    # On all positions at once the kernel writes the gradient over the logits, next to the head and its gradient; a
+    # loop over chunks carries the gradient in float32.
+    in_place = is_whole and is_served and logits == _compute_bytes(case)
+    heads = 3 if not is_whole else 2 if in_place else 1
     return tokens * vocabulary * (logits + (0 if in_place else _compute_bytes(case))) + heads * head
 
 
@@ -150,11 +150,15 @@ def _layer_work(case: Case) -> tuple[float, float]:
 
 
 def _row_bytes(case: Case) -> float:
-    """Bytes by which buffers of routed rows exceed the K rows of each token of a device."""
+    """Bytes by which buffers of routed rows and their gradients exceed the K rows of each token of a device."""
     if not case.subject.experts:
         return 0.0
     spec = case.subject.experts[0]
     extra = max(0.0, expert_rows(case, spec) - case.stream_tokens * spec.router.top_k)
-    hidden = 3 * spec.experts.dim / case.mesh["tensor"]
-    # Outputs are combined in float32.
-    return extra * (_compute_bytes(case) * (2 * spec.experts.emb_dim + hidden) + FLOAT32 * spec.experts.emb_dim)
+    width = 2 * spec.experts.emb_dim + 3 * spec.experts.dim / case.sharder.num_shards("act_mlp")
+    rows = 2 * extra * _compute_bytes(case) * width
+    if not gathers_tokens(case, spec):
+        return rows
+    # Outputs of all gathered tokens and their gradient, in float32.
+    tokens = case.stream_tokens * case.sharder.num_shards("experts")
+    return rows + 2 * tokens * spec.experts.emb_dim * FLOAT32

@@ -13,12 +13,13 @@ from maxhydra.plan.estimate import Plan, make_plan
 from maxhydra.plan.memory import memory
 from maxhydra.sharding import AxisSizes
 
-# Largest tensor-parallel group on a torus, and sequences in one forward pass of a group of devices.
+# Largest tensor-parallel group on a torus, pipeline stages, and sequences in one forward pass of a group of devices.
 TORUS_TENSOR = 16
-SEQUENCES = (1, 2, 4, 8, 16)
+STAGES = (1, 2, 4, 8, 16)
+SEQUENCES = (1, 2, 4, 8)
 ACCUMULATED = (1, 2, 4, 8, 16, 32, 64)
 # Meshes whose other settings are searched; the others are tried with one sequence and full rematerialization only.
-FINALISTS = 48
+FINALISTS = 16
 POLICIES = tuple(Remat(policy, (), ()) for policy in (RematPolicy.full, RematPolicy.minimal, RematPolicy.none))
 
 
@@ -59,16 +60,21 @@ def meshes(subject: Subject, limits: Limits) -> Iterator[AxisSizes]:
     experts = max((moe.experts.experts for moe in subject.experts), default=1)
     # Every device needs a sequence, or a part of one.
     rows = max(1, limits.batch_tokens // subject.config.train.seq_len)
-    for tensor in _divisors(math.gcd(per_slice, 2**20), largest_tensor):
-        for sequence in _divisors(per_slice // tensor, max(1, 2 * limits.devices // rows // tensor)):
-            for expert in _divisors(per_slice // (tensor * sequence), experts):
-                for fsdp in _divisors(per_slice // (tensor * sequence * expert), per_slice):
-                    data = per_slice // (tensor * sequence * expert * fsdp)
-                    sizes = {"data": data, "fsdp": fsdp, "expert": expert, "sequence": sequence, "tensor": tensor}
-                    within = tuple(sizes.get(axis, 1) for axis in AXES)
-                    across = tuple(limits.slices if axis == "data" else 1 for axis in AXES)
-                    if _divides(Case(subject, AxisSizes(within, across), POLICIES[0], 1.0, 1)):
-                        yield AxisSizes(within, across)
+    choices = {
+        "tensor": _divisors(per_slice, largest_tensor),
+        "sequence": _divisors(per_slice, max(1, 2 * limits.devices // rows)),
+        "expert": _divisors(per_slice, experts),
+        "stage": [size for size in STAGES if subject.spec.repetitions % size == 0],
+        "fsdp": _divisors(per_slice, per_slice),
+    }
+    across = tuple(limits.slices if axis == "data" else 1 for axis in AXES)
+    for chosen in itertools.product(*choices.values()):
+        if per_slice % math.prod(chosen):
+            continue
+        sizes = dict(zip(choices, chosen, strict=True)) | {"data": per_slice // math.prod(chosen)}
+        found = AxisSizes(tuple(sizes.get(axis, 1) for axis in AXES), across)
+        if _divides(Case(subject, found, POLICIES[0], 1.0, 1)):
+            yield found
 
 
 def _divisors(number: int, largest: int) -> list[int]:

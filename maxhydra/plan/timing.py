@@ -111,8 +111,9 @@ def compute_time(case: Case) -> Compute:
     flops = case.subject.forward_flops
     layer_rate = _layer_rate(case, rate)
     again = _recomputed(case)
-    matmul = 3 * tokens * (flops.layers / layer_rate + flops.head / rate)
-    attention = 3 * tokens * flops.mixing / attention_rate
+    # Stages repeat their work while the pipeline fills and drains.
+    matmul = 3 * tokens * (case.ticks * flops.layers / layer_rate + flops.head / rate)
+    attention = 3 * tokens * case.ticks * flops.mixing / attention_rate
     return Compute(
         matmul=matmul,
         attention=attention,

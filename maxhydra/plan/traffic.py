@@ -11,7 +11,8 @@ from enum import Enum
 
 import jax.numpy as jnp
 
-from maxhydra.config.schema.model import RematPolicy
+from maxhydra.config.schema.hardware import STAGE, ContextStrategy
+from maxhydra.config.schema.model import Dispatch, RematPolicy
 from maxhydra.layers import MoeSpec
 from maxhydra.plan.case import Array, Case, per_mesh
 
@@ -68,23 +69,27 @@ def ring(case: Case, axes: tuple[str, ...], size: float) -> float:
 
 def weight_transfers(case: Case) -> Iterator[Transfer]:
     """fsdp, and the other axes that store weights: gathered per layer and pass; gradients scattered, then reduced."""
-    for transfer in _weights_of_a_pass(case):
-        times = case.grad_accum
+    schedule = case.schedule
+    for transfer, is_staged in _weights_of_a_pass(case):
+        # A stage gathers its weights for each microbatch.
+        times = case.grad_accum * (schedule.ticks if schedule is not None and is_staged else 1)
         yield dataclasses.replace(transfer, bytes=transfer.bytes * times, calls=transfer.calls * times)
 
 
 @per_mesh
-def _weights_of_a_pass(case: Case) -> list[Transfer]:
-    """Transfers of weights and gradients in one forward and backward pass, added up by axes."""
-    totals: dict[tuple[str, tuple[str, ...], Phase], tuple[float, float]] = {}
+def _weights_of_a_pass(case: Case) -> list[tuple[Transfer, bool]]:
+    """Transfers of weights and gradients in one pass, added up by axes, and whether they belong to a stage."""
+    totals: dict[tuple[str, tuple[str, ...], Phase, bool], tuple[float, float]] = {}
     for array in case.subject.weights:
+        is_staged = STAGE in case.split(array)[1]
         for item in () if _is_table(array) else _weight(case, array):
-            key = (item.what, item.axes, item.phase)
+            key = (item.what, item.axes, item.phase, is_staged)
             sent, calls = totals.get(key, (0.0, 0.0))
             # Small arrays are combined with their neighbors.
             totals[key] = (sent + item.bytes, max(calls, item.calls))
     return [
-        Transfer(what, axes, sent, calls, phase, Overlap.layer) for (what, axes, phase), (sent, calls) in totals.items()
+        (Transfer(what, axes, sent, calls, phase, Overlap.layer), is_staged)
+        for (what, axes, phase, is_staged), (sent, calls) in totals.items()
     ]
 
 
@@ -92,7 +97,8 @@ def _weight(case: Case, array: Array) -> Iterator[Transfer]:
     """Gathers of one weight and the reduction of its gradient."""
     gathered, kept = case.split(array)
     rest = tuple(axis for axis in case.batch_axes if axis not in gathered + kept)
-    size, layers = case.used_bytes(array) * array.layers, array.layers
+    layers = case.layers_on_device(array)
+    size = case.used_bytes(array) * layers
     if gathered:
         sent = ring(case, gathered, size)
         yield Transfer("weights", gathered, sent, layers, Phase.forward, Overlap.layer)
@@ -114,120 +120,137 @@ def _is_table(array: Array) -> bool:
 
 
 def embedding_transfers(case: Case) -> Iterator[Transfer]:
-    """Rows of the embedding: exchanged over the axes that split its width, summed over those that split its rows."""
-    spec = case.subject.spec
+    """Rows of the embedding: exchanged over the axes that split its width, scattered over those that split its rows."""
     for array in case.subject.weights:
         if not _is_table(array):
             continue
         gathered, kept = case.split(array)
-        width, vocabulary = array.shape[-1], array.shape[0]
-        rows, times = case.stream_tokens * width, case.grad_accum
-        table = vocabulary * width / math.prod(case.mesh[axis] for axis in kept)
-        is_exchanged = table >= rows
-        if gathered and is_exchanged:
-            sent = ring(case, gathered, rows * FLOAT32) * times
-            yield Transfer("embedding", gathered, sent, times, Phase.forward, Overlap.none, is_all_to_all=True)
-        elif gathered:
-            sent = ring(case, gathered, table * FLOAT32) * times
-            yield Transfer("embedding", gathered, sent, times, Phase.forward, Overlap.layer)
-        if kept:
-            sent = 2 * ring(case, kept, rows * FLOAT32) * times
-            yield Transfer("embedding", kept, sent, times, Phase.forward, Overlap.none)
-        yield from _embedding_gradient(case, array, is_exchanged)
-        if spec.is_tied and "per_layer" not in array.path:
-            head = case.used_bytes(array)
+        rest = tuple(axis for axis in case.batch_axes if axis not in gathered + kept)
+        shards = math.prod(case.mesh[axis] for axis in kept)
+        rows = case.stream_tokens * array.shape[-1] * array.compute_bytes
+        times, stored = case.grad_accum, case.local_bytes(array) * FLOAT32 / array.dtype.itemsize
+        for phase in Phase:
             if gathered:
-                sent = ring(case, gathered, head) * times
-                yield Transfer("weights", gathered, sent, times, Phase.forward, Overlap.layer)
-                yield Transfer("gradients", gathered, sent, times, Phase.backward, Overlap.layer)
-
-
-def _embedding_gradient(case: Case, array: Array, is_exchanged: bool) -> Iterator[Transfer]:
-    """Gradient of an embedding: rows go back to the shards of the width; replicas add up their tables."""
-    gathered, kept = case.split(array)
-    rest = tuple(axis for axis in case.batch_axes if axis not in gathered + kept)
-    rows, times = case.stream_tokens * array.shape[-1] * array.compute_bytes, case.grad_accum
-    stored = math.prod(case.mesh[axis] for axis in gathered + kept)
-    table = math.prod(array.shape) * FLOAT32 / stored
-    if gathered and rest:
-        axes = tuple(axis for axis in case.mesh if axis in gathered + rest)
-        others = math.prod(case.mesh[axis] for axis in axes) - 1
-        yield Transfer("embedding", axes, others * rows * times, times, Phase.backward, Overlap.none)
-    elif gathered and is_exchanged:
-        sent = ring(case, gathered, rows) * times
-        yield Transfer("embedding", gathered, sent, times, Phase.backward, Overlap.none, is_all_to_all=True)
-    elif gathered:
-        sent = ring(case, gathered, table * stored) * times
-        yield Transfer("embedding", gathered, sent, times, Phase.backward, Overlap.layer)
-    if rest:
-        yield Transfer("embedding", rest, 2 * ring(case, rest, table) * times, times, Phase.backward, Overlap.layer)
+                sent = ring(case, gathered, rows / shards) * times
+                yield Transfer("embedding", gathered, sent, times, phase, Overlap.none, is_all_to_all=True)
+            if kept:
+                yield Transfer("embedding", kept, ring(case, kept, rows) * times, times, phase, Overlap.none)
+        if rest:
+            sent = 2 * ring(case, rest, stored) * times
+            yield Transfer("embedding", rest, sent, times, Phase.backward, Overlap.layer)
+        if case.subject.spec.is_tied and "per_layer" not in array.path and gathered:
+            sent = ring(case, gathered, case.used_bytes(array)) * times
+            yield Transfer("weights", gathered, sent, times, Phase.forward, Overlap.layer)
+            yield Transfer("gradients", gathered, sent, times, Phase.backward, Overlap.layer)
 
 
 def tensor_transfers(case: Case) -> Iterator[Transfer]:
-    """tensor: the output of both branches of a layer is summed over devices, and so are their input gradients."""
+    """tensor: the residual stream, split along the length, is gathered before each branch and scattered after it."""
     axes = case.sharder.mesh_axes("act_heads")
     if not axes:
         return
     size = case.stream_tokens * case.config.model.emb_dim * jnp.dtype(case.config.model.dtypes.compute.value).itemsize
-    sent = 2 * ring(case, axes, size) * case.grad_accum
-    layers = len(case.subject.spec.layers)
-    # The sum of the attention branch is an input of the recomputed feed-forward; that of the feed-forward is not.
-    recomputed = int(case.remat.policy is RematPolicy.full or "attention_out" not in case.remat.save)
-    recomputed *= case.remat.policy in (RematPolicy.full, RematPolicy.custom)
-    times = case.grad_accum * layers
-    yield Transfer("activations", axes, 2 * layers * sent, 2 * times, Phase.forward, Overlap.none)
-    backward = 2 + recomputed
-    yield Transfer("activations", axes, backward * layers * sent, backward * times, Phase.backward, Overlap.none)
-    yield Transfer("logits", axes, sent, case.grad_accum, Phase.backward, Overlap.none)
+    sent = ring(case, axes, size)
+    times = case.grad_accum * len(case.subject.spec.layers) * case.ticks
+    policy = case.remat.policy
+    # Recomputed: both gathers, and the sum of the attention branch, which the feed-forward reads, unless it is saved.
+    again = 0 if policy is RematPolicy.none else 2
+    is_summed_again = policy is RematPolicy.custom and "attention_out" not in case.remat.save
+    again += policy is RematPolicy.full or is_summed_again
+    for phase, calls in ((Phase.forward, 4 * times), (Phase.backward, (4 + again) * times)):
+        yield Transfer("activations", axes, calls * sent, calls, phase, Overlap.none)
+    for phase in Phase:
+        yield Transfer("logits", axes, sent * case.grad_accum, case.grad_accum, phase, Overlap.none)
 
 
 def sequence_transfers(case: Case) -> Iterator[Transfer]:
-    """sequence: keys and values of a layer are gathered, and their gradients scattered."""
+    """sequence: heads are exchanged (ulysses), or keys and values travel to all devices (ring, all_gather)."""
     axes = case.sharder.mesh_axes("act_length")
     if not axes:
         return
-    times = case.grad_accum * (1 if case.remat.policy is RematPolicy.none else 2)
+    again = case.remat.policy is not RematPolicy.none
     compute = jnp.dtype(case.config.model.dtypes.compute.value).itemsize
     shards = math.prod(case.mesh[axis] for axis in axes)
     for kind, count in case.subject.kinds:
-        width = _key_width(case, kind.mixer)
-        size = case.stream_tokens * shards * width * compute * count
-        sent = ring(case, axes, size)
-        yield Transfer("keys", axes, sent * case.grad_accum, count, Phase.forward, Overlap.none)
-        yield Transfer("keys", axes, sent * times, count, Phase.backward, Overlap.none)
+        queries, keys = _head_widths(case, kind.mixer)
+        exchanges = _exchanges_heads(case, kind.mixer, shards)
+        # An exchange moves queries, keys and values, and the output back; otherwise all others need the keys.
+        width = (2 * queries + keys) / shards if exchanges else float(keys)
+        sent = case.stream_tokens * (shards - 1) * width * compute * count * case.grad_accum
+        calls = count * case.grad_accum * (4 if exchanges else 2)
+        yield Transfer("keys", axes, sent, calls, Phase.forward, Overlap.none, is_all_to_all=exchanges)
+        # Backward: the same for the gradients; without an exchange keys travel again, next to their gradients.
+        passes = (1 if exchanges else 2) + again
+        yield Transfer(
+            "keys", axes, passes * sent, passes * calls, Phase.backward, Overlap.none, is_all_to_all=exchanges
+        )
 
 
-def _key_width(case: Case, mixer: object) -> float:
-    """Numbers per token that are gathered: keys and values of a device's heads, or the latent of MLA."""
+def _exchanges_heads(case: Case, mixer: object, shards: int) -> bool:
+    """Whether attention exchanges heads, as kernels/attention/context.py chooses."""
+    strategy = case.config.mesh.context
+    is_local = getattr(mixer, "window", None) or getattr(mixer, "chunk", None) or getattr(mixer, "indexer", None)
+    if strategy is not ContextStrategy.auto:
+        return strategy is ContextStrategy.ulysses
+    heads = getattr(mixer, "num_heads", 0)
+    return bool(heads) and not is_local and heads % (shards * case.sharder.num_shards("act_heads")) == 0
+
+
+def _head_widths(case: Case, mixer: object) -> tuple[float, float]:
+    """Numbers per token of a device's query heads, and of its keys and values: the latent of MLA is sent whole."""
+    heads = getattr(mixer, "num_heads", None) or getattr(mixer, "num_value_heads", 0)
+    tensor = case.sharder.num_shards("act_heads")
     latent = getattr(mixer, "latent_dim", None)
     if latent is not None:
-        return float(latent + getattr(mixer, "rope_dim", 0))
-    heads = getattr(mixer, "num_kv_heads", None) or getattr(mixer, "num_key_heads", 0)
+        return heads * getattr(mixer, "value_dim", 0) / tensor, float(latent + getattr(mixer, "rope_dim", 0))
     width = getattr(mixer, "head_dim", None) or getattr(mixer, "key_dim", 0)
-    return 2.0 * heads * width / case.sharder.num_shards("act_kv_heads")
+    kv_heads = getattr(mixer, "num_kv_heads", None) or getattr(mixer, "num_key_heads", 0)
+    return heads * width / tensor, 2.0 * kv_heads * width / case.sharder.num_shards("act_kv_heads")
 
 
 def expert_rows(case: Case, spec: MoeSpec) -> float:
-    """Routed rows that a device holds in buffers: K for each token of all devices that share the experts."""
-    holders = case.sharder.num_shards("experts")
-    return case.stream_tokens * spec.router.top_k * holders
+    """Routed rows that a device has buffers for: a multiple of an even load, or all that could be routed to it."""
+    devices = case.sharder.num_shards("experts")
+    even, buffer = case.stream_tokens * spec.router.top_k, case.config.model.expert_parallel.buffer
+    most = devices * case.stream_tokens * min(spec.router.top_k, spec.experts.experts // devices)
+    return even if devices == 1 else most if buffer is None else min(most, buffer * even)
+
+
+def gathers_tokens(case: Case, spec: MoeSpec) -> bool:
+    """Whether all tokens travel to all devices of the experts, as layers/expert_parallel.py chooses."""
+    devices, dispatch = case.sharder.num_shards("experts"), case.config.model.expert_parallel.dispatch
+    is_less = dispatch is Dispatch.auto and devices <= spec.router.top_k
+    return devices > 1 and (dispatch is Dispatch.all_gather or is_less)
 
 
 def expert_transfers(case: Case) -> Iterator[Transfer]:
-    """expert: tokens are gathered to the devices of all experts, and their outputs scattered in float32."""
+    """expert: rows travel to the devices of their experts and back, or all tokens to all devices if that is less."""
     axes = case.sharder.mesh_axes("experts")
     if not axes or not case.subject.experts:
         return
-    layers, times = len(case.subject.experts), case.grad_accum
-    shards = math.prod(case.mesh[axis] for axis in axes)
-    compute = jnp.dtype(case.config.model.dtypes.compute.value).itemsize
-    tokens = ring(case, axes, shards * case.stream_tokens * case.config.model.emb_dim)
+    spec, layers, times = case.subject.experts[0], len(case.subject.experts), case.grad_accum
+    devices = math.prod(case.mesh[axis] for axis in axes)
+    gathers = gathers_tokens(case, spec)
+    rows = case.stream_tokens * (devices - 1 if gathers else spec.router.top_k * (devices - 1) / devices)
+    size = rows * case.config.model.emb_dim * jnp.dtype(case.config.model.dtypes.compute.value).itemsize
+    # Tokens are sent again for the recomputed pass; outputs are not.
     recomputed = case.remat.policy is not RematPolicy.none
-    yield Transfer(
-        "tokens", axes, layers * times * tokens * (compute + FLOAT32), 2 * layers * times, Phase.forward, Overlap.none
-    )
-    sent = layers * times * tokens * compute * (2 + recomputed)
-    yield Transfer("tokens", axes, sent, (2 + recomputed) * layers * times, Phase.backward, Overlap.none)
+    for phase, passes in ((Phase.forward, 2), (Phase.backward, 2 + recomputed)):
+        calls = passes * layers * times
+        yield Transfer("tokens", axes, calls * size, calls, phase, Overlap.none, is_all_to_all=not gathers)
+
+
+def stage_transfers(case: Case) -> Iterator[Transfer]:
+    """stage: at every tick a stage passes on its microbatch, an input and an output of the pipeline; back likewise."""
+    schedule = case.schedule
+    if schedule is None:
+        return
+    compute = jnp.dtype(case.config.model.dtypes.compute.value).itemsize
+    microbatch = case.stream_tokens * schedule.stages / schedule.microbatches
+    size = microbatch * case.config.model.emb_dim * compute
+    calls = 3 * schedule.ticks * case.grad_accum
+    yield Transfer("microbatches", (STAGE,), calls * size, calls, Phase.forward, Overlap.none)
+    yield Transfer("microbatches", (STAGE,), calls * size, calls, Phase.backward, Overlap.none)
 
 
 TRANSFERS: tuple[Callable[[Case], Iterator[Transfer]], ...] = (
@@ -236,4 +259,5 @@ TRANSFERS: tuple[Callable[[Case], Iterator[Transfer]], ...] = (
     tensor_transfers,
     sequence_transfers,
     expert_transfers,
+    stage_transfers,
 )

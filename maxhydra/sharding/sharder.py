@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.hardware import AXES, DATA, RULES, STAGE, Mesh
+from maxhydra.config.schema.hardware import AXES, DATA, REPLICA, RULES, STAGE, Mesh
 from maxhydra.sharding.mesh import AXIS_TYPES, build_mesh
 from maxhydra.sharding.pipeline import PipelineSchedule, plan_schedule
 
@@ -91,8 +91,15 @@ class Sharder:
 
     def inside_stage(self) -> "Sharder":
         """The sharder within one pipeline stage: shardings over the other axes of the mesh."""
-        mesh = self.mesh.abstract_mesh.update_axis_types({STAGE: AxisType.Manual})
-        rules = {name: [axis for axis in axes if axis != STAGE] for name, axes in self.rules}
+        return self._inside(STAGE)
+
+    def inside_replica(self) -> "Sharder":
+        """The sharder within one DiLoCo replica; the same one if there is only one replica."""
+        return self if self.mesh.shape[REPLICA] == 1 else self._inside(REPLICA)
+
+    def _inside(self, mapped: str) -> "Sharder":
+        mesh = self.mesh.abstract_mesh.update_axis_types({mapped: AxisType.Manual})
+        rules = {name: [axis for axis in axes if axis != mapped] for name, axes in self.rules}
         return Sharder(mesh, rules, self.options)
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:

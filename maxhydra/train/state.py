@@ -4,7 +4,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +73,22 @@ class TrainState:
         return merge_trees(merge_trees(self.params, self.frozen), self.history)
 
 
+class Replica(NamedTuple):
+    """What each DiLoCo replica has for itself, stacked over the replicas."""
+
+    params: Tree
+    opt_state: Tree
+    guard: Guard
+    history: Tree
+
+
+class DilocoState(NamedTuple):
+    """The optimizer state of DiLoCo: the replicas, and the momentum of the outer step."""
+
+    replicas: Replica
+    momentum: Tree
+
+
 @dataclasses.dataclass(frozen=True)
 class StateFactory:
     """Creates states, and knows their shapes and shardings before anything is allocated."""
@@ -128,29 +144,47 @@ class StateFactory:
             step=jnp.zeros((), jnp.int32),
             params=params,
             frozen={**frozen, **extra_weights},
-            opt_state=self.optimizer.transform.init(params),
+            opt_state=self._optimizer_state(params),
             key=jax.random.key_data(training_key),
             guard=Guard.fresh(),
-            history=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), amax_histories(self.model.shapes)),
+            history=self._empty_history(),
         )
+
+    def _empty_history(self) -> Tree:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), amax_histories(self.model.shapes))
+
+    def _optimizer_state(self, params: Tree) -> Tree:
+        opt_state, replicas = self.optimizer.transform.init(params), self.sharder.num_shards("replicas")
+        if replicas == 1:
+            return opt_state
+        replica = Replica(params, opt_state, Guard.fresh(), self._empty_history())
+        stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *x.shape)), replica)
+        return DilocoState(stacked, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params))
 
     def _init_weights(self, seed: jax.Array) -> Tree:
         return self.model.init(jax.random.split(jax.random.key(seed))[0])
 
     def shardings(self) -> TrainState:
         params, frozen = split_trainable(self.model.axes)
+        guard = Guard(mean=(None,), variance=(None,), seen=(), skipped=(), halted=())  # type: ignore[arg-type]
+        opt_state = state_axes(self.optimizer, split_trainable(self.model.shapes)[0], params)
+        history = amax_histories(self.model.axes)
+        if self.sharder.num_shards("replicas") > 1:
+            replica = Replica(params, opt_state, guard, history)
+            stacked = jax.tree.map(lambda axes: ("replicas", *axes), replica, is_leaf=is_axes)
+            opt_state = DilocoState(stacked, params)
         axes = TrainState(
             step=(),  # type: ignore[arg-type]
             params=params,
             frozen=frozen,
-            opt_state=state_axes(self.optimizer, split_trainable(self.model.shapes)[0], params),
+            opt_state=opt_state,
             key=(None,),  # type: ignore[arg-type]
-            guard=Guard(mean=(None,), variance=(None,), seen=(), skipped=(), halted=()),  # type: ignore[arg-type]
-            history=amax_histories(self.model.axes),
+            guard=guard,
+            history=history,
         )
         shardings = self.sharder.tree(axes)
         shapes = split_trainable(self.model.shapes)[0]
-        state_shapes = jax.eval_shape(self.optimizer.transform.init, shapes)
+        state_shapes = jax.eval_shape(self._optimizer_state, shapes)
         shardings = dataclasses.replace(
             shardings,
             params=jax.tree.map(self._stored_sharding, params, shapes, is_leaf=is_axes),

@@ -1,7 +1,7 @@
 """Layouts of the state.
 
-Offloaded optimizer state, and ZeRO-1: parameters and optimizer state sharded over the data axis, against one device
-and by their bytes.
+Initialization, offloaded optimizer state, and ZeRO-1: parameters and optimizer state sharded over the data axis,
+against one device and by their bytes.
 """
 
 import dataclasses
@@ -15,12 +15,13 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import next_token_loss
 from maxhydra.train.checkpoint import open_checkpointer, restore
-from maxhydra.train.state import StateFactory, TrainState, plan_states
+from maxhydra.train.state import StateFactory, TrainState, _run_once_options, plan_states
 from maxhydra.train.step import StateLayout, make_step
 from tests.support.cli import SMALL
 
 ROWS, LENGTH = 8, 32
 OVER_DATA = "mesh.shard_state_over_data=true"
+LEVEL = "--xla_backend_optimization_level"
 
 
 def plan(*overrides: str, **axes: int) -> tuple[StateFactory, object]:
@@ -111,3 +112,11 @@ def test_offloaded_state_is_restored_to_host_memory(tmp_path):
         restored = restore(tmp_path, config.checkpoint, other.abstract(), lambda position: None)
         assert restored is not None and moment_kinds(restored.state) == {kind}
         jax.tree.map(np.testing.assert_array_equal, restored.state.params, state.params)
+
+
+@pytest.mark.parametrize(("flags", "level"), [("", 1), (f"{LEVEL}=3", 1), (f"{LEVEL}=2 {LEVEL}=0 --xla_dump_to=x", 0)])
+def test_initialization_is_compiled_at_level_1_or_the_lower_one_of_xla_flags(
+    flags: str, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert _run_once_options() == {"xla_backend_optimization_level": level}

@@ -1,0 +1,154 @@
+"""Estimates of task=plan against the compiler, measurements and hand-made counts."""
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from maxhydra.cli.main import run
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.model import RematPolicy
+from maxhydra.measure import hlo
+from maxhydra.model.block import Remat
+from maxhydra.plan.case import Case, Subject
+from maxhydra.plan.estimate import advice, make_plan
+from maxhydra.plan.memory import memory
+from maxhydra.plan.search import Limits, meshes, search
+from maxhydra.plan.timing import near_members, step_time
+from maxhydra.plan.traffic import bytes_by_axes, transfers
+from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.train.compile import trace_pretraining_step
+from tests.support.cli import bench_script
+
+check = bench_script("plan_check")
+LINES: dict[str, dict[str, Any]] = {line["name"]: line for line in check.stored_lines()}
+MEMORY_LIMIT, SENT_LIMIT, TIME_LIMIT = 0.10, 0.05, 0.15
+
+
+@cache
+def subject_of(*overrides: str) -> Subject:
+    return Subject.of(compose(list(overrides)).config)
+
+
+@pytest.mark.parametrize("name", ["fsdp8_float32_logits", "fsdp2_tensor4", "experts_all_to_all", "sequence8_ulysses"])
+def test_memory_and_traffic_are_those_of_the_compiler(name: str) -> None:
+    peak, sent = check.deviations(LINES[name])
+    assert abs(peak) < MEMORY_LIMIT
+    assert abs(sent) < SENT_LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(LINES))
+def test_memory_and_traffic_of_every_compiled_case(name: str) -> None:
+    peak, sent = check.deviations(LINES[name])
+    assert abs(peak) < MEMORY_LIMIT
+    assert abs(sent) < SENT_LIMIT
+
+
+@pytest.mark.parametrize("index", [0, 2, -1])
+def test_step_times_are_those_measured_on_one_h200(index: int) -> None:
+    overrides, tokens_per_second = check.measured_cases()[index]
+    case = check.case_of(overrides, 1)
+    time = step_time(case)
+    assert time is not None
+    assert time.seconds == pytest.approx(case.step_tokens / tokens_per_second, rel=TIME_LIMIT)
+
+
+def test_state_and_gathered_weights_of_a_step_compiled_here() -> None:
+    """Arguments and gathered weights in the program for simulated CPUs, which does not scatter gradients."""
+    config = compose(["model=micro", "mesh.fsdp=8", "train.seq_len=32"]).config
+    sharder = Sharder.from_config(config.mesh, build_mesh(config.mesh, jax.devices()[:8]))
+    compiled = trace_pretraining_step(config, sharder).lower().compile()
+    case = Case.of(Subject.of(config), devices=8, slices=1)
+    # Counters, keys and loss statistics of the state are not counted.
+    assert memory(case).state == pytest.approx(compiled.memory_analysis().argument_size_in_bytes, abs=512)
+    found = hlo.collectives(hlo.parse_program(compiled.as_text()))
+    gathered = sum(one.wire_bytes * one.count for one in found if one.kind == "all-gather")
+    weights = [item.bytes for item in transfers(case) if item.what == "weights"]
+    assert gathered == pytest.approx(sum(weights), rel=0.05)
+
+
+def test_residuals_of_a_layer_by_hand() -> None:
+    """Attention and a gated MLP in bfloat16: full saves the input, minimal also outputs of all projections but one."""
+    subject = subject_of("model=llama3.1-8b", "train.seq_len=4096", "hardware=gpu-h200")
+    case = Case.of(subject, devices=1, slices=1)
+    kind, model = subject.kinds[0][0], subject.config.model
+    tokens, heads = case.stream_tokens, model.num_heads * model.head_dim
+    full, minimal = (
+        case.saved_bytes(kind, Remat(policy, (), ())) for policy in (RematPolicy.full, RematPolicy.minimal)
+    )
+    assert full == tokens * 2 * model.emb_dim
+    qkv = heads + 2 * model.num_kv_heads * model.head_dim
+    by_hand = 2 * (2 * model.emb_dim + qkv + heads + 2 * model.mlp_dim) + 4 * model.num_heads
+    assert minimal == tokens * by_hand
+
+
+def test_weights_sent_are_those_of_zero_3() -> None:
+    """Gathered forward and backward, scattered once; the head once each way: 2 bytes per weight and pass."""
+    subject = subject_of("model=llama3.1-8b", "train.seq_len=4096", "hardware=gpu-h200", "mesh.fsdp=8")
+    case = Case.of(subject, devices=8, slices=1)
+    layers = sum(math.prod(a.shape) for a in subject.weights if a.is_block and a.is_matrix)
+    head = subject.config.model.emb_dim * subject.config.model.vocab_size
+    items = [item for item in transfers(case) if item.what in ("weights", "gradients")]
+    assert sum(item.bytes for item in items) == pytest.approx(2 * 7 / 8 * (3 * layers + 2 * head), rel=1e-3)
+
+
+def test_groups_within_a_node() -> None:
+    subject = subject_of("model=llama3-tiny", "hardware=gpu-h200", "mesh.fsdp=8", "mesh.tensor=4", "train.seq_len=64")
+    case = Case.of(subject, devices=32, slices=1)
+    assert near_members(case, ("tensor",)) == 4
+    assert near_members(case, ("fsdp",)) == 2
+    assert near_members(case, ("fsdp", "tensor")) == 8
+
+
+def test_search_finds_a_mesh_that_fits_and_beats_the_others() -> None:
+    subject = subject_of("model=llama3.1-8b", "hardware=gpu-h200", "train.seq_len=4096", "model.dtypes.logits=bfloat16")
+    limits = Limits(devices=64, slices=1, batch_tokens=2**22, memory_share=0.92, results=3)
+    plans = search(subject, limits)
+    speeds = [plan.time.tokens_per_second for plan in plans if plan.time]
+    assert len(plans) == 3 and speeds == sorted(speeds, reverse=True)
+    for plan in plans:
+        assert plan.fits and plan.case.devices == 64 and plan.case.step_tokens <= 2**22
+    for sizes in meshes(subject, limits):
+        case = Case(subject, sizes, Remat(RematPolicy.full, (), ()), 1.0, 1)
+        sent = bytes_by_axes(transfers(case))
+        assert all(size > 0 for size in sent.values())
+
+
+def test_advice_for_a_setup_that_does_not_fit() -> None:
+    subject = subject_of("model=llama3.1-8b", "hardware=gpu-h200", "train.seq_len=4096", "mesh.fsdp=8")
+    case = Case.of(subject, devices=8, slices=1)
+    plan = make_plan(case, memory_share=0.92)
+    assert plan.fits is False
+    assert any("train.loss_chunk" in line for line in advice(plan))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["task.devices=6", "mesh.fsdp=4"],
+        ["task.devices=8", "mesh.tensor=8"],
+        ["task.search=true", "hardware=cpu"],
+        ["task.devices=16384", "mesh.fsdp=16384", "hardware=tpu-v5p"],
+    ],
+)
+def test_mistakes_cost_one_message(overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["task=plan", "model=micro", f"run.outputs={tmp_path}", "hardware=gpu-h200", *overrides]
+    assert run(arguments) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_plan_and_search_write_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["task=plan", "model=llama3-tiny", "hardware=gpu-h200", "task.devices=8", "train.seq_len=64"]
+    folder = [f"run.outputs={tmp_path}", "run.name=plan", "task.format=json"]
+    assert run([*arguments, *folder, "task.search=true", "task.batch_tokens=65536"]) == 0
+    printed = capsys.readouterr().out
+    facts = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert '"mesh"' in printed and facts["fits"] and facts["command"].startswith("maxhydra ")
+    assert math.prod(facts["mesh"].values()) == 8
+    page = (tmp_path / "plan" / "report.html").read_text()
+    assert page.count("<svg") >= 3 and "Mesh of 8 devices" in page
