@@ -125,17 +125,11 @@ class StateFactory:
 
     def load_moments(self, opt_state: Tree) -> Tree:
         """The optimizer state in device memory."""
-        return self._moved(opt_state, "device") if self.offloads_moments else opt_state
+        return _moved(opt_state, jax.memory.Space.Device) if self.offloads_moments else opt_state
 
     def store_moments(self, opt_state: Tree) -> Tree:
         """The optimizer state where it is stored."""
-        return self._moved(opt_state, OFFLOAD_MEMORY) if self.offloads_moments else opt_state
-
-    def _moved(self, opt_state: Tree, memory: str) -> Tree:
-        def move(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-            return jax.device_put(leaf, sharding.with_memory_kind(memory)) if leaf.ndim else leaf
-
-        return jax.tree.map(move, opt_state, self.shardings().opt_state)
+        return _moved(opt_state, jax.memory.Space.Host) if self.offloads_moments else opt_state
 
     def _constrain(self, tree: Tree, spec_of: Callable[[LogicalAxes, Sequence[int]], PartitionSpec]) -> Tree:
         def constrain(axes: LogicalAxes, leaf: jax.Array) -> jax.Array:
@@ -254,6 +248,11 @@ def _run_once_options() -> dict[str, int]:
     """
     levels = _OPTIMIZATION_LEVEL.findall(os.environ.get("XLA_FLAGS", ""))
     return {"xla_backend_optimization_level": min([1, *map(int, levels[-1:])])}
+
+
+def _moved(opt_state: Tree, memory: Any) -> Tree:
+    """Arrays of the optimizer state in another memory, with their shardings; counts stay on the device."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, memory) if leaf.ndim else leaf, opt_state)
 
 
 def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str, Tree] | None = None) -> StateFactory:
