@@ -4,8 +4,8 @@ python bench/serve_flood.py [--seconds 10] [--flooders 4] [--realtime] [--tree C
 
 A probe posts small requests one after the other. Flooders, each a process of niceness 19, post bodies of about 3.9 MB
 without pause. The kind `none` is the idle server. --tree serves another checkout of this repository, for comparison.
---realtime (as root) schedules the threads of the server and the probe before all other processes of the machine, but
-not child processes of the server, and the flooders, with niceness -10, next: on a busy machine, the latencies then still
+--realtime (as root) schedules the threads of the server and the probe before all other processes of the machine, and
+the flooders and child processes of the server, with niceness -10, next: on a busy machine, the latencies then still
 show only what the server waits for.
 """
 
@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+# With --realtime.
+FLOOD_NICENESS = -10
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 SMALL = json.dumps({"prompt": "one", "max_tokens": 2, "temperature": 0}).encode()
 
@@ -81,8 +83,10 @@ def probe(port: int, until: float) -> list[float]:
 
 
 def prioritize(process: int) -> None:
-    """Schedule the present threads of a process in real time; those that they start are not."""
+    """Schedule the present threads of a process in real time, but not its children, present or later."""
     for thread in os.listdir(f"/proc/{process}/task"):
+        for child in Path(f"/proc/{process}/task/{thread}/children").read_text().split():
+            os.setpriority(os.PRIO_PROCESS, int(child), FLOOD_NICENESS)
         os.sched_setscheduler(int(thread), os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
 
 
@@ -94,7 +98,7 @@ def measure(port: int, kind: str, options: argparse.Namespace) -> dict[str, Any]
     for _ in range(0 if kind == "none" else options.flooders):
         receiver, sender = multiprocessing.Pipe(duplex=False)
         process = multiprocessing.Process(
-            target=flood, args=(port, kind, -10 if options.realtime else 19, start + options.seconds, sender)
+            target=flood, args=(port, kind, FLOOD_NICENESS if options.realtime else 19, start + options.seconds, sender)
         )
         process.start()
         pipes.append(receiver)

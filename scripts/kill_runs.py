@@ -92,6 +92,8 @@ BASE = _split(
 )
 # Tasks whose values are measurements; only their status is compared.
 MEASURED = ("bench",)
+# Tasks that compile nothing.
+UNCOMPILED = ("tokenize", "train_tokenizer")
 # Tasks that write their output in the order of completion.
 UNORDERED = ("decode",)
 
@@ -162,8 +164,8 @@ class Harness:
         self._folder, self._launch, self._signal, self._seed = folder, launch, number, seed
         self._names = {"inputs": str(folder / "inputs"), "base": str(folder / "inputs/outputs/base")}
 
-    def prepare(self) -> None:
-        """Write the input files, and train the weights that tasks start from."""
+    def prepare(self, *, weights: bool = True) -> None:
+        """Write the input files, and train the weights that some tasks start from."""
         inputs = self._folder / "inputs"
         inputs.mkdir(parents=True)
         random_state = random.Random(0)
@@ -172,12 +174,13 @@ class Harness:
         _write_lines(inputs / "texts.jsonl", texts)
         _write_lines(inputs / "scored.jsonl", [{"text": text["text"][:100]} for text in texts[:60]])
         _write_lines(inputs / "prompts.jsonl", [{"prompt": f"{number}+{number}="} for number in range(60)])
-        self._run_to_end(BASE, inputs)
+        if weights:
+            self._run_to_end(BASE, inputs)
 
     def reference(self, task: str) -> Reference:
         """Run a task undisturbed: once to fill the compilation cache, and once for the result and the duration."""
         arguments = [argument.format_map(self._names) for argument in _last_values(TASKS[task])]
-        for name in ("warm", "reference"):
+        for name in ("reference",) if task in UNCOMPILED else ("warm", "reference"):
             folder = self._new_folder(task, name)
             start_time = time.monotonic()
             self._run_to_end(arguments, folder)

@@ -14,6 +14,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -101,27 +103,29 @@ def run_family(family: str, meshes: list[str]) -> Iterator[Result]:
         yield Result(family, name, round(time.perf_counter() - start, 1), **measured)
 
 
-def in_worker(family: str, meshes: list[str]) -> list[Result]:
+def in_worker(family: str, meshes: list[str]) -> Iterator[Result]:
     """Run a family in a process with simulated devices; meshes that it does not report have failed."""
     flags = f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
     variables = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, __file__, "--worker", family, "--mesh", *meshes]
-    try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, **variables},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
+    missing = list(meshes)
+    with tempfile.TemporaryFile("w+") as errors:
+        worker = subprocess.Popen(
+            command, env={**os.environ, **variables}, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
         )
-        output, reason = done.stdout, done.stderr.strip()[-400:] or f"exit code {done.returncode}"
-    except subprocess.TimeoutExpired as expired:
-        output, reason = (expired.stdout or b"").decode(), f"no result after {TIMEOUT_SECONDS} s"
-    results = [Result(**json.loads(line)) for line in output.splitlines() if line.startswith("{")]
-    missing = [mesh for mesh in meshes if mesh not in {result.mesh for result in results}]
-    return [*results, *(Result(family, mesh, 0.0, error=reason) for mesh in missing)]
+        timer = threading.Timer(TIMEOUT_SECONDS, worker.kill)
+        timer.start()
+        assert worker.stdout is not None
+        for line in worker.stdout:
+            if line.startswith("{"):
+                result = Result(**json.loads(line))
+                missing.remove(result.mesh)
+                yield result
+        code = worker.wait()
+        timer.cancel()
+        errors.seek(0)
+        reason = f"exit code {code}: {errors.read().strip()[-400:]}"
+    yield from (Result(family, mesh, 0.0, error=reason) for mesh in missing)
 
 
 def describe(result: Result) -> str:
@@ -146,11 +150,14 @@ def main() -> int:
             print(json.dumps(dataclasses.asdict(result)), flush=True)
         return 0
     results: list[Result] = []
+
+    def run(family: str) -> None:
+        for result in in_worker(family, args.mesh):
+            results.append(result)
+            print(f"{result.family:16} {result.mesh:22} {result.seconds:6.1f} s  {describe(result)}", flush=True)
+
     with ThreadPoolExecutor(args.jobs) as pool:
-        for part in pool.map(lambda family: in_worker(family, args.mesh), args.family):
-            results += part
-            for result in part:
-                print(f"{result.family:16} {result.mesh:22} {result.seconds:6.1f} s  {describe(result)}", flush=True)
+        list(pool.map(run, args.family))
     if args.report is not None:
         args.report.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1) + "\n")
     failed = sum(not result.passes for result in results)

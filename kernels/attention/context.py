@@ -24,6 +24,7 @@ from maxhydra.kernels.attention.partials import BlockKernel
 from maxhydra.kernels.attention.ring import Ring, attend, from_zigzag, to_zigzag, zigzag_blocks
 from maxhydra.kernels.attention.spec import Request, TokenInfo
 from maxhydra.kernels.dispatch import UnsupportedError
+from maxhydra.kernels.halo import with_previous_tokens
 from maxhydra.kernels.placement import Entry, Placement
 from maxhydra.kernels.sharded_vjp import axes_of
 
@@ -99,10 +100,15 @@ def key_spec(place: Placement, k_BSKH: jax.Array, length: str | None) -> Partiti
     return place.spec("batch", length, None if k_BSKH.shape[2] == 1 else "heads")
 
 
+def whole_key_spec(place: Placement) -> PartitionSpec:
+    """The sharding of keys and values that `by_ulysses` takes if they are given for whole sequences."""
+    heads = (*axes_of(place.spec("heads")[0]), *axes_of(place.spec("length")[0]))
+    return PartitionSpec(place.spec("batch")[0], None, heads)
+
+
 def by_ulysses(run: Run, place: Placement, *, has_whole_keys: bool) -> Run:
     """Run a single-device kernel on whole sequences of some heads."""
     axis, ways = place.spec("length")[0], place.num_shards("length")
-    heads = (*axes_of(place.spec("heads")[0]), *axes_of(axis))
 
     def exchange(x: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
@@ -121,9 +127,9 @@ def by_ulysses(run: Run, place: Placement, *, has_whole_keys: bool) -> Run:
         if has_whole_keys:
             repeats = math.lcm(k.shape[2], ways * place.num_shards("heads")) // k.shape[2]
             k, v = (repeat_heads(x, repeats) for x in (k, v))
-            keys = PartitionSpec(place.spec("batch")[0], None, heads)
+            keys = whole_key_spec(place)
         queries, of_tokens = place.spec("batch", "length", "heads"), place.spec("batch", "length")
-        specs = (queries, keys, keys, of_tokens, PartitionSpec(heads))
+        specs = (queries, keys, keys, of_tokens, PartitionSpec(whole_key_spec(place)[2]))
         return place.shard_map(on_device, specs, queries)(q, k, v, tokens, sinks)
 
     return run_sharded
@@ -133,14 +139,6 @@ def by_neighbours(run: Run, place: Placement, *, tokens_before: int) -> Run:
     """Run a single-device kernel on the keys of a device and the tokens before them, for windows."""
     axis, ways = place.spec("length")[0], place.num_shards("length")
 
-    def extended(x_BT: jax.Array) -> jax.Array:
-        """A device's tokens behind those of the devices before it, zeros where there are none."""
-        length = x_BT.shape[1]
-        tail, parts = x_BT[:, -min(tokens_before, length) :], [x_BT]
-        for distance in range(1, -(-tokens_before // length) + 1):
-            parts.insert(0, jax.lax.ppermute(tail, axis, [(i, i + distance) for i in range(ways - distance)]))
-        return jnp.concatenate(parts, axis=1)
-
     def run_sharded(q: jax.Array, k: jax.Array, v: jax.Array, request: Request, tokens: TokenInfo, sinks: Any) -> Any:
         own_request = dataclasses.replace(local_request(request), offset=tokens_before)
 
@@ -148,9 +146,7 @@ def by_neighbours(run: Run, place: Placement, *, tokens_before: int) -> Run:
             segments = jnp.ones(q.shape[:2], jnp.int32) if segments is None else segments
             if request.chunk is not None:
                 segments = _chunk_segments(segments, request.chunk, axis, ways)
-            kv_segments = segments
-            if tokens_before:
-                k, v, kv_segments = (extended(x) for x in (k, v, segments))
+            k, v, kv_segments = (with_previous_tokens(x, tokens_before, axis, ways) for x in (k, v, segments))
             return run(q, k, v, own_request, TokenInfo(segments, kv_segments, None, None), sinks)
 
         k, v = align_heads(k, v, place)

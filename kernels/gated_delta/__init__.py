@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from maxhydra.kernels.dispatch import CallSpec, Capability, Operation, UnsupportedError, either
 from maxhydra.kernels.gated_delta import chunked, pallas_tpu, spec, triton
+from maxhydra.kernels.gated_delta.over_length import over_length
 from maxhydra.kernels.gated_delta.spec import Inputs, masked
 from maxhydra.kernels.placement import Placement
 
@@ -70,19 +71,21 @@ class Backend(Capability[Call]):
 # Fastest first. A single token is one step of the recurrence, for which the reference is optimal.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(run=spec.gated_delta, fastest_to=1),
-    "pallas_tpu": Backend(run=pallas_tpu.gated_delta, platforms=("tpu",), splits=("batch", "heads")),
+    "pallas_tpu": Backend(run=pallas_tpu.gated_delta, platforms=("tpu",), splits=("batch", "length", "heads")),
     "triton": Backend(
         run=triton.gated_delta,
         platforms=("gpu",),
         dtypes=tuple(triton.PARAMS),
         fastest_dtypes=("bfloat16",),
         head_dims=triton.HEAD_DIMS,
-        splits=("batch", "heads"),
+        splits=("batch", "length", "heads"),
         max_states=2**31 - 1,
     ),
     "chunked": Backend(run=chunked.gated_delta),
 }
 OPERATION: Operation[Call, Backend] = Operation("delta", BACKENDS)
+# Dimensions of the arguments that may be split over devices.
+SPLIT = ("batch", "length", "kv_heads")
 
 
 @OPERATION.record_calls
@@ -123,19 +126,24 @@ def gated_delta(
         state_BMGKV=state_BNKV.reshape(B, *groups, K, V),
         starts_BT=None,
     )
-    place = (place or Placement.here()).dividing(batch=B, kv_heads=M)
+    place = (place or Placement.here()).dividing(batch=B, length=T, kv_heads=M)
     call = Call(
         platform=place.platform,
-        splits=place.splits("batch", "kv_heads"),
+        splits=place.splits(*SPLIT),
         dtype=value_BTNV.dtype.name,
         is_auto=backend == "auto",
         length=T,
         head_dims=(K, V),
-        states=B * N * -(-T // chunked.CHUNK) * K * V // math.prod(map(place.num_shards, ("batch", "kv_heads"))),
+        states=B * N * -(-T // chunked.CHUNK) * K * V // math.prod(map(place.num_shards, SPLIT)),
     )
-    row = OPERATION.select(backend, call)
-    heads, state = place.spec("batch", None, "kv_heads"), place.spec("batch", "kv_heads")
-    specs: Any = Inputs(heads, heads, heads, heads, heads, state, place.spec("batch"))  # type: ignore[arg-type]
-    run = row.map_shards(row.run, place, in_specs=(specs,), out_specs=(heads, state))
+    run = _over_devices(OPERATION.select(backend, call), place)
     out_BTMGV, state_BMGKV = run(masked(inputs, segments_BT))
     return out_BTMGV.reshape(B, T, N, V), state_BMGKV.reshape(B, N, K, V)
+
+
+def _over_devices(row: Backend, place: Placement) -> Run:
+    if place.num_shards("length") > 1:
+        return over_length(row.run, place)
+    heads, state = place.spec("batch", None, "kv_heads"), place.spec("batch", "kv_heads")
+    specs: Any = Inputs(heads, heads, heads, heads, heads, state, place.spec("batch"))  # type: ignore[arg-type]
+    return row.map_shards(row.run, place, in_specs=(specs,), out_specs=(heads, state))

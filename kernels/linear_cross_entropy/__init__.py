@@ -129,5 +129,6 @@ def _split_losses(row: Backend, place: Placement, sizes: Sizes) -> tuple[PerToke
     axes = MeshAxes.of(place).vocab
     if not axes:
         return with_sizes(row.run, sizes), xla.per_token
-    halves = SplitVocabulary(*(with_sizes(half, sizes) for half in row.split_vocabulary))
+    kernels = row.split_vocabulary
+    halves = SplitVocabulary(with_sizes(kernels.statistics, sizes), with_sizes(kernels.gradient, sizes))
     return halves.per_token(axes), XLA_HALVES.per_token(axes)

@@ -227,7 +227,8 @@ def _scatter(sharded: ShardedLoss, d_hidden: jax.Array) -> jax.Array:
 
 def _reduce(sharded: ShardedLoss, spec: PartitionSpec, gradient: jax.Array, like: jax.Array) -> jax.Array:
     """Sum the gradient of a weight over tokens, in the dtype of the weight; each device gets its stored part."""
-    gradient, scattered = gradient.astype(like.dtype), set()
+    gradient = gradient.astype(like.dtype)
+    scattered: set[str] = set()
     for dimension, entry in enumerate(sharded.axes.stored(spec)):
         axes = tuple(axis for axis in axes_of(entry) if axis in sharded.axes.tokens)
         if axes:

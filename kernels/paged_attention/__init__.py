@@ -5,13 +5,16 @@ over the cache. BACKENDS is the capability table (kernels/dispatch.py); calls th
 attention path.
 
 Shapes: B rows, N query heads, K key and value heads, G = N / K, M = N + 2K, S split-K partial sums, H head size,
-P pages, Z tokens of a page, W pages of a row.
+P pages, Z tokens of a page, W pages of a row. Over a mesh every device holds all pages of its heads, so rows cannot be
+split: each device would write only its own.
 """
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from maxhydra.kernels.attention.spec import Request
 from maxhydra.kernels.dispatch import CallSpec, Capability, Operation
@@ -30,7 +33,9 @@ class Call(CallSpec):
     head_dim: int
     page_size: int
     num_elements: int
-    """Elements of the key cache."""
+    """Elements of the key cache on each device."""
+    has_split_groups: bool = False
+    """Query heads are on other devices than the key heads they share."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +63,7 @@ class Backend(Capability[Call]):
                 call.page_size % self.page_multiple == 0,
                 f"takes pages in multiples of {self.page_multiple} tokens, not {call.page_size}",
             ),
+            (not call.has_split_groups, "needs query and key heads sharded alike"),
             (
                 call.num_elements <= (self.max_elements or call.num_elements),
                 "takes a cache that 32-bit indices can address",
@@ -69,7 +75,7 @@ BACKENDS: dict[str, Backend] = {
     "triton": Backend(
         run=triton.attention,
         platforms=("gpu",),
-        splits=(),
+        splits=("heads",),
         dtypes=("bfloat16", "float16", "float32"),
         powers_of_two=True,
         page_multiple=1,
@@ -79,7 +85,7 @@ BACKENDS: dict[str, Backend] = {
     "pallas_tpu": Backend(
         run=pallas_tpu.attention,
         platforms=("tpu",),
-        splits=(),
+        splits=("heads",),
         dtypes=("bfloat16", "float32"),
         powers_of_two=False,
         page_multiple=pallas_tpu.PAGE_MULTIPLE,
@@ -92,7 +98,8 @@ OPERATION: Operation[Call, Backend] = Operation("paged_attention", BACKENDS)
 def find_backend(pages: Pages, dtype: str, place: Placement) -> str | None:
     """Return the backend that serves one token per row in this dtype, or None if there is none."""
     keys = pages.key_PKZH
-    *_, Z, H = keys.shape
+    *_, K, Z, H = keys.shape
+    place = place.dividing(kv_heads=K)
     call = Call(
         platform=place.platform,
         splits=place.splits("batch", "kv_heads"),
@@ -100,7 +107,8 @@ def find_backend(pages: Pages, dtype: str, place: Placement) -> str | None:
         storage=keys.dtype.name,
         head_dim=H,
         page_size=Z,
-        num_elements=keys.size,
+        num_elements=keys.size // place.num_shards("kv_heads"),
+        has_split_groups=place.spec("heads") != place.spec("kv_heads"),
     )
     return OPERATION.find(call)
 
@@ -113,15 +121,34 @@ def paged_attention(
     *,
     then: jax.Array | None,
     backend: str,
+    place: Placement | None = None,
 ) -> tuple[jax.Array, Pages]:
     """Return the attention outputs [B, N, H] of the new tokens, zeros for empty rows, and the updated pages.
 
     heads: queries, keys and values of the new tokens as split-K partial sums, whose sum is rounded to the cache's
     dtype. rope_factors: a pair (c, s) of [B, H] arrays: queries and keys x become c * x + s * y, where y is x with the
     halves of a head swapped; None: no rotary embedding. then: the weight [N, K] that multiplies the output, for the
-    kernel to prefetch into L2; None if unknown.
+    kernel to prefetch into L2; None if unknown. place: None is one device of the platform that JAX runs on; over a mesh
+    each device has the pages of its heads, for all rows.
     """
-    return BACKENDS[backend].run(heads_SBMH, rope_factors, pages, request, then=then)
+    row, place = BACKENDS[backend], place or Placement.here()
+    if not place.free_axes:
+        return row.run(heads_SBMH, rope_factors, pages, request, then=then)
+    K = pages.key_PKZH.shape[1]
+    N = heads_SBMH.shape[2] - 2 * K
+
+    def on_device(qkv: list[jax.Array], rope_factors: Any, pages: Pages) -> tuple[jax.Array, Pages]:
+        return row.run(jnp.concatenate(qkv, axis=2), rope_factors, pages, request, then=None)
+
+    heads, own_pages = place.spec(None, None, "heads"), _page_specs(place)
+    specs = ([heads] * 3, place.spec(None), own_pages)
+    run = place.manual(on_device, specs, (place.spec(None, "heads"), own_pages))
+    return run(jnp.split(heads_SBMH, (N, N + K), axis=2), rope_factors, pages)
+
+
+def _page_specs(place: Placement) -> Pages:
+    keys: Any = place.spec(None, "kv_heads")
+    return Pages(keys, keys, place.spec(None), place.spec(None))  # type: ignore[arg-type]
 
 
 def write_prompts(pages: Pages, key_BTKH: jax.Array, value_BTKH: jax.Array, place: Placement) -> Pages | None:
@@ -132,7 +159,10 @@ def write_prompts(pages: Pages, key_BTKH: jax.Array, value_BTKH: jax.Array, plac
     name, T, Z = find_backend(pages, key_BTKH.dtype.name, place), key_BTKH.shape[1], pages.key_PKZH.shape[2]
     write = None if name is None else BACKENDS[name].prefill_write
     is_supported = key_BTKH.shape == value_BTKH.shape and T % Z == 0
-    return write(pages, key_BTKH, value_BTKH) if write is not None and is_supported else None
+    if write is None or not is_supported:
+        return None
+    tokens, own_pages = place.spec(None, None, "kv_heads"), _page_specs(place)
+    return place.manual(write, (own_pages, tokens, tokens), own_pages)(pages, key_BTKH, value_BTKH)
 
 
 def _is_power_of_two(number: int) -> bool:

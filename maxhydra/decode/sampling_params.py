@@ -6,6 +6,7 @@ requests according to task=decode: chat template, sampling parameters and seeds.
 
 import dataclasses
 import hashlib
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -20,6 +21,8 @@ from maxhydra.config.schema.tasks.inference import Chat, DecodeTask
 from maxhydra.data import load_tokenizer
 from maxhydra.data.chat import ChatTemplate, ChatTemplateError, compile_chat_template
 from maxhydra.decode.request import Engine, Request
+
+log = logging.getLogger("maxhydra")
 
 
 class PromptError(ValueError):
@@ -94,9 +97,8 @@ class PromptEncoder:
                 turn = rendered.text[slice(*rendered.turns[-1])] if rendered.turns else ""
                 last = self.tokenizer.encode_with_special_tokens(turn)[0][-1:]
                 ids |= {int(id) for id in last if int(id) in self.tokenizer.special}
-            except ChatTemplateError:
-                # The template rejects this simple conversation: only EOS ends a completion.
-                pass
+            except ChatTemplateError as error:
+                log.warning("the end of a turn is unknown, so only EOS ends a completion: %s", error)
         return frozenset(ids)
 
     def token_text(self, id: int) -> str:

@@ -291,7 +291,9 @@ class Attention(nnx.Module):
         backend = find_backend(pages, pages.key_PKZH.dtype.name, ctx.place)
         assert backend is not None
         request = self._request(ctx)
-        mixed_BNH, pages = paged_attention(heads_PBMH, rotation, pages, request, then=next_weight, backend=backend)
+        mixed_BNH, pages = paged_attention(
+            heads_PBMH, rotation, pages, request, then=next_weight, backend=backend, place=ctx.place
+        )
         return mixed_BNH[:, None], ctx.cache.with_pages(pages)
 
     def _request(self, ctx: Context) -> Request:

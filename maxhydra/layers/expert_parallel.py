@@ -2,11 +2,11 @@
 
 Two ways, which give the same result: an all-to-all sends each row (a token for one of its experts) to one device; an
 all-gather sends every token to all devices, and a reduce-scatter returns their sums. Both send the compute dtype in
-both directions, and so do their gradients. A device has room for a bounded number of rows; all devices know all loads,
+both directions, and so do their gradients. The receive buffer of a device is bounded; all devices know all loads,
 and what does not fit is dropped before it is sent.
 
 D residual stream, E experts of a device, G experts of all devices that exchange tokens, K experts per token, L local
-rows (M * K), M tokens of a device, N devices that exchange tokens, C rows that a device has room for.
+rows (M * K), M tokens of a device, N devices that exchange tokens, C rows of a device's buffer.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.placement import Placement
+from maxhydra.kernels.sharded_vjp import axes_of
 from maxhydra.layers.context import Context
 from maxhydra.layers.expert_rows import (
     ExpertsSpec,
@@ -59,6 +60,11 @@ class ExpertMesh:
         """Those of the holders that all have the same tokens."""
         return tuple(axis for axis in self.holders if axis not in self.exchanged)
 
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Axes over which the outputs of a token are partial sums."""
+        return (*self.hidden, *self.replicated)
+
     def size(self, axes: tuple[str, ...]) -> int:
         assert self.place.mesh is not None
         return math.prod(self.place.mesh.shape[axis] for axis in axes)
@@ -81,8 +87,8 @@ class ExpertMesh:
         """The largest possible load of a device: all tokens choose as many of its experts as they can."""
         return self.devices * tokens * min(top_k, self.local_experts)
 
-    def room(self, tokens: int, top_k: int) -> int:
-        """Rows that a device has room for."""
+    def buffer_rows(self, tokens: int, top_k: int) -> int:
+        """Rows of a device's receive buffer."""
         rows, buffer = self.most_rows(tokens, top_k), self.spec.parallel.buffer
         if buffer is not None:
             rows = min(rows, math.ceil(buffer * tokens * top_k / self.size(self.replicated)))
@@ -114,77 +120,74 @@ class ExpertMesh:
 def expert_parallel(
     weights: Weights, routed: RoutedTokens, is_real_BT: jax.Array, spec: ExpertsSpec, ctx: Context
 ) -> tuple[jax.Array, jax.Array | None]:
-    """[B, T, D] in float32, weighted outputs of the experts, and [B, T, K], whether each was computed; None: all were.
+    """[B, T, D] weighted outputs, sharded as the residual stream, and [B, T, K], whether each was computed; None: all.
 
-    Maps the mesh axes that an enclosing shard_map has not mapped.
     Padding is not sent: it would fill the buffers, and its output is not used.
     """
-    sharder = ctx.sharder
+    sharder, place = ctx.sharder, ctx.place
     batch, length, hidden = sharder.spec(("act_batch", "act_length" if ctx.is_length_split else None, "act_mlp"))
     holders = sharder.mesh_axes("experts")
-    hidden = tuple(axis for axis in _axes(hidden) if axis not in holders)
-    exchanged = tuple(axis for axis in holders if axis in (*_axes(batch), *_axes(length)))
+    hidden = tuple(axis for axis in axes_of(hidden) if axis not in holders)
+    exchanged = tuple(axis for axis in holders if axis in (*axes_of(batch), *axes_of(length)))
     # With a cache a completion must not depend on the other sequences of its batch.
     parallel = spec.parallel if ctx.cache is None else dataclasses.replace(spec.parallel, buffer=None, chunks=1)
-    mesh = ExpertMesh(dataclasses.replace(spec, parallel=parallel), ctx.place, holders, exchanged, hidden)
+    mesh = ExpertMesh(dataclasses.replace(spec, parallel=parallel), place, holders, exchanged, hidden)
+    # Partial sums are scattered over the axes that split the residual stream, if it is these.
+    is_scattered = bool(mesh.summed) and axes_of(place.stream_length) == (*axes_of(length), *mesh.summed)
 
     def on_device(weights: Weights, routed: RoutedTokens, is_real_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out_MD, is_kept_MK = _on_device(weights, routed.flat(), is_real_BT.reshape(-1, 1), mesh)
-        return out_MD.reshape(routed.x_BTD.shape), is_kept_MK.reshape(routed.ids_BTK.shape)
+        out_MD, is_sent_MK = _on_device(weights, routed.flat(), is_real_BT.reshape(-1, 1), mesh)
+        out_BTD = out_MD.reshape(routed.x_BTD.shape)
+        if is_scattered:
+            out_BTD = jax.lax.psum_scatter(out_BTD, mesh.summed, scatter_dimension=1, tiled=True)
+        elif mesh.summed:
+            out_BTD = _replicated_sum(out_BTD, mesh.summed)
+        return out_BTD, is_sent_MK.reshape(routed.ids_BTK.shape)
 
     along = PartitionSpec(batch, length)
     into, out_of = PartitionSpec(holders, None, hidden), PartitionSpec(holders, hidden, None)
     bias = PartitionSpec(holders, hidden) if spec.has_bias else None
     in_specs: Any = (Weights._make([into, into, out_of, bias, bias]), along, along)
-    context = jax.sharding.get_abstract_mesh()
-    run = jax.shard_map(
-        on_device,
-        mesh=context if context.manual_axes else sharder.mesh,
-        in_specs=in_specs,
-        out_specs=along,
-        axis_names=frozenset(ctx.place.free_axes),
-        check_vma=False,
-    )
-    out_BTD, is_kept_BTK = run(weights, routed, is_real_BT)
-    return out_BTD, None if parallel.buffer is None or not holders else is_kept_BTK
+    out_specs = (PartitionSpec(batch, place.stream_length if is_scattered else length), along)
+    out_BTD, is_sent_BTK = place.manual(on_device, in_specs, out_specs)(weights, routed, is_real_BT)
+    out_BTD = (out_BTD if is_scattered else ctx.to_stream(out_BTD)).astype(jnp.float32)
+    return out_BTD, None if parallel.buffer is None or not holders else is_sent_BTK
 
 
 def _on_device(
     weights: Weights, tokens: Tokens, is_real_M1: jax.Array, mesh: ExpertMesh
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs [M, D] in float32 of a device's tokens, and [M, K], whether each was computed."""
+    """Outputs [M, D] of a device's tokens, partial sums over `mesh.summed`, and [M, K], whether each was computed."""
     if not mesh.holders:
-        out_MD, is_kept_MK = dropless(weights, tokens, mesh.spec, mesh.place), jnp.ones_like(tokens.ids_MK, bool)
-    else:
-        M, chunks = tokens.x_MD.shape[0], mesh.spec.parallel.chunks
-        tokens = tokens._replace(ids_MK=jnp.where(is_real_M1, mesh.exchange_ids(tokens.ids_MK), -1))
-        split = [jnp.split(x, chunks if M % chunks == 0 else 1) for x in tokens]
-        parts = [_admit(Tokens(*arrays), mesh) for arrays in zip(*split, strict=True)]
-        # All parts are dispatched before the first is computed, so that collectives can run behind its matmuls.
-        dispatch = _gather if mesh.gathers(tokens.ids_MK.shape[1]) else _send
-        finishes = [dispatch(part, mesh) for part in parts]
-        out_MD = jnp.concatenate([finish(weights) for finish in finishes])
-        is_kept_MK = jnp.concatenate([part.is_kept_MK for part in parts])
-    if axes := (*mesh.hidden, *mesh.replicated):
-        out_MD = _replicated_sum(out_MD.astype(mesh.spec.compute), axes)
+        out_MD = dropless(weights, tokens, mesh.spec, mesh.place)
+        return out_MD.astype(mesh.spec.compute), jnp.ones(tokens.ids_MK.shape, bool)
+    M, chunks = tokens.x_MD.shape[0], mesh.spec.parallel.chunks
+    tokens = tokens._replace(ids_MK=jnp.where(is_real_M1, mesh.exchange_ids(tokens.ids_MK), -1))
+    split = [jnp.split(x, chunks if M % chunks == 0 else 1) for x in tokens]
+    parts = [_admit(Tokens(*arrays), mesh) for arrays in zip(*split, strict=True)]
+    # All parts are dispatched before the first is computed, so that collectives can run behind its matmuls.
+    dispatch = _gather if mesh.gathers(tokens.ids_MK.shape[1]) else _send
+    finishes = [dispatch(part, mesh) for part in parts]
+    out_MD = jnp.concatenate([finish(weights) for finish in finishes])
+    is_sent_MK = jnp.concatenate([part.is_sent_MK for part in parts])
     if mesh.replicated:
-        is_kept_MK = jax.lax.psum(is_kept_MK.astype(jnp.int32), mesh.replicated) > 0
-    return out_MD.astype(jnp.float32), is_kept_MK
+        is_sent_MK = jax.lax.psum(is_sent_MK.astype(jnp.int32), mesh.replicated) > 0
+    return out_MD.astype(mesh.spec.compute), is_sent_MK
 
 
 class Admitted(NamedTuple):
-    """Tokens of a device, and which of its rows the devices of the experts have room for."""
+    """Tokens of a device, and which of its rows fit in the buffers of the experts' devices."""
 
     tokens: Tokens
     order: RowOrder
     """Rows of the pairs, sorted by expert."""
-    is_kept_MK: jax.Array
-    """Whether the expert of a pair is reachable and has room for it."""
+    is_sent_MK: jax.Array
+    """Whether the expert of a pair is reachable and the row fits in its buffer."""
     load_NNE: jax.Array
     """Rows from each device to each device's experts."""
-    kept_NNE: jax.Array
+    sent_NNE: jax.Array
     """How many of these are sent, the first ones."""
-    room: int
+    buffer_rows: int
 
 
 def _admit(tokens: Tokens, mesh: ExpertMesh) -> Admitted:
@@ -193,17 +196,17 @@ def _admit(tokens: Tokens, mesh: ExpertMesh) -> Admitted:
     order, load_G = sort_by_expert(ids_MK, mesh.reachable_experts)
     load_NG = jax.lax.all_gather(load_G, mesh.exchanged) if mesh.exchanged else load_G[None]
     load_NNE = load_NG.reshape(N, N, -1)
-    room, most = mesh.room(*ids_MK.shape), mesh.most_rows(*ids_MK.shape)
-    if most <= room:
-        return Admitted(tokens, order, ids_MK >= 0, load_NNE, load_NNE, room)
-    kept_NNE = _kept(load_NNE, room)
-    kept_G = kept_NNE[_index(mesh.exchanged)].reshape(-1)
+    rows, most = mesh.buffer_rows(*ids_MK.shape), mesh.most_rows(*ids_MK.shape)
+    if most <= rows:
+        return Admitted(tokens, order, ids_MK >= 0, load_NNE, load_NNE, rows)
+    sent_NNE = _sent_rows(load_NNE, rows)
+    sent_G = sent_NNE[_index(mesh.exchanged)].reshape(-1)
     rank_MK = order.rows_MK - _starts(load_G)[ids_MK]
-    return Admitted(tokens, order, (ids_MK >= 0) & (rank_MK < kept_G[ids_MK]), load_NNE, kept_NNE, room)
+    return Admitted(tokens, order, (ids_MK >= 0) & (rank_MK < sent_G[ids_MK]), load_NNE, sent_NNE, rows)
 
 
-def _kept(load_NNE: jax.Array, room: int) -> jax.Array:
-    """How many rows of each queue, from a device to an expert, are sent, if each device has room for so many.
+def _sent_rows(load_NNE: jax.Array, rows: int) -> jax.Array:
+    """How many rows of each queue, from a device to an expert, are sent to buffers of this many rows.
 
     All queues of a device have the same limit, the largest for which their rows fit. The rows left over go to the
     first queues that exceed it.
@@ -213,13 +216,13 @@ def _kept(load_NNE: jax.Array, room: int) -> jax.Array:
     total_N1 = jnp.sum(queues_NQ, axis=1, keepdims=True)
     # With a limit between the lengths of two queues, all shorter ones are sent whole.
     shorter_NQ = jax.vmap(_starts)(sorted_NQ)
-    limits_NQ = (room - shorter_NQ) // jnp.arange(queues_NQ.shape[1], 0, -1)
-    limit_N1 = jnp.where(total_N1 <= room, sorted_NQ[:, -1:], jnp.max(limits_NQ, axis=1, keepdims=True))
-    kept_NQ = jnp.minimum(queues_NQ, limit_N1)
+    limits_NQ = (rows - shorter_NQ) // jnp.arange(queues_NQ.shape[1], 0, -1)
+    limit_N1 = jnp.where(total_N1 <= rows, sorted_NQ[:, -1:], jnp.max(limits_NQ, axis=1, keepdims=True))
+    sent_NQ = jnp.minimum(queues_NQ, limit_N1)
     is_longer_NQ = queues_NQ > limit_N1
-    left_N1 = room - jnp.sum(kept_NQ, axis=1, keepdims=True)
-    kept_NQ = kept_NQ + (is_longer_NQ & (jnp.cumsum(is_longer_NQ, axis=1) <= left_N1))
-    return jnp.swapaxes(kept_NQ.reshape(load_NNE.shape), 0, 1)
+    spare_N1 = rows - jnp.sum(sent_NQ, axis=1, keepdims=True)
+    sent_NQ = sent_NQ + (is_longer_NQ & (jnp.cumsum(is_longer_NQ, axis=1) <= spare_N1))
+    return jnp.swapaxes(sent_NQ.reshape(load_NNE.shape), 0, 1)
 
 
 Finish = Callable[[Weights], jax.Array]
@@ -229,15 +232,15 @@ Finish = Callable[[Weights], jax.Array]
 def _send(part: Admitted, mesh: ExpertMesh) -> Finish:
     """Dispatch by all-to-all: each row goes to the device of its expert, and its output comes back."""
     spec, me, (M, K) = mesh.spec, _index(mesh.exchanged), part.tokens.ids_MK.shape
-    kept_NEN = jnp.transpose(part.kept_NNE, (1, 2, 0))
+    sent_NEN = jnp.transpose(part.sent_NNE, (1, 2, 0))
     # Rows arrive sorted by expert, those of one expert by the device that they come from.
-    target_NEN = jax.vmap(_starts)(kept_NEN.reshape(mesh.devices, -1)).reshape(kept_NEN.shape)
+    target_NEN = jax.vmap(_starts)(sent_NEN.reshape(mesh.devices, -1)).reshape(sent_NEN.shape)
     source_NNE = jax.vmap(_starts)(part.load_NNE.reshape(mesh.devices, -1)).reshape(part.load_NNE.shape)
-    there = Slices(source_NNE[me], part.kept_NNE[me], target_NEN[:, :, me])
-    back = Slices(target_NEN[me].T, part.kept_NNE[:, me], source_NNE[:, me])
-    link = Link(mesh.exchanged, mesh.place.platform, slice_rows=M, sent=M * K, received=part.room)
+    there = Slices(source_NNE[me], part.sent_NNE[me], target_NEN[:, :, me])
+    back = Slices(target_NEN[me].T, part.sent_NNE[:, me], source_NNE[:, me])
+    link = Link(mesh.exchanged, mesh.place.platform, slice_rows=M, sent=M * K, received=part.buffer_rows)
     rows_CD = exchange(rows_of(part.tokens, part.order, spec), there, back, link)
-    sizes_E = jnp.sum(kept_NEN[me], axis=1)
+    sizes_E = jnp.sum(sent_NEN[me], axis=1)
 
     def finish(weights: Weights) -> jax.Array:
         out_CD = apply_experts(weights, rows_CD, sizes_E, spec, mesh.place)
@@ -286,14 +289,14 @@ _return_sums.defvjp(_return_sums_forward, _return_sums_backward)
 
 def _gather(part: Admitted, mesh: ExpertMesh) -> Finish:
     """Dispatch by all-gather: every device gets all tokens, and sums the outputs of its own experts."""
-    tokens = part.tokens._replace(ids_MK=jnp.where(part.is_kept_MK, part.tokens.ids_MK, -1))
+    tokens = part.tokens._replace(ids_MK=jnp.where(part.is_sent_MK, part.tokens.ids_MK, -1))
     if mesh.exchanged:
         tokens = Tokens(*(jax.lax.all_gather(x, mesh.exchanged, tiled=True) for x in tokens))
 
     def finish(weights: Weights) -> jax.Array:
         E = mesh.local_experts
         local = tokens._replace(ids_MK=tokens.ids_MK - _index(mesh.exchanged) * E)
-        order, sizes_E = sort_by_expert(local.ids_MK, E, part.room)
+        order, sizes_E = sort_by_expert(local.ids_MK, E, part.buffer_rows)
         out_RD = apply_experts(weights, rows_of(local, order, mesh.spec), sizes_E, mesh.spec, mesh.place)
         out_MD = combine(out_RD, local, order, mesh.spec)
         if not mesh.exchanged:
@@ -305,21 +308,21 @@ def _gather(part: Admitted, mesh: ExpertMesh) -> Finish:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _replicated_sum(x_MD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _replicated_sum(x_BTD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The sum over mesh axes as an output of shard_map that these axes do not split.
 
     The gradient of shard_map divides the cotangent of such an output by the size of the axes, and that of psum would
     all-reduce it. All devices have the same cotangent, so it is multiplied instead.
     """
-    return jax.lax.psum(x_MD, axes)
+    return jax.lax.psum(x_BTD, axes)
 
 
-def _replicated_sum_forward(x_MD: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
-    return jax.lax.psum(x_MD, axes), None
+def _replicated_sum_forward(x_BTD: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
+    return jax.lax.psum(x_BTD, axes), None
 
 
-def _replicated_sum_backward(axes: tuple[str, ...], saved: None, d_MD: jax.Array) -> tuple[jax.Array]:
-    return (d_MD * jax.lax.axis_size(axes),)
+def _replicated_sum_backward(axes: tuple[str, ...], saved: None, d_BTD: jax.Array) -> tuple[jax.Array]:
+    return (d_BTD * jax.lax.axis_size(axes),)
 
 
 _replicated_sum.defvjp(_replicated_sum_forward, _replicated_sum_backward)
@@ -332,8 +335,3 @@ def _starts(sizes: jax.Array) -> jax.Array:
 
 def _index(axes: tuple[str, ...]) -> jax.Array | int:
     return jax.lax.axis_index(axes) if axes else 0
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    """Mesh axes of one entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

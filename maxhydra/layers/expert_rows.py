@@ -220,9 +220,10 @@ def _weighted_sum_backward(
     saved: tuple[jax.Array, jax.Array, RowOrder], d_MD: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     out_RD, weights_MK, order = saved
-    d_RD = d_MD[order.tokens_R]
+    # The block adds the output to a stream of this dtype, so the cotangent has no more digits.
+    d_RD = d_MD.astype(out_RD.dtype)[order.tokens_R]
     weights_R1 = weights_MK.reshape(-1)[order.pairs_R][:, None]
-    d_weights_R = jnp.sum(d_RD * out_RD.astype(jnp.float32), axis=1)
+    d_weights_R = jnp.sum(d_RD.astype(jnp.float32) * out_RD.astype(jnp.float32), axis=1)
     return (d_RD * weights_R1).astype(out_RD.dtype), order.by_pair(d_weights_R), None
 
 

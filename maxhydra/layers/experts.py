@@ -54,7 +54,7 @@ class ExpertsOutput(NamedTuple):
     """What the experts return."""
 
     out_BTD: jax.Array
-    """In float32."""
+    """In float32, sharded as the residual stream."""
     dropped: jax.Array | None
     """How many pairs of a token and one of its experts were not computed; None if none can be."""
 
@@ -73,21 +73,22 @@ class Experts(nnx.Module):
         self, routed: RoutedTokens, ctx: Context, *, capacity: int | None, is_real_BT: jax.Array
     ) -> ExpertsOutput:
         """`capacity`: slots of an expert per sequence, which padding does not use."""
-        is_kept_BTK = None
+        fits_BTK = None
         if capacity is not None:
             slots_BTK = _slots(routed.ids_BTK, is_real_BT, self.spec.experts)
-            is_kept_BTK = slots_BTK < capacity
-            out_BTD = self._with_capacity(routed, jnp.where(is_kept_BTK, slots_BTK, capacity), ctx, capacity=capacity)
+            fits_BTK = slots_BTK < capacity
+            out_BTD = self._with_capacity(routed, jnp.where(fits_BTK, slots_BTK, capacity), ctx, capacity=capacity)
+            out_BTD = ctx.to_stream(out_BTD)
         elif not ctx.place.free_axes:
             out_MD = dropless(self._weights(), routed.flat(), self.spec, ctx.place)
             out_BTD = out_MD.reshape(routed.x_BTD.shape)
         else:
-            out_BTD, is_kept_BTK = expert_parallel(self._weights(), routed, is_real_BT, self.spec, ctx)
-        dropped = None if is_kept_BTK is None else jnp.sum(is_real_BT[..., None] & ~is_kept_BTK, dtype=jnp.float32)
+            out_BTD, fits_BTK = expert_parallel(self._weights(), routed, is_real_BT, self.spec, ctx)
+        dropped = None if fits_BTK is None else jnp.sum(is_real_BT[..., None] & ~fits_BTK, dtype=jnp.float32)
         if self.down.bias is None:
             return ExpertsOutput(out_BTD, dropped)
         is_routed_BTKE = routed.ids_BTK[..., None] == jnp.arange(self.spec.experts)
-        is_routed_BTKE = is_routed_BTKE if is_kept_BTK is None else is_routed_BTKE & is_kept_BTK[..., None]
+        is_routed_BTKE = is_routed_BTKE if fits_BTK is None else is_routed_BTKE & fits_BTK[..., None]
         weights_BTE = jnp.sum(jnp.where(is_routed_BTKE, routed.weights_BTK[..., None], 0), axis=2)
         bias_ED = self.down.bias[...].astype(jnp.float32)
         return ExpertsOutput(out_BTD + jnp.einsum("BTE,ED->BTD", weights_BTE, bias_ED), dropped)

@@ -14,6 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.gated_delta import gated_delta
+from maxhydra.kernels.halo import with_previous_tokens
+from maxhydra.kernels.placement import Placement
 from maxhydra.layers.context import Context, kernel_errors_as_config_errors
 from maxhydra.layers.interfaces import MixerOutput
 from maxhydra.layers.kv_cache import Cache, CacheSpec, StateSpec
@@ -29,29 +31,47 @@ class ShortConvolution(nnx.Module):
         self.kernel = make.matrix((taps,), shape, (None, *axes), std=taps**-0.5)
 
     def __call__(
-        self, x_BTNH: jax.Array, segments_BT: jax.Array | None, tail_BPNH: jax.Array | None
+        self, x_BTNH: jax.Array, segments_BT: jax.Array | None, tail_BPNH: jax.Array | None, place: Placement
     ) -> tuple[jax.Array, jax.Array | None]:
         """The output, and the tail of the last P tokens if one was given.
 
         Without a tail a token sees only its own segment. With one every row is one sequence, and padding comes before
-        its first token or after the last token of this call.
+        its first token or after the last token of this call. `place`: as of the queries, if the sequence is sharded.
         """
         kernel_WNH = self.kernel[...].astype(x_BTNH.dtype)
-        taps, length = kernel_WNH.shape[0], x_BTNH.shape[1]
+        before = kernel_WNH.shape[0] - 1
         if segments_BT is not None:
             x_BTNH = jnp.where((segments_BT != 0)[:, :, None, None], x_BTNH, 0)
-        before = jnp.zeros_like(x_BTNH, shape=(x_BTNH.shape[0], taps - 1, *x_BTNH.shape[2:]))
-        all_BSNH = jnp.concatenate([before if tail_BPNH is None else tail_BPNH.astype(x_BTNH.dtype), x_BTNH], axis=1)
-        total_BTNH = x_BTNH * kernel_WNH[-1]
-        for back in range(1, taps):
-            start = taps - 1 - back
-            earlier_BTNH = all_BSNH[:, start : start + length]
-            if segments_BT is not None and tail_BPNH is None:
-                shifted_BT = jnp.pad(segments_BT, ((0, 0), (back, 0)))[:, :length]
-                earlier_BTNH = jnp.where((shifted_BT == segments_BT)[:, :, None, None], earlier_BTNH, 0)
-            total_BTNH = total_BTNH + earlier_BTNH * kernel_WNH[start]
-        tail = None if tail_BPNH is None else _last(all_BSNH, segments_BT, taps - 1).astype(tail_BPNH.dtype)
-        return jax.nn.silu(total_BTNH), tail
+        if tail_BPNH is not None:
+            all_BSNH = jnp.concatenate([tail_BPNH.astype(x_BTNH.dtype), x_BTNH], axis=1)
+            return _convolve(kernel_WNH, all_BSNH, None), _last(all_BSNH, segments_BT, before).astype(tail_BPNH.dtype)
+        axis, size = place.spec("length")[0], place.num_shards("length")
+
+        def on_device(kernel_WNH: jax.Array, x_BTNH: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+            arrays = (x_BTNH, segments_BT)
+            if size > 1:
+                extended = jax.tree.map(lambda x: with_previous_tokens(x, before, axis, size), arrays)
+            else:
+                extended = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (before, 0), *[(0, 0)] * (x.ndim - 2)]), arrays)
+            return _convolve(kernel_WNH, *extended)
+
+        heads = place.spec("batch", "length", "heads")
+        specs = (place.spec(None, "heads"), heads, place.spec("batch", "length"))
+        run = place.shard_map(on_device, specs, heads) if size > 1 else on_device
+        return run(kernel_WNH, x_BTNH, segments_BT), None
+
+
+def _convolve(kernel_WNH: jax.Array, x_BSNH: jax.Array, segments_BS: jax.Array | None) -> jax.Array:
+    """silu of the convolution for the tokens behind the first W - 1, each within its segment."""
+    taps, length = kernel_WNH.shape[0], x_BSNH.shape[1] - kernel_WNH.shape[0] + 1
+    total_BTNH = x_BSNH[:, taps - 1 :] * kernel_WNH[-1]
+    for start in reversed(range(taps - 1)):
+        earlier_BTNH = x_BSNH[:, start : start + length]
+        if segments_BS is not None:
+            is_same_BT = segments_BS[:, start : start + length] == segments_BS[:, taps - 1 :]
+            earlier_BTNH = jnp.where(is_same_BT[:, :, None, None], earlier_BTNH, 0)
+        total_BTNH = total_BTNH + earlier_BTNH * kernel_WNH[start]
+    return jax.nn.silu(total_BTNH)
 
 
 def _last(all_BSNH: jax.Array, segments_BT: jax.Array | None, count: int) -> jax.Array:
@@ -188,7 +208,7 @@ class Delta(nnx.Module):
     def _heads(
         self, x_BTD: jax.Array, ctx: Context, previous: dict[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array | None]]:
-        """Queries, keys and values after their convolutions, unsplit along the sequence, and the new tails."""
+        """Queries, keys and values after their convolutions, and the new tails."""
         branches = {
             "query": (self.query, self.query_filter, "act_kv_heads"),
             "key": (self.key, self.key_filter, "act_kv_heads"),
@@ -197,8 +217,11 @@ class Delta(nnx.Module):
         heads: dict[str, jax.Array] = {}
         tails: dict[str, jax.Array | None] = {}
         for name, (projection, convolution, axis) in branches.items():
-            projected = ctx.constrain(projection(x_BTD, ctx), "act_batch", None, axis, None)
-            heads[name], tails[name] = convolution(checkpoint_name(projected, name), ctx.segments, previous.get(name))
+            projected = checkpoint_name(
+                ctx.constrain(projection(x_BTD, ctx), "act_batch", "act_length", axis, None), name
+            )
+            place = dataclasses.replace(ctx.place, heads=ctx.place.kv_heads) if axis == "act_kv_heads" else ctx.place
+            heads[name], tails[name] = convolution(projected, ctx.segments, previous.get(name), place)
         return heads["query"], heads["key"], heads["value"], tails
 
     def _log_decay(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
 
 from maxhydra.config.schema import model as config
-from maxhydra.kernels.attention.context import choose_strategy
+from maxhydra.kernels.attention.context import choose_strategy, whole_key_spec
 from maxhydra.kernels.attention.spec import Request, TokenInfo, visible
 from maxhydra.layers.attention import attend, cached_positions, write_cache
 from maxhydra.layers.context import Context, KernelChoice, kernel_errors_as_config_errors
@@ -203,7 +204,7 @@ class Mla(nnx.Module):
         index_BTI = None if self.indexer is None else self.indexer.keys(x_BTD, ctx)
         if ctx.cache is None:
             tokens = TokenInfo(ctx.segments, ctx.segments, None, None)
-            if self._gathers_latents(ctx):
+            if self._strategy(ctx) != "ring":
                 latent_BTR, key_BTP, index_BTI = (_unsplit(x, ctx) for x in (latent_BTR, key_BTP, index_BTI))
             return LatentCacheView(latent_BTR, key_BTP, index_BTI, tokens), None
         keys_BTH = key_BTP if index_BTI is None else jnp.concatenate([key_BTP, index_BTI], axis=-1)
@@ -213,13 +214,16 @@ class Mla(nnx.Module):
         tokens = TokenInfo(None, None, cached_positions(ctx), cached.positions_BS)
         return LatentCacheView(cached.value_BSKH[:, :, 0], key_BSP, index_BSI, tokens), cache
 
-    def _gathers_latents(self, ctx: Context) -> bool:
-        """Whether sequences that are sharded along their length are gathered as latents, which are small."""
+    def _strategy(self, ctx: Context) -> str | None:
+        """Strategy for sequences that are sharded along their length; all but ring gather the latents, which are small.
+
+        None: they are not sharded.
+        """
+        if not ctx.is_length_split:
+            return None
+        has_selection = self.indexer is not None
         with kernel_errors_as_config_errors():
-            strategy = choose_strategy(
-                ctx.place, self._request, num_heads=self.spec.num_heads, has_selection=self.indexer is not None
-            )
-        return strategy != "ring"
+            return choose_strategy(ctx.place, self._request, num_heads=self.spec.num_heads, has_selection=has_selection)
 
     def _rotate(self, x_BTNP: jax.Array, ctx: Context) -> jax.Array:
         """Apply RoPE."""
@@ -234,13 +238,22 @@ class Mla(nnx.Module):
         )
 
     def _keys_values(self, view: LatentCacheView, ctx: Context) -> tuple[jax.Array, jax.Array]:
-        both_BSNH = self.key_value(view.latent_BSR, ctx)
+        both_BSNH = self._place_keys(self.key_value(view.latent_BSR, ctx), ctx)
         plain_BSNF, v_BSNV = jnp.split(both_BSNH, [self.spec.plain_dim], axis=-1)
         shared_BSNP = jnp.broadcast_to(view.key_BSP[:, :, None], (*plain_BSNF.shape[:3], self.spec.rope_dim))
         k_BSNH = jnp.concatenate([plain_BSNF, shared_BSNP], axis=-1)
-        if not ctx.is_length_split:
-            k_BSNH, v_BSNV = (ctx.constrain(x, "act_batch", None, "act_heads", None) for x in (k_BSNH, v_BSNV))
-        return checkpoint_name(k_BSNH, "key"), checkpoint_name(v_BSNV, "value")
+        return (
+            checkpoint_name(self._place_keys(k_BSNH, ctx), "key"),
+            checkpoint_name(self._place_keys(v_BSNV, ctx), "value"),
+        )
+
+    def _place_keys(self, x_BSNH: jax.Array, ctx: Context) -> jax.Array:
+        """Keys or values where attention takes them; with ulysses a device projects only the heads it attends to."""
+        strategy = self._strategy(ctx)
+        if strategy == "ulysses":
+            sharding = NamedSharding(ctx.sharder.mesh, whole_key_spec(ctx.place))
+            return jax.lax.with_sharding_constraint(x_BSNH, sharding)
+        return ctx.constrain(x_BSNH, "act_batch", "act_length" if strategy == "ring" else None, "act_heads", None)
 
     def _attend_latents(self, q_BTNH: jax.Array, view: LatentCacheView, ctx: Context) -> jax.Array:
         """The absorbed form: every head attends to the latents, used as both keys and values."""
@@ -253,7 +266,7 @@ class Mla(nnx.Module):
         return jnp.einsum("BTNR,RNV->BTNV", mixed_BTNR, value_RNV)
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, view: LatentCacheView, ctx: Context) -> jax.Array:
-        is_gathered = ctx.is_length_split and self._gathers_latents(ctx)
+        is_gathered = self._strategy(ctx) in ("ulysses", "all_gather")
         options: dict[str, Any] = {"kernel": self.spec.kernel, "has_whole_keys": is_gathered, **view.tokens._asdict()}
         return attend(q, k, v, self._request, ctx, **options)
 

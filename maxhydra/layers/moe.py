@@ -266,7 +266,7 @@ class Moe(nnx.Module):
         out_BTD = out_BTD.astype(self.spec.dtypes.compute)
         if self.shared is not None:
             out_BTD = out_BTD + self._shared(x_BTD, ctx)
-        out_BTD = ctx.to_stream(out_BTD)
+        out_BTD = ctx.constrain_stream(out_BTD)
         load_E = expert_load(routing.ids_BTK, is_real_BT, self.spec.router.experts)
         aux = {"load": load_E} if dropped is None else {"load": load_E, "dropped": dropped}
         if self.spec.balance_weight:

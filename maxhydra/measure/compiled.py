@@ -19,7 +19,7 @@ from maxhydra.model import flops_per_token
 from maxhydra.runtime.topology import compiler_options
 from maxhydra.sharding import Sharder
 from maxhydra.train.batches import plan_batches
-from maxhydra.train.compile import explain_oom, trace_pretraining_step
+from maxhydra.train.compile import explain_oom, trace_pretraining_step, without_compilation_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +51,22 @@ class CompileReport:
     """Model TFLOP of a step."""
 
 
-def compile_report(config: Config, sharder: Sharder) -> tuple[CompileReport, jax.stages.Compiled]:
-    """Compile the pretraining step for the devices of the sharder's mesh, which need not be attached."""
+def compile_report(
+    config: Config, sharder: Sharder, *, segments: bool = True
+) -> tuple[CompileReport, jax.stages.Compiled]:
+    """Compile the pretraining step for the devices of the sharder's mesh, which need not be attached.
+
+    segments: rows are packed from several documents.
+    """
     assert isinstance(sharder.mesh, jax.sharding.Mesh)
     start = time.perf_counter()
     with recording_choices() as choices:
-        traced = trace_pretraining_step(config, sharder)
+        traced = trace_pretraining_step(config, sharder, segments=segments)
     traced_at = time.perf_counter()
     try:
         options = compiler_options(config.hardware, sharder.mesh.devices.flatten().tolist())
-        compiled = traced.lower().compile(compiler_options=options or None)
+        with without_compilation_cache():
+            compiled = traced.lower().compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
         raise explain_oom(error, config) from None
     seconds = time.perf_counter() - traced_at

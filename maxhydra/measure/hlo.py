@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-# One letter of a dtype per byte, except these: pred[] and s4[] are stored in one byte, tokens and opaque in none.
+# The bits of a dtype are in its name, except for pred, which takes a byte.
 BITS = re.compile(r"\d+")
 SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
@@ -21,6 +21,10 @@ BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 TRIP_COUNT = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 OP_NAME = re.compile(r'op_name="([^"]*)"')
 TARGET = re.compile(r'custom_call_target="([^"]*)"')
+# A mesh, whose device ids are iota, or iota reshaped and transposed, and the axes that form a group.
+MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))?\s*\{([^}]*)\}"
+)
 COLLECTIVES = (
     "all-gather",
     "all-reduce",
@@ -88,7 +92,8 @@ class Collective:
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.bytes
         passes = 2 if self.kind == "all-reduce" else 1
-        return passes * self.bytes * (self.group - 1) / self.group
+        # An empty list of groups stands for all devices.
+        return passes * self.bytes * ((self.group - 1) / self.group if self.group else 1)
 
 
 def bytes_of(shape: str) -> int:
@@ -233,13 +238,20 @@ def first_group(attributes: str) -> tuple[int, ...]:
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
         return tuple(int(index) for index in listed.group(1).split(","))
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
-        sizes = tuple(int(size) for size in iota.group(3).split(","))
-        order = tuple(int(axis) for axis in (iota.group(4) or "").split(",") if axis)
+        sizes, order = _numbers(iota.group(3)), _numbers(iota.group(4) or "")
         return _transposed(sizes, order or tuple(range(len(sizes))))[: int(iota.group(2))]
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes):
+    if mesh := MESH_GROUPS.search(attributes):
         axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh.group(1))}
-        return _along(axes, tuple(re.findall(r"'([^']+)'", mesh.group(2))))
+        positions = _along(axes, tuple(re.findall(r"'([^']+)'", mesh.group(4))))
+        if mesh.group(2) is None:
+            return positions
+        devices = _transposed(_numbers(mesh.group(2)), _numbers(mesh.group(3)))
+        return tuple(devices[position] for position in positions)
     return ()
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
 
 
 def _transposed(sizes: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:

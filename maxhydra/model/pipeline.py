@@ -85,7 +85,7 @@ def run_pipeline(
     out_OSIGTD, (layer_outputs, aux) = over_stages(
         jnp.arange(schedule.stages), stacked, cut(x_BTD), jax.tree.map(cut, tokens), ctx.dropout_key
     )
-    out_BTD = ctx.constrain(out_OSIGTD.reshape(x_BTD.shape), "act_batch", "act_length", "act_embed")
+    out_BTD = ctx.constrain_stream(out_OSIGTD.reshape(x_BTD.shape))
     layers = len(repetitions.index)
     layer_outputs, aux = jax.tree.map(lambda x: x.reshape(layers, *x.shape[3:]), (layer_outputs, aux))
     layer_outputs = [_join_rows(x, schedule, _outer_shards(sharder)) for x in layer_outputs]

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from maxhydra.config.schema.optimizer import MomentFormat, OptimizerKind
 from maxhydra.config.schema.optimizer import Optimizer as OptimizerConfig
-from maxhydra.config.schema.optimizer import OptimizerKind
 from maxhydra.config.values import matches_any
 from maxhydra.optim.adafactor import Factored, scale_by_adafactor
+from maxhydra.optim.adam8 import Quantized, scale_by_adam8
 from maxhydra.optim.parameters import (
     MatrixDims,
     axes_by_path,
@@ -153,6 +154,9 @@ Axes = dict[str, LogicalAxes]
 
 
 def _adamw(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
+    if config.moments is MomentFormat.dynamic8:
+        assert config.b1 is not None and config.b2 is not None and config.eps is not None
+        return scale_by_adam8(axes, b1=config.b1, b2=config.b2, eps=config.eps)
     return optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps, mu_dtype=_mu_dtype(config))
 
 
@@ -226,7 +230,8 @@ def state_axes(optimizer: Optimizer, shapes: Tree, axes: Tree) -> Tree:
     """A tree with the structure of `transform.init`'s result and the logical axes of each leaf.
 
     Every tree of moments has the keys of the parameters, so the end of a leaf's path names its parameter. A moment has
-    its parameter's axes; a factored one the axes of its remaining dimensions; counts and constants are replicated.
+    its parameter's axes, as have the codes and scales of a quantized one; a factored one has the axes of its remaining
+    dimensions; counts and constants are replicated.
     """
     state = jax.eval_shape(optimizer.transform.init, shapes)
     by_keys = {
@@ -234,18 +239,22 @@ def state_axes(optimizer: Optimizer, shapes: Tree, axes: Tree) -> Tree:
     }
     shape_of = {path_of(keys): leaf.shape for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
 
-    def axes_of_leaf(keys: jax.tree_util.KeyPath, leaf: Any) -> LogicalAxes | Factored:
+    def axes_of_leaf(keys: jax.tree_util.KeyPath, leaf: Any) -> LogicalAxes | Factored | Quantized:
         parameter = next((by_keys[keys[i:]] for i in range(len(keys)) if keys[i:] in by_keys), None)
         if parameter is None:
             return (None,) * len(leaf.shape)
         path, names = parameter
         if isinstance(leaf, Factored):
             return _factored_axes(names)
+        if isinstance(leaf, Quantized):
+            return Quantized(names, names)  # type: ignore[arg-type]
         if leaf.shape != shape_of[path]:
             raise ValueError(f"{path_of(keys)} has shape {leaf.shape}, its parameter {path} has {shape_of[path]}")
         return names
 
-    return jax.tree_util.tree_map_with_path(axes_of_leaf, state, is_leaf=lambda node: isinstance(node, Factored))
+    return jax.tree_util.tree_map_with_path(
+        axes_of_leaf, state, is_leaf=lambda node: isinstance(node, (Factored, Quantized))
+    )
 
 
 def _factored_axes(names: LogicalAxes) -> Factored:

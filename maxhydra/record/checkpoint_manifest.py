@@ -29,7 +29,7 @@ _FIRST_FORMAT_WITH_MANIFEST = 2
 # Orbax's file about a step, which repeats the format: it distinguishes a lost manifest from one that never existed.
 STEP_METADATA = "_CHECKPOINT_METADATA"
 _ALGORITHM = "xxh3-128"
-_ALGORITHMS = {"sha256": hashlib.sha256, _ALGORITHM: xxhash.xxh3_128}
+_ALGORITHMS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256, _ALGORITHM: xxhash.xxh3_128}
 _THREADS = min(8, os.cpu_count() or 1)
 # Bytes of one read: each makes a thread give up and take the GIL again, which a training loop uses too.
 _BUFFER = 2**20
@@ -217,6 +217,15 @@ def _list_files(folder: Path) -> Iterator[str]:
     for root, _, names in os.walk(folder):
         inner = root[len(str(folder)) + 1 :].replace(os.sep, "/")
         yield from (f"{inner}/{name}" if inner else name for name in names)
+
+
+def digest_files(folder: Path) -> dict[str, str]:
+    """XXH3 digests of all files below a folder by relative name. Raises OSError if one cannot be read."""
+    try:
+        found = _hash_files(folder, sorted(_list_files(folder)), _ALGORITHM)
+    except DamagedCheckpointError as error:
+        raise OSError(str(error)) from error
+    return {name: entry.digest for name, entry in found.items()}
 
 
 def _hash_files(folder: Path, names: Collection[str], algorithm: str) -> dict[str, FileDigest]:

@@ -110,7 +110,10 @@ class _Worker:
             self._process.start()
             child_pipe.close()
             child_lifeline.close()
-        self._receive()
+        try:
+            self._receive()
+        except (EOFError, ConnectionError):
+            raise RewardError("the supervisor of a reward process ended while it started; see stderr") from None
 
     def score(self, samples: Sequence[Sample]) -> list[list[Score]]:
         """For each sample, the value of each term or the reason why it failed."""

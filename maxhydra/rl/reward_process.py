@@ -16,6 +16,7 @@ import pickle
 import select
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -79,8 +80,11 @@ def supervise(pipe: Connection, lifeline: Connection, reward: Reward) -> None:
             pipe.send(_score_samples(process, pipe.recv(), reward))
     except LoadFailure as failure:
         pipe.send(failure)
-    except (RunEnded, EOFError, OSError):
-        pass
+    except (RunEnded, EOFError, ConnectionError):
+        pass  # the run has ended
+    except OSError as error:
+        # Such as a limit of processes. The run sees only that its supervisor has gone.
+        print(f"maxhydra: the supervisor of a reward process failed: {error}", file=sys.stderr, flush=True)
     finally:
         processes.kill_descendants()
 

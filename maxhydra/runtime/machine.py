@@ -59,10 +59,19 @@ def start(hardware: Hardware) -> Machine:
     return _start(hardware, original_environment())
 
 
-def start_on_host() -> Machine:
-    """Start only the CPU, ignoring JAX_PLATFORMS: for commands that plan jobs but leave the devices to them."""
+def start_on_host(compile_for: Hardware | None = None) -> Machine:
+    """Start only the CPU, ignoring JAX_PLATFORMS: for commands that plan jobs but leave the devices to them.
+
+    `compile_for`: hardware that programs are compiled for, whose numerical settings apply; of simulated devices also
+    their number and flags.
+    """
     environment = {name: value for name, value in original_environment().items() if name != "JAX_PLATFORMS"}
-    return _start(hardware_from({"platform": Platform.cpu}), environment)
+    host = hardware_from({"platform": Platform.cpu})
+    if compile_for is not None:
+        settings = ["matmul_precision", "debug_nans"]
+        settings += ["simulated_devices", "xla_flags"] if compile_for.platform is Platform.cpu else []
+        host = dataclasses.replace(host, **{name: getattr(compile_for, name) for name in settings})
+    return _start(host, environment)
 
 
 def predict_hardware(hardware: Hardware) -> Hardware:

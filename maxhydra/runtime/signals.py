@@ -25,6 +25,7 @@ from concurrent.futures import wait as wait_for_futures
 from types import FrameType
 from typing import TypeVar
 
+import numpy as np
 from jax.experimental import multihost_utils
 
 T = TypeVar("T")
@@ -91,6 +92,10 @@ class _Signals:
             # SIGTERM belongs to JAX's preemption service, which agrees on one of these calls for all processes.
             self._sync_points += 1
             self._is_agreed = multihost_utils.reached_preemption_sync_point(self._sync_points)
+            if self._is_agreed:
+                # All end with, and the first one records, the signal that any of them got; JAX's service takes SIGTERM.
+                numbers = multihost_utils.process_allgather(np.int32(self._number or 0))
+                self._number = next((int(number) for number in np.ravel(numbers) if number), signal.SIGTERM)
         is_requested = self._is_agreed if self.is_distributed else self._number is not None
         return signal.Signals(self._number or signal.SIGTERM).name if is_requested else None
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.hardware import AXES, DATA, RULES, STAGE, Mesh
+from maxhydra.config.schema.hardware import AXES, DATA, REPLICA, RULES, STAGE, Mesh
 from maxhydra.sharding.mesh import AXIS_TYPES, build_mesh
 from maxhydra.sharding.pipeline import PipelineSchedule, plan_schedule
 
@@ -91,8 +91,15 @@ class Sharder:
 
     def inside_stage(self) -> "Sharder":
         """The sharder within one pipeline stage: shardings over the other axes of the mesh."""
-        mesh = self.mesh.abstract_mesh.update_axis_types({STAGE: AxisType.Manual})
-        rules = {name: [axis for axis in axes if axis != STAGE] for name, axes in self.rules}
+        return self._inside(STAGE)
+
+    def inside_replica(self) -> "Sharder":
+        """The sharder within one DiLoCo replica; the same one if there is only one replica."""
+        return self if self.mesh.shape[REPLICA] == 1 else self._inside(REPLICA)
+
+    def _inside(self, mapped: str) -> "Sharder":
+        mesh = self.mesh.abstract_mesh.update_axis_types({mapped: AxisType.Manual})
+        rules = {name: [axis for axis in axes if axis != mapped] for name, axes in self.rules}
         return Sharder(mesh, rules, self.options)
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
@@ -118,7 +125,7 @@ class Sharder:
 
         Vectors, matrices that no dimension of fits, and arrays that `data` shards already have the usual spec.
         """
-        spec, size = self.spec(axes), self.mesh.shape[DATA]
+        spec, size = self.dividing_spec(axes, shape), self.mesh.shape[DATA]
         is_matrix = sum(name != "layers" for name in axes) > 1
         if size == 1 or not is_matrix or any(DATA in _names(entry) for entry in spec):
             return spec
@@ -145,6 +152,12 @@ class Sharder:
         if self.mesh.size == 1:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
+
+    def dividing_spec(self, axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
+        """The spec of an array without the mesh axes that do not divide their dimension."""
+        sizes = [math.prod(self.mesh.shape[axis] for axis in _names(entry)) for entry in self.spec(axes)]
+        entries = zip(self.spec(axes), shape, sizes, strict=True)
+        return PartitionSpec(*(entry if size % shards == 0 else None for entry, size, shards in entries))
 
     def reshard(self, x: jax.Array, axes: LogicalAxes, *, gradient: LogicalAxes) -> jax.Array:
         """As `constrain`, with other logical axes for the gradient of the value."""

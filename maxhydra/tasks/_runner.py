@@ -3,7 +3,8 @@
 A task is a module of this package with a function `run(job) -> Outcome` and two constants: `NEEDS_DEVICES` (False for
 tasks that only plan, which run on any host) and `KEEPS_RUN` (False for tasks that only print). For a task that keeps a
 run, the runner opens the folder, keeps run.json up to date even if the task fails, and records how it ended. A task
-with `TRAINS = True` resumes an existing run, whose config and inputs are compared first (_resume.py).
+with `TRAINS = True` resumes an existing run, whose config and inputs are compared first (_resume.py); one with
+`COMPILES = True` compiles for other devices with the numerical settings of config.hardware.
 """
 
 import contextlib
@@ -80,7 +81,10 @@ def run(
     task = importlib.import_module(f"maxhydra.tasks.{config.task.name}")
     if path is None and task.KEEPS_RUN and config.run.name is not None:
         _check_name(Path(config.run.outputs), config.run.name)
-    machine = runtime.start(config.hardware) if task.NEEDS_DEVICES else runtime.start_on_host()
+    if task.NEEDS_DEVICES:
+        machine = runtime.start(config.hardware)
+    else:
+        machine = runtime.start_on_host(config.hardware if getattr(task, "COMPILES", False) else None)
     path = path or Path(config.run.outputs) / (config.run.name or _default_name(config, choices))
     is_main = machine.process_index == 0
     folder = RunDirectory(path.absolute(), writes=is_main and task.KEEPS_RUN)

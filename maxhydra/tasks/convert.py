@@ -23,6 +23,7 @@ from maxhydra.data.tokenizers.hf import HuggingFaceTokenizer
 from maxhydra.decode.open import check_same_model
 from maxhydra.modelfiles import locate
 from maxhydra.tasks import Job, Outcome, atomic_output_dir
+from maxhydra.tasks._output_record import describe_difference, inputs_digest, write_record
 
 NEEDS_DEVICES = KEEPS_RUN = False
 
@@ -38,8 +39,17 @@ def run(job: Job) -> Outcome:
         raise ConfigError(Problem(KEY, "is required: it names the weights to convert", value=None))
     _check_format(config, task)
     check_same_model(config, source)
-    with atomic_output_dir(Path(task.output).expanduser().absolute()) as folder:
+    output = Path(task.output).expanduser().absolute()
+    inputs = inputs_digest(KEY, config, source)
+    if output.exists():
+        if (difference := describe_difference(output, inputs)) is not None:
+            hint = "choose another folder, or move the existing one"
+            raise ConfigError(Problem("task.output", f"already exists, and {difference}", value=output, hint=hint))
+        print(f"{task.output} is already complete: written by the same command, files verified", file=sys.stderr)
+        return Outcome("finished", "already complete")
+    with atomic_output_dir(output) as folder:
         WRITERS[task.format](config, task, source, folder)
+        write_record(folder, inputs)
     print(f"wrote {task.output}", file=sys.stderr)
     return Outcome("finished", "written")
 

@@ -1,7 +1,7 @@
 """Report parameters, sharding and memory of a config without allocating anything.
 
-Lists each parameter's axes, sharding and bytes per device. With task.topology it also compiles the training step for a
-TPU slice that need not be attached, and reports its memory.
+Lists each parameter's axes, sharding and bytes per device. With task.topology it also compiles the training step for
+devices that need not be attached, and reports its memory.
 """
 
 import dataclasses
@@ -15,11 +15,12 @@ from maxhydra import model, optim
 from maxhydra.config import Config
 from maxhydra.config.schema.hardware import Hardware
 from maxhydra.config.schema.tasks.analysis import Format, InspectTask
-from maxhydra.measure.compiled import CompileReport, compile_report
+from maxhydra.measure.compiled import compile_report
 from maxhydra.plan.tables import readable_bytes
 from maxhydra.runtime.topology import absent_devices
 from maxhydra.sharding import Sharder, abstract_mesh, build_mesh, bytes_per_device, is_axes
 from maxhydra.tasks import Job, Outcome
+from maxhydra.tasks.compile import report_lines
 from maxhydra.train import plan_batches, plan_states
 
 NEEDS_DEVICES = KEEPS_RUN = False
@@ -61,6 +62,9 @@ def run(job: Job) -> Outcome:
             "optimizer": sum(row.bytes_per_device for row in moments),
         },
     }
+    if config.optimizer.offload:
+        facts["host_bytes_per_device"] = {"optimizer": facts["bytes_per_device"]["optimizer"]}
+        facts["bytes_per_device"]["optimizer"] = 0
     if sharder.stages > 1:
         schedule = sharder.pipeline_schedule(plan_batches(config, sharder).batch // config.train.grad_accum)
         facts["pipeline"] = {
@@ -76,7 +80,7 @@ def run(job: Job) -> Outcome:
     else:
         dtype = config.model.dtypes.compute.value
         _print(parameters, facts, config.hardware, dtype)
-        for line in () if report is None else _report_lines(report, config.hardware, dtype):
+        for line in () if report is None else report_lines(report, config.hardware, dtype):
             print(line)
     return Outcome("finished", "printed")
 
@@ -136,6 +140,8 @@ def _print(rows: list[Row], facts: dict, hardware: Hardware, dtype: str) -> None
         f"together {readable_bytes(sum(device_bytes.values()))}{capacity}, before activations\n"
         f"training takes {facts['flops_per_token'] / 1e9:,.1f} GFLOP per token"
     )
+    if host := facts.get("host_bytes_per_device"):
+        print(f"in host memory per device: optimizer {readable_bytes(host['optimizer'])}")
     if pipeline := facts.get("pipeline"):
         print(
             f"pipeline: {pipeline['stages']} stages x {pipeline['repeats']} repeats, {pipeline['microbatches']} "
@@ -153,16 +159,3 @@ def _upper_bounds(facts: dict, hardware: Hardware, dtype: str) -> Iterator[str]:
     if hardware.bandwidth_gb_s:
         seconds = facts["bytes_per_device"]["parameters"] / (hardware.bandwidth_gb_s * 1e9)
         yield f"at {hardware.bandwidth_gb_s:g} GB/s: reading a device's weights once takes {seconds * 1e3:.3g} ms"
-
-
-def _report_lines(report: CompileReport, hardware: Hardware, dtype: str) -> Iterator[str]:
-    device_bytes = report.bytes_per_device
-    capacity = f" of {hardware.memory_gib:g} GiB" if hardware.memory_gib else ""
-    parts = ", ".join(f"{name} {readable_bytes(size)}" for name, size in device_bytes.items())
-    yield f"\ncompiled for {report.devices} x {report.device} in {report.seconds:.0f} s"
-    yield f"per device: {readable_bytes(sum(device_bytes.values()))}{capacity} ({parts})"
-    kernels = ", ".join(f"{count} x {name}" for name, count in sorted(report.kernels.items()))
-    yield f"kernels: {kernels or 'only those that XLA generates'}"
-    peak = hardware.peak_tflops.get(dtype)
-    least = f", at least {report.tflop_per_device / peak:.3g} s at {peak:g} TFLOP/s" if peak else ""
-    yield f"a step takes {report.tflop_per_device:,.1f} TFLOP per device{least}"

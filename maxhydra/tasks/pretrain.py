@@ -26,9 +26,11 @@ def run(job: Job) -> Outcome:
 
     states = plan_states(config, sharder)
     loss = next_token_loss(states.model, sharder, config.train)
+    # A step runs on one DiLoCo replica at a time, an evaluation on all devices.
+    step_loss = next_token_loss(states.model, sharder.inside_replica(), config.train)
     training = TrainingSetup(
         states=states,
-        loss=loss,
+        loss=step_loss,
         spec=spec,
         batches=LoaderBatches(loader),
         evaluate=held_out_loss(

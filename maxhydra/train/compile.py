@@ -8,14 +8,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.run import Train
+from maxhydra.model import split_trainable
 from maxhydra.sharding import Sharder
 from maxhydra.train.batches import plan_batches
+from maxhydra.train.diloco import make_diloco_step
+from maxhydra.train.executable import load_executable
 from maxhydra.train.loss import Batch, LossFn, next_token_loss
 from maxhydra.train.state import StateFactory, TrainState, plan_states
-from maxhydra.train.step import Metrics, StepFn, make_step, sequences_in
+from maxhydra.train.step import Metrics, StateLayout, StepFn, make_step, sequences_in
 
 HEADROOM_BYTES = 64 * 2**20
 COLUMNS = {"tokens": "int32", "targets": "int32", "positions": "int32", "segments": "int32", "weights": "float32"}
@@ -28,21 +32,47 @@ def compile_step(states: StateFactory, loss: LossFn, train: Train, example: Mapp
     return compiled, time.perf_counter() - start_time
 
 
+def obtain_step(states: StateFactory, loss: LossFn, config: Config, example: Mapping[str, Any]) -> tuple[StepFn, float]:
+    """The step of hardware.compiled, or compiled now, and the seconds that took."""
+    if config.hardware.compiled is None:
+        return compile_step(states, loss, config.train, example)
+    start_time = time.perf_counter()
+    traced = trace_step(states, loss, config.train, example)
+    step = load_executable(config.hardware.compiled, traced, states.sharder)
+    return step, time.perf_counter() - start_time
+
+
 def trace_step(states: StateFactory, loss: LossFn, train: Train, example: Mapping[str, Any]) -> jax.stages.Traced:
     """The traced step, ready to be lowered for the devices of the states' mesh."""
+    layout = StateLayout(states.shard_gradients, states.load_moments, states.store_moments)
+    step_fn = make_step(loss, states.optimizer, train, states.model.apply_aux_updates, states.cast, layout)
+    if states.sharder.num_shards("replicas") > 1:
+        axes = split_trainable(states.model.axes)[0]
+        step_fn = make_diloco_step(step_fn, train.diloco, steps=train.steps, mesh=states.sharder.mesh, axes=axes)
     step = jax.jit(
-        make_step(
-            loss,
-            states.optimizer,
-            train,
-            states.model.apply_aux_updates,
-            states.cast,
-            states.shard_gradients,
-        ),
+        step_fn,
         donate_argnums=0,
         out_shardings=(states.shardings(), None),
     )
     return step.trace(states.abstract(), example)
+
+
+@contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """Compile inside without the persistent cache: a program that comes from it cannot be serialized again on a CPU.
+
+    jax would write the file, and the loaded program would fail with "Function ... not found".
+    """
+    settings: Any = jax.config
+    enabled = settings.jax_enable_compilation_cache
+    try:
+        settings.update("jax_enable_compilation_cache", False)
+        # jax decides once per process whether it uses the cache.
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        settings.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 @contextmanager
@@ -87,12 +117,14 @@ class RampedStep:
         return self._steps[size](state, batch)
 
 
-def trace_pretraining_step(config: Config, sharder: Sharder) -> jax.stages.Traced:
-    """The traced step of pretraining on packed rows."""
+def trace_pretraining_step(config: Config, sharder: Sharder, *, segments: bool = True) -> jax.stages.Traced:
+    """The traced step of pretraining. segments: rows are packed from several documents."""
     spec, states = plan_batches(config, sharder), plan_states(config, sharder)
     shape = (spec.batch, spec.rows.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=spec.sharding) for name, dtype in COLUMNS.items()}
-    return trace_step(states, next_token_loss(states.model, sharder, config.train), config.train, batch)
+    batch = batch if segments else {name: column for name, column in batch.items() if name != "segments"}
+    loss = next_token_loss(states.model, sharder.inside_replica(), config.train)
+    return trace_step(states, loss, config.train, batch)
 
 
 def explain_oom(error: Exception, config: Config) -> Exception:

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from maxhydra.optim import Optimizer, state_axes
 from maxhydra.sharding import LogicalAxes, Sharder, is_axes
 from maxhydra.train.loss import Tree
 
+# Memory kind in which offloaded optimizer state is stored.
+OFFLOAD_MEMORY = "pinned_host"
 _OPTIMIZATION_LEVEL = re.compile(r"--xla_backend_optimization_level=(\d)")
 
 
@@ -71,6 +73,22 @@ class TrainState:
         return merge_trees(merge_trees(self.params, self.frozen), self.history)
 
 
+class Replica(NamedTuple):
+    """What each DiLoCo replica has for itself, stacked over the replicas."""
+
+    params: Tree
+    opt_state: Tree
+    guard: Guard
+    history: Tree
+
+
+class DilocoState(NamedTuple):
+    """The optimizer state of DiLoCo: the replicas, and the momentum of the outer step."""
+
+    replicas: Replica
+    momentum: Tree
+
+
 @dataclasses.dataclass(frozen=True)
 class StateFactory:
     """Creates states, and knows their shapes and shardings before anything is allocated."""
@@ -83,10 +101,16 @@ class StateFactory:
     """Extra frozen weights by name that the loss reads in addition to the model's, such as a teacher's."""
     shards_over_data: bool = False
     """Whether trainable parameters and optimizer state are sharded over the mesh axis `data` too (ZeRO-1)."""
+    offloads_moments: bool = False
+    """Whether the optimizer state is stored in pinned host memory."""
 
     def spec(self, axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
-        """The PartitionSpec of a trainable parameter or an array of the optimizer state."""
-        return self.sharder.spec_over_data(axes, shape) if self.shards_over_data else self.sharder.spec(axes)
+        """The PartitionSpec of a trainable parameter or an array of the optimizer state.
+
+        Mesh axes divide every parameter and moment, but maybe not the number of blocks of a quantized moment.
+        """
+        spec_of = self.sharder.spec_over_data if self.shards_over_data else self.sharder.dividing_spec
+        return spec_of(axes, shape)
 
     def cast(self, params: Tree) -> Tree:
         """Trainable parameters as the forward pass reads them: in the compute dtype, gathered over `data`."""
@@ -98,6 +122,20 @@ class StateFactory:
     def shard_gradients(self, grads: Tree) -> Tree:
         """Gradients in the sharding of the optimizer state: a sum over `data` becomes a reduce-scatter."""
         return self._constrain(grads, self.spec) if self.shards_over_data else grads
+
+    def load_moments(self, opt_state: Tree) -> Tree:
+        """The optimizer state in device memory."""
+        return self._moved(opt_state, "device") if self.offloads_moments else opt_state
+
+    def store_moments(self, opt_state: Tree) -> Tree:
+        """The optimizer state where it is stored."""
+        return self._moved(opt_state, OFFLOAD_MEMORY) if self.offloads_moments else opt_state
+
+    def _moved(self, opt_state: Tree, memory: str) -> Tree:
+        def move(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+            return jax.device_put(leaf, sharding.with_memory_kind(memory)) if leaf.ndim else leaf
+
+        return jax.tree.map(move, opt_state, self.shardings().opt_state)
 
     def _constrain(self, tree: Tree, spec_of: Callable[[LogicalAxes, Sequence[int]], PartitionSpec]) -> Tree:
         def constrain(axes: LogicalAxes, leaf: jax.Array) -> jax.Array:
@@ -112,37 +150,61 @@ class StateFactory:
             step=jnp.zeros((), jnp.int32),
             params=params,
             frozen={**frozen, **extra_weights},
-            opt_state=self.optimizer.transform.init(params),
+            opt_state=self._optimizer_state(params),
             key=jax.random.key_data(training_key),
             guard=Guard.fresh(),
-            history=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), amax_histories(self.model.shapes)),
+            history=self._empty_history(),
         )
+
+    def _empty_history(self) -> Tree:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), amax_histories(self.model.shapes))
+
+    def _optimizer_state(self, params: Tree) -> Tree:
+        opt_state, replicas = self.optimizer.transform.init(params), self.sharder.num_shards("replicas")
+        if replicas == 1:
+            return opt_state
+        replica = Replica(params, opt_state, Guard.fresh(), self._empty_history())
+        stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *x.shape)), replica)
+        return DilocoState(stacked, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params))
 
     def _init_weights(self, seed: jax.Array) -> Tree:
         return self.model.init(jax.random.split(jax.random.key(seed))[0])
 
     def shardings(self) -> TrainState:
         params, frozen = split_trainable(self.model.axes)
+        guard = Guard(mean=(None,), variance=(None,), seen=(), skipped=(), halted=())  # type: ignore[arg-type]
+        opt_state = state_axes(self.optimizer, split_trainable(self.model.shapes)[0], params)
+        history = amax_histories(self.model.axes)
+        if self.sharder.num_shards("replicas") > 1:
+            replica = Replica(params, opt_state, guard, history)
+            stacked = jax.tree.map(lambda axes: ("replicas", *axes), replica, is_leaf=is_axes)
+            opt_state = DilocoState(stacked, params)
         axes = TrainState(
             step=(),  # type: ignore[arg-type]
             params=params,
             frozen=frozen,
-            opt_state=state_axes(self.optimizer, split_trainable(self.model.shapes)[0], params),
+            opt_state=opt_state,
             key=(None,),  # type: ignore[arg-type]
-            guard=Guard(mean=(None,), variance=(None,), seen=(), skipped=(), halted=()),  # type: ignore[arg-type]
-            history=amax_histories(self.model.axes),
+            guard=guard,
+            history=history,
         )
         shardings = self.sharder.tree(axes)
-        if self.shards_over_data:
-            shapes = split_trainable(self.model.shapes)[0]
-            trained = (params, axes.opt_state), (shapes, jax.eval_shape(self.optimizer.transform.init, shapes))
-            params, opt_state = jax.tree.map(self._stored_sharding, *trained, is_leaf=is_axes)
-            shardings = dataclasses.replace(shardings, params=params, opt_state=opt_state)
+        shapes = split_trainable(self.model.shapes)[0]
+        state_shapes = jax.eval_shape(self._optimizer_state, shapes)
+        shardings = dataclasses.replace(
+            shardings,
+            params=jax.tree.map(self._stored_sharding, params, shapes, is_leaf=is_axes),
+            opt_state=jax.tree.map(self._moment_sharding, axes.opt_state, state_shapes, is_leaf=is_axes),
+        )
         extra = jax.tree.map(lambda leaf: leaf.sharding, self.extra_weights)
         return dataclasses.replace(shardings, frozen={**shardings.frozen, **extra})
 
     def _stored_sharding(self, axes: LogicalAxes, leaf: Any) -> NamedSharding:
         return NamedSharding(self.sharder.mesh, self.spec(axes, leaf.shape))
+
+    def _moment_sharding(self, axes: LogicalAxes, leaf: Any) -> NamedSharding:
+        sharding = self._stored_sharding(axes, leaf)
+        return sharding.with_memory_kind(OFFLOAD_MEMORY) if self.offloads_moments and leaf.shape else sharding
 
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, onto which a checkpoint is restored."""
@@ -208,6 +270,8 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         )
         value, accepted = config.quantization.kind, "none, fp8 or int8 with an adapter"
         raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint=hint))
+    if config.optimizer.offload:
+        _require_host_memory(sharder)
     decoder = model.build(config.model, config.adapter, config.quantization)
     decoder.check_mesh(sharder)
     shapes, axes = split_trainable(decoder.shapes)[0], split_trainable(decoder.axes)[0]
@@ -219,4 +283,25 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         # Gradient accumulation is a loop that adds up whole layer stacks.
         is_unrolled=decoder.is_unrolled and config.train.grad_accum == 1,
     )
-    return StateFactory(decoder, optimizer, sharder, extra_weights or {}, config.mesh.shard_state_over_data)
+    return StateFactory(
+        decoder,
+        optimizer,
+        sharder,
+        extra_weights or {},
+        shards_over_data=config.mesh.shard_state_over_data,
+        offloads_moments=config.optimizer.offload,
+    )
+
+
+def _require_host_memory(sharder: Sharder) -> None:
+    """Raise ConfigError if the attached devices have no pinned host memory; absent ones are assumed to have it."""
+    if not isinstance(sharder.mesh, jax.sharding.Mesh):
+        return
+    device = sharder.mesh.devices.flat[0]
+    if device.client.runtime_type == "compile_only_runtime":
+        return
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if OFFLOAD_MEMORY not in kinds:
+        reason = f"needs {OFFLOAD_MEMORY} memory; {device.platform} devices here have {', '.join(kinds)}"
+        hint = "optimizer.moments=dynamic8 or mesh.shard_state_over_data=true save memory on any device"
+        raise ConfigError(Problem("optimizer.offload", reason, value=True, accepted="false", hint=hint))

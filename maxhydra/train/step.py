@@ -1,5 +1,6 @@
 """The training step: gradients over micro-batches, the guard against bad updates, the optimizer update."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,8 +32,22 @@ def _keep_params(new: Tree, old: Tree, aux: Tree) -> Tree:
     return new
 
 
-def _no_cast(params: Tree) -> Tree:
-    return params
+def _unchanged(tree: Tree) -> Tree:
+    return tree
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """How a step moves gradients and optimizer state between the layouts of the forward pass and of the state."""
+
+    shard_gradients: Callable[[Tree], Tree] = _unchanged
+    """Constrains gradients to the sharding in which the optimizer reads them."""
+    load: Callable[[Tree], Tree] = _unchanged
+    """Optimizer state from where it is stored to device memory."""
+    store: Callable[[Tree], Tree] = _unchanged
+
+
+DEFAULT_LAYOUT = StateLayout()
 
 
 def make_step(
@@ -40,13 +55,10 @@ def make_step(
     optimizer: Optimizer,
     train: Train,
     apply_router_bias: ApplyRouterBias = _keep_params,
-    cast: Cast = _no_cast,
-    shard_gradients: Cast = _no_cast,
+    cast: Cast = _unchanged,
+    layout: StateLayout = DEFAULT_LAYOUT,
 ) -> StepFn:
-    """A pure function (state, batch) -> (state, metrics), to be jitted with the state donated.
-
-    `shard_gradients` constrains the gradients to the sharding in which the optimizer reads them.
-    """
+    """A pure function (state, batch) -> (state, metrics), to be jitted with the state donated."""
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
@@ -60,7 +72,7 @@ def make_step(
         (grads, amaxes), sums = _gradients(
             loss_of, trainable, batch, key, train.grad_accum, accum_dtype_of=state.params
         )
-        grads = shard_gradients(grads)
+        grads = layout.shard_gradients(grads)
         aux = sums.pop(AUX, {})
         weight = _nonzero_weight(sums)
         means = {name: total / weight for name, total in sums.items() if name not in ("weight", "nll")}
@@ -78,19 +90,20 @@ def make_step(
         learning_rate = optimizer.schedule(state.step - state.guard.skipped)
         with jax.named_scope("update"):
             transform = optax.with_extra_args_support(optimizer.transform)
+            old_opt_state = layout.load(state.opt_state)
             updates, opt_state = transform.update(
-                grads, state.opt_state, state.params, norm=grad_norm, learning_rate=learning_rate
+                grads, old_opt_state, state.params, norm=grad_norm, learning_rate=learning_rate
             )
             params = apply_router_bias(optax.apply_updates(state.params, updates), state.params, aux)
             params = optimizer.restore_frozen(params, state.params)
             history = jax.tree.map(_push_amax, state.history, amaxes)
-            new, old = (params, opt_state, history), (state.params, state.opt_state, state.history)
+            new, old = (params, opt_state, history), (state.params, old_opt_state, state.history)
             params, opt_state, history = _select(apply)(new, old)
         new_state = TrainState(
             step=state.step + jnp.where(halted, 0, 1),
             params=params,
             frozen=state.frozen,
-            opt_state=opt_state,
+            opt_state=layout.store(opt_state),
             key=state.key,
             guard=_observe(state.guard, observed, train.spike, counts=counts, apply=apply, halted=halted),
             history=history,

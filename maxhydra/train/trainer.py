@@ -23,8 +23,9 @@ from maxhydra.runtime import Machine, signals
 from maxhydra.runtime.progress import open_step_progress
 from maxhydra.train.batches import BatchSource
 from maxhydra.train.checkpoint import open_checkpointer
-from maxhydra.train.compile import RampedStep, compile_step, reserve_gpu_headroom
+from maxhydra.train.compile import RampedStep, compile_step, obtain_step, reserve_gpu_headroom
 from maxhydra.train.evaluate import Evaluate
+from maxhydra.train.executable import check_executable
 from maxhydra.train.loop import LoopContext, TrainResult, end_reason, fit, is_evaluation_missing
 from maxhydra.train.loss import LossFn, Tree
 from maxhydra.train.metrics import MetricsHistory, MetricsLogger, StepCost
@@ -57,12 +58,14 @@ def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine
     """Train until train.steps, and save the final state. A run that has ended before only returns its result."""
     start_time = time.perf_counter()
     signals.set_phase("before the first step of the session")
+    if config.hardware.compiled is not None:
+        check_executable(config.hardware.compiled, config, training.states.sharder)
     with signals.Deferral() as deferral, closing(training.batches), ExitStack() as stack:
         example = training.batches.peek()
         pool = stack.enter_context(ThreadPoolExecutor(1))
 
         def start_compilation() -> Future[tuple[StepFn, float]]:
-            return pool.submit(compile_step, training.states, training.loss, config.train, example)
+            return pool.submit(obtain_step, training.states, training.loss, config, example)
 
         # Compile while the weights are initialized or loaded: for a small model, both take about as long.
         newest = max(checkpoint_steps(run.checkpoints), default=0)

@@ -18,7 +18,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.decode import Sampling
-from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, listen, serve
+from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, listen, parser_process, serve
 from maxhydra.decode.openai_server.http11 import HttpError
 from maxhydra.decode.openai_server.request_schema import parse
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder
@@ -429,6 +429,62 @@ def test_small_requests_pass_hostile_ones(prompts: PromptEncoder) -> None:
         assert sorted(seconds)[len(seconds) // 2] < 0.5 and max(seconds) < 2
         assert set().union(*(each.result() for each in attacks)) <= {400, 404}
         assert server.idle()
+
+
+LARGE = {"user": "a" * 40_000}
+
+
+def test_large_bodies_give_the_same_completions(server: RunningServer) -> None:
+    """Parsed and tokenized in a process, which is replaced if it is killed."""
+    for path, body in [
+        ("/v1/chat/completions", {"messages": HELLO, "stop": ["never"], "n": 2, "seed": 5}),
+        (TEXT, {"prompt": ["one", "two"], "logprobs": 2, "temperature": 0.5, "seed": 3}),
+        (TEXT, {"prompt": [[1, 2, 3]], "max_tokens": 3, "seed": 1}),
+        (TEXT, {"prompt": "", "seed": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "bard", "content": ""}]}),
+    ]:
+        small, large = (server.post(each, path) for each in (body, {**body, **LARGE}))
+        assert small[0] == large[0] and small[1].get("error") == large[1].get("error")
+        assert small[1].get("choices") == large[1].get("choices") and small[1].get("usage") == large[1].get("usage")
+    process = server.service._parser._process
+    assert process is not None and process.is_alive()
+    process.kill()
+    process.join()
+    assert server.post({"prompt": "1", **LARGE}, TEXT)[0] == 200
+
+
+def test_a_body_that_takes_too_long_to_parse(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(parser_process, "PARSE_SECONDS", 0.0)
+        status, body = server.post({"prompt": "word " * 10**5}, TEXT)
+        assert status == 400 and "was not parsed within 0 s" in body["error"]["message"]
+    assert server.post({"prompt": "1", **LARGE}, TEXT)[0] == 200
+
+
+def test_too_many_large_bodies_are_rejected(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parser_process, "MAX_PENDING", 100_000)
+    data = json.dumps({"prompt": "1", "user": "a" * 60_000}).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as slow:
+        slow.sendall(head.encode() + data[:-1])
+        assert eventually(lambda: server.service._parser._pending == len(data), 5)
+        answer = server.raw(head.encode() + data)
+        assert b" 429 " in answer and b"Retry-After: 1" in answer and b"large requests are being read" in answer
+        assert server.post({"prompt": "1"}, TEXT)[0] == 200
+        slow.sendall(data[-1:])
+        assert b" 200 " in slow.recv(4096)
+    assert server.post(data, TEXT)[0] == 200 and server.service._parser._pending == 0
+
+
+def test_large_bodies_are_tokenized_with_the_files_that_the_server_read(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    data = compose([f"data.tokenizer.chat_template={tmp_path / 't.jinja'}"]).config.data
+    with running(PromptEncoder(data, vocab_size=320)) as server:
+        (tmp_path / "t.jinja").write_text(TEMPLATE + "!")
+        status, body = server.post({"messages": HELLO, **LARGE})
+        assert status == 500 and "files have changed since the server started" in body["error"]["message"]
+        assert server.post({"messages": HELLO})[0] == 200
 
 
 def test_a_text_with_many_commas_is_accepted(server: RunningServer) -> None:

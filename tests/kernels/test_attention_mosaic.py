@@ -5,6 +5,7 @@ reference; they are lowered for the real GPU, wgmma layouts included; every tile
 test_attention.py and bench/kernels.py run them.
 """
 
+import dataclasses
 from collections import Counter
 from functools import partial
 
@@ -14,10 +15,11 @@ import numpy as np
 import pytest
 
 from maxhydra.kernels.attention import reference, triton
-from maxhydra.kernels.attention.blocks import Inputs
-from maxhydra.kernels.attention.mosaic import TILES, KernelParams, Tile, attention
+from maxhydra.kernels.attention.blocks import Inputs, Rows
+from maxhydra.kernels.attention.mosaic import TILES, KernelParams, Tile, attention, block_backward, block_forward
 from maxhydra.kernels.attention.mosaic.backward import attend
 from maxhydra.kernels.attention.mosaic.common import TilePlan, shared_segment_ranges
+from maxhydra.kernels.attention.partials import Partial
 from maxhydra.kernels.attention.spec import CHECKPOINT_NAME, Request, TokenInfo
 from tests.support.hopper import run
 
@@ -87,6 +89,44 @@ def test_values_and_gradients_equal_the_reference(case):
         error = np.linalg.norm(np.asarray(got, np.float32) - want)
         # The gradients of sinks are sums that nearly cancel.
         assert error < (0.004 if want.ndim > 1 else 0.02) * np.linalg.norm(want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_window", [True, False])
+def test_earlier_keys_as_an_offset_and_as_a_block_of_their_own(is_window):
+    """128 queries over their own keys and 128 earlier ones, some of which share no segment with any query."""
+    rng = np.random.default_rng(0)
+    q, k, v, d = (rng.normal(size=(1, length, 1, 64)).astype(jnp.bfloat16) for length in (128, 256, 256, 128))
+    kv_segments = np.repeat([[1, 2, 3, 0]], [70, 80, 90, 16], axis=1).astype(np.int32)
+    segments, request = kv_segments[:, 128:], make_request(window=90 if is_window else None, offset=128, softcap=2.0)
+
+    def by_offset(q, k, v, d):
+        def run(q, k, v):
+            return attention(q, k, v, request, TokenInfo(segments, kv_segments, None, None), None)
+
+        out, backward = jax.vjp(run, q, k, v)
+        return [out, *backward(d)]
+
+    def by_block(q, k, v, d):
+        own = dataclasses.replace(request, offset=0)
+        requests = dataclasses.replace(own, causal=False), own
+        inputs = [
+            Inputs(q, k[:, at], v[:, at], None, segments, kv_segments[:, at]) for at in np.split(np.arange(256), 2)
+        ]
+        earlier, later = (Partial(*block_forward(*pair)) for pair in zip(requests, inputs, strict=True))
+        out, total = earlier.merge(later)
+        rows = Rows.of(out, total, d)
+        d_q, d_k, d_v = zip(*(block_backward(*pair, rows) for pair in zip(requests, inputs, strict=True)), strict=True)
+        return [out, d_q[0] + d_q[1], jnp.concatenate(d_k, axis=1), jnp.concatenate(d_v, axis=1)]
+
+    def by_reference(q, k, v, d):
+        tokens = TokenInfo(segments, kv_segments, None, None)
+        out, backward = jax.vjp(lambda q, k, v: reference.attention(q, k, v, request, tokens, None), q, k, v)
+        return [out, *backward(d)]
+
+    actual = run(by_offset if is_window else by_block, q, k, v, d)
+    for got, want in zip(actual, by_reference(*(x.astype(np.float32) for x in (q, k, v, d))), strict=True):
+        assert np.linalg.norm(np.asarray(got, np.float32) - want) < 0.006 * np.linalg.norm(want)
 
 
 @pytest.mark.slow

@@ -69,6 +69,24 @@ def packed(length: int) -> np.ndarray:
     return np.stack([first, np.where(np.arange(length) < length // 3, 0, 1)])
 
 
+@pytest.mark.parametrize("backend", ["reference", pytest.param("chunked", marks=pytest.mark.slow)])
+def test_states_pass_between_devices_that_share_a_sequence(backend):
+    """Values and gradients over four parts of the sequence, with segments that begin within and between them."""
+    arrays, segments = inputs(48), packed(48)
+    axes = ("rows", "tokens", "heads")
+    mesh = jax.make_mesh((1, 4, 2), axes, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:8])
+    place = Placement("cpu", mesh, batch="rows", kv_heads="heads", length="tokens")
+
+    def total(arrays, place):
+        out, state = gated_delta(**arrays, segments_BT=segments, backend=backend, place=place)
+        return jnp.sum(jnp.sin(out) * (segments != 0)[:, :, None, None]) + jnp.sum(jnp.cos(state)), (out, state)
+
+    differentiate = jax.jit(jax.value_and_grad(total, has_aux=True), static_argnums=1)
+    found, expected = differentiate(arrays, place), differentiate(arrays, None)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
 @pytest.mark.parametrize(("backend", "length"), [("reference", 40), ("chunked", 150)])
 def test_values_and_the_last_state_equal_the_paper(backend, length):
     arrays, segments = inputs(length), packed(length)

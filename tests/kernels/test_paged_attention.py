@@ -1,19 +1,25 @@
 """The paged attention kernels against the oracle over the same keys and values in a contiguous row."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 from maxhydra.config.schema.model import Pairs
 from maxhydra.kernels.attention.reference import attention as reference
 from maxhydra.kernels.attention.spec import Request, TokenInfo
-from maxhydra.kernels.paged_attention import Pages, pallas_tpu, triton
+from maxhydra.kernels.paged_attention import BACKENDS, Pages, find_backend, paged_attention, pallas_tpu, triton
+from maxhydra.kernels.paged_attention import pages as pages_module
+from maxhydra.kernels.paged_attention import write_prompts as write_whole_prompts
 from maxhydra.kernels.paged_attention.pages import write_prompts
+from maxhydra.kernels.placement import Placement
 from maxhydra.layers.rope import Rotation, paged_rope_factors, rotate
 
 PAGES, PAGE = 40, 4
@@ -131,3 +137,32 @@ def assert_pages_equal_a_contiguous_row(
     updated = pages._replace(key_PKZH=key, value_PKZH=value)
     reference_out = expected(q.reshape(B, K, G, H), updated, make_request(**changes)).reshape(B, K * G, H)
     np.testing.assert_allclose(out.astype(np.float32), reference_out, rtol=tolerance, atol=tolerance)
+
+
+def test_split_heads_equal_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that attends and the one that writes prompts, over two devices; rows cannot be split."""
+    rng, (B, K, G, H) = np.random.default_rng(0), (2, 2, 2, 16)
+    interpreted = dataclasses.replace(
+        BACKENDS["triton"],
+        run=partial(triton.attention, interpret=True),
+        prefill_write=partial(pages_module.write_prompts, interpret=True),
+        platforms=("cpu",),
+    )
+    monkeypatch.setitem(BACKENDS, "triton", interpreted)
+    stored = [jnp.asarray(rng.standard_normal((PAGES, K, PAGE, H)), jnp.float32) for _ in range(2)]
+    pages = Pages(*stored, jnp.asarray([[3, 7], [1, 9]]), jnp.asarray([5, 3]))
+    heads = jnp.asarray(rng.standard_normal((1, B, (G + 2) * K, H)), jnp.float32)
+    factors = tuple(jnp.asarray(rng.standard_normal((B, H)), jnp.float32) for _ in range(2))
+    prompts = [jnp.asarray(rng.standard_normal((B, 2 * PAGE, K, H)), jnp.float32) for _ in range(2)]
+
+    def run(place: Placement) -> Any:
+        assert find_backend(pages, "float32", place) == "triton"
+        attended = paged_attention(heads, factors, pages, make_request(), then=None, backend="triton", place=place)
+        return attended, write_whole_prompts(pages, *prompts, place)
+
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    split = Placement("cpu", mesh, heads="tensor", kv_heads="tensor")
+    for got, want in zip(jax.tree.leaves(run(split)), jax.tree.leaves(run(Placement("cpu"))), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert find_backend(pages, "float32", dataclasses.replace(split, batch="fsdp")) is None
+    assert find_backend(pages, "float32", dataclasses.replace(split, kv_heads=None)) is None

@@ -1,10 +1,15 @@
 """QKV split with RoPE: the kernel in interpret mode against transformers' RoPE; its capability table."""
 
+import dataclasses
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
+from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.qkv_rope import OPERATION, Call, UnsupportedError, qkv_rope, triton
 from tests.support.skips import import_optional
 
@@ -65,3 +70,25 @@ def test_the_kernel_serves_one_gpu_and_gives_the_reason_otherwise() -> None:
         with pytest.raises(UnsupportedError, match=reason):
             OPERATION.choose("triton", Call(**{**defaults, **change}))
         assert OPERATION.choose("auto", Call(**{**defaults, **change})) == "xla"
+
+
+def test_the_kernel_over_a_mesh_equals_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens split over batch and length, with the gradient of the projection."""
+    run = partial(triton.qkv_rope, tile=triton.Tile(tokens=8, warps=4), interpret=True)
+    changes = {"run": run, "platforms": ("cpu",), "token_multiple": 8, "head_dims": (H,)}
+    monkeypatch.setitem(OPERATION.backends, "triton", dataclasses.replace(OPERATION.backends["triton"], **changes))
+    mesh = jax.make_mesh((2, 2), ("fsdp", "sequence"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    rng = np.random.default_rng(0)
+    heads = jnp.asarray(rng.normal(size=(B, T, N + 2 * K, H)), jnp.bfloat16)
+    cos, sin = (jnp.asarray(rng.normal(size=(B, T, H // 2)), jnp.float32) for _ in range(2))
+
+    def value_and_gradient(place: Placement) -> list[np.ndarray]:
+        def split(heads: jax.Array) -> tuple[jax.Array, ...]:
+            return qkv_rope(heads, cos, sin, num_heads=N, num_kv_heads=K, backend="triton", place=place)
+
+        out, pull_back = jax.vjp(split, heads)
+        return [np.asarray(x, np.float32) for x in (*out, *pull_back(out))]
+
+    split = value_and_gradient(Placement("cpu", mesh, batch="fsdp", length="sequence"))
+    for got, want in zip(split, value_and_gradient(Placement("cpu")), strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -1,10 +1,15 @@
 """The RMSNorm kernel in interpret mode against torch, values and gradients; its capability table."""
 
+import dataclasses
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
+from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.rms_norm import OPERATION, Call, UnsupportedError, rms_norm, triton
 from tests.support.skips import import_optional
 
@@ -68,3 +73,25 @@ def test_the_kernel_serves_many_rows_on_one_gpu_and_gives_the_reason_otherwise()
         with pytest.raises(UnsupportedError, match=reason):
             OPERATION.choose("triton", Call(**{**many, **change}))
         assert OPERATION.choose("auto", Call(**{**many, **change})) == "xla"
+
+
+def test_the_kernel_over_a_mesh_equals_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows split over batch and length; the gradient of the scale is a sum over both."""
+    run = partial(triton.rms_norm, tiles=TILES, interpret=True)
+    row = dataclasses.replace(OPERATION.backends["triton"], run=run, platforms=("cpu",), min_rows=8, row_multiple=8)
+    monkeypatch.setitem(OPERATION.backends, "triton", row)
+    mesh = jax.make_mesh((2, 2, 2), ("fsdp", "tensor", "data"), axis_types=(AxisType.Auto,) * 3)
+    place = Placement("cpu", mesh, batch="fsdp", stream_length="tensor")
+    rng = np.random.default_rng(0)
+    x, d_stream, d_normed = (jnp.asarray(rng.normal(size=(4, 8, 256)), jnp.bfloat16) for _ in range(3))
+    scale = jnp.asarray(rng.normal(size=256), jnp.float32)
+
+    def value_and_grads(place: Placement) -> list[jax.Array]:
+        def normed(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return rms_norm(x, scale, eps=EPS, dtype=jnp.bfloat16, backend="triton", place=place)
+
+        out, pull_back = jax.vjp(normed, x, scale)
+        return [np.asarray(array, np.float32) for array in (*out, *pull_back((d_stream, d_normed)))]
+
+    for got, want in zip(value_and_grads(place), value_and_grads(Placement("cpu")), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-2)

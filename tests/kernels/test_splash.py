@@ -78,3 +78,15 @@ def test_blocks_divide_the_length():
     assert BACKENDS["splash"].length_multiple == 128
     sizes = [splash._blocks(length, length).block_q for length in (128, 384, 768, 4096)]
     assert sizes == [128, 128, 256, 512]
+
+
+@pytest.mark.slow
+def test_keys_before_the_first_query(small_blocks):
+    inputs, _, tokens, _ = make_case({"segments": True})
+    inputs, request = [inputs[0][:, 128:], *inputs[1:]], make_request(window=60, offset=128)
+    case = inputs, request, tokens._replace(q_segments_BT=tokens.q_segments_BT[:, 128:]), None
+    expected, got = (
+        value_and_grads(run, *case) for run in (reference.attention, partial(splash.attention, interpret=True))
+    )
+    for actual, desired in zip(got, expected, strict=True):
+        np.testing.assert_allclose(actual, desired, atol=3e-5)

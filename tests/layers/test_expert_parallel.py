@@ -174,7 +174,9 @@ def local_equations(dispatch, *, devices, top_k=4, buffer=2.0, tokens=256):
     experts = Mixture(config.Moe(experts=128, top_k=top_k), dispatch=dispatch, buffer=buffer).spec.experts
     spec = dataclasses.replace(experts, compute=jnp.dtype("bfloat16"), kernel=KernelChoice("xla", ()))
     device = AbstractDevice("NVIDIA H200", None, "gpu")
-    mesh = AbstractMesh((1, 1, devices, 1, 1), AXES, axis_types=AXIS_TYPES, abstract_device=device)
+    mesh = AbstractMesh(
+        tuple(devices if axis == "expert" else 1 for axis in AXES), AXES, axis_types=AXIS_TYPES, abstract_device=device
+    )
     sharder, positions = Sharder(mesh, RULES), jnp.zeros((devices, tokens))
     ctx = Context(positions=positions, segments=None, sharder=sharder, cache=None, dropout_key=None)
     D, F, E, pairs = spec.emb_dim, spec.dim, spec.experts, (devices, tokens, top_k)

@@ -100,7 +100,7 @@ def test_packed_documents_do_not_attend_to_each_other():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2, "sequence": 2}])
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2, "sequence": 2}, {"sequence": 8}])
 def test_sharded_output_equals_one_device(axes):
     model = make()
     params, tokens = weights(model), ids(2, 16)

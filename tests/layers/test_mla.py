@@ -28,6 +28,7 @@ from maxhydra.layers import (
     with_aux_losses,
 )
 from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding.sharder import MeshOptions
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 14, 24, 4
 PLAIN, TURNED, VALUE, LATENT, NARROW = 6, 4, 5, 12, 16
@@ -264,14 +265,16 @@ def test_gradients_over_sharded_sequences_equal_one_device(strategy):
         loss = lambda weights, x: jnp.sum(nnx.merge(graphdef, weights)(x, ctx).out_BTD ** 2)  # noqa: E731
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(weights, x)
 
-    found, expected = (gradients(sharder) for sharder in (Sharder(mesh, RULES, strategy), Sharder.single()))
+    found, expected = (
+        gradients(sharder) for sharder in (Sharder(mesh, RULES, MeshOptions(context=strategy)), Sharder.single())
+    )
     for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
 
 
 def test_the_indexer_rejects_strategies_that_cannot_select_keys():
     layer = make_layer(make_model(**SPARSE))
-    sharder = Sharder(build_mesh(Mesh(sequence=2), jax.devices()[:2]), RULES, "ring")
+    sharder = Sharder(build_mesh(Mesh(sequence=2), jax.devices()[:2]), RULES, MeshOptions(context="ring"))
     with pytest.raises(ConfigError, match=r"(?s)mesh.context.*sparse indexer.*accepted: auto, all_gather"):
         run(layer, inputs(), make_context(sharder=sharder))
 

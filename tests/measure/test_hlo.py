@@ -67,6 +67,8 @@ def test_collectives_of_a_written_program() -> None:
         ("replica_groups=[4,2]<=[2,4]T(1,0)", (0, 4), "fsdp"),
         ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}", (0, 4), "fsdp"),
         ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}", (0, 1, 4, 5), "fsdp+tensor"),
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}, x=1", (0, 4), "fsdp"),
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", (0, 1, 2, 3), "sequence+tensor"),
         ("source_target_pairs={{0,2},{2,0},{1,3}}", (0, 2), "sequence"),
     ],
 )

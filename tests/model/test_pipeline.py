@@ -126,6 +126,7 @@ def test_program_has_the_steps_of_the_schedule_and_each_stage_its_layers():
     assert "stage" in jax.tree.leaves(tuple(run.states.shardings().params["embedding"]["table"].spec))
 
 
+@pytest.mark.slow
 def test_layer_outputs_of_the_pipeline_equal_those_of_one_device():
     def layers(run: Run) -> np.ndarray:
         batch, model = run.batch(0), run.states.model

@@ -268,3 +268,22 @@ def test_passes_must_name_a_term_and_answer_must_have_a_group() -> None:
     with pytest.raises(ConfigError) as caught:
         compose(["reward=exact", "reward.passes=answr", "reward.answer=x"])
     assert {problem.path for problem in caught.value.problems} == {"reward.passes", "reward.answer"}
+
+
+def test_a_failure_of_the_supervisor_is_reported(tmp_path: Path) -> None:
+    """Such as a limit of processes, which the operating system reports when it forks."""
+    script = """
+import os
+from multiprocessing import Pipe
+from maxhydra.config.schema.reward import Reward
+from maxhydra.rl.reward_process import supervise
+
+def fork():
+    raise OSError(11, "Resource temporarily unavailable")
+
+os.fork = fork
+(pipe, other), (lifeline, _open) = Pipe(), Pipe()
+supervise(pipe, lifeline, Reward())
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "the supervisor of a reward process failed: [Errno 11] Resource temporarily unavailable" in done.stderr

@@ -144,15 +144,37 @@ def _supervise(connection: socket.socket) -> dict[str, Any]:
     os._exit(0)
 
 
+class _Replaced(BaseException):
+    """Ends a command that calls exec to become another one."""
+
+    def __init__(self, request: dict[str, Any]):
+        self.request = request
+
+
 def _become(request: dict[str, Any]) -> None:
     """Run the requested module as `python -m MODULE` would in that folder and environment."""
-    os.environ.clear()
-    os.environ.update(request["environment"])
-    os.chdir(request["folder"])
-    python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = [request["folder"], *python_path, *sys.path[1:]]
-    sys.argv = [request["module"], *request["arguments"]]
-    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    exec_program = os.execve
+
+    def execve(path: str, command: list[str], environment: Mapping[str, str]) -> None:
+        """Run `python -m MODULE` in this process, which has imported it already, and any other program as usual."""
+        if path != sys.executable or command[1] != "-m":
+            exec_program(path, command, environment)
+        _, _, module, *arguments = command
+        raise _Replaced({"module": module, "arguments": arguments, "folder": os.getcwd(), "environment": environment})
+
+    os.execve = execve  # type: ignore[assignment]
+    path = sys.path[1:]
+    while True:
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.chdir(request["folder"])
+        sys.path[:] = [request["folder"], *os.environ.get("PYTHONPATH", "").split(os.pathsep), *path]
+        sys.argv = [request["module"], *request["arguments"]]
+        try:
+            runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+            return
+        except _Replaced as replaced:
+            request = replaced.request
 
 
 def _prepare() -> None:
@@ -166,7 +188,9 @@ def _prepare() -> None:
     task_modules = [f"tasks.{module.name}" for module in pkgutil.iter_modules(tasks.__path__)]
     for name in ("cli.hydra_app", "cli.run_job", "runs.report", *task_modules):
         importlib.import_module(f"maxhydra.{name}")
-    compose([])
+    # Parsed files are cached by the path shown in messages, which outside this repository is absolute.
+    with contextlib.chdir(tempfile.gettempdir()):
+        compose([])
     hardware_options()
     environment()
     compile_cache.reduce_gc()

@@ -22,6 +22,7 @@ from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build, merge_trees, split_trainable
+from maxhydra.record import RunDirectory
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, convert
 from maxhydra.train import plan_states
@@ -149,8 +150,9 @@ def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saver = open_checkpointer(run / "checkpoints", Checkpoint())
     saver.save(1, type(state)(**{**vars(state), "params": params}), {}, {})
     saver.close()
-    (run / "config.yaml").write_text(to_yaml(config))
-    (run / "run.json").write_text(json.dumps({"folder": str(folder)}))
+    record = RunDirectory(run)
+    with record.session(to_yaml(config), {"folder": str(folder)}):
+        record.finish("finished", None)
     return run
 
 

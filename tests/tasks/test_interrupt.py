@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -46,11 +47,20 @@ def forget_the_end(folder: Path, *names: str) -> None:
     (folder / "run.json").write_text(json.dumps(content))
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Outputs with a finished run that has a sample."""
+    cwd = tmp_path_factory.mktemp("finished")
+    run_ok(*RUN, *SAMPLE, cwd=cwd)
+    return cwd / "outputs"
+
+
 @pytest.mark.slow
-def test_the_same_command_on_a_finished_run_or_sweep_changes_nothing(tmp_path: Path) -> None:
+def test_the_same_command_on_a_finished_run_or_sweep_changes_nothing(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "outputs")
     sweep = [*RUN, "-m", "run.name=sweep", "train.steps=2", "optimizer.learning_rate=1e-3,3e-3"]
+    run_ok(*sweep, cwd=tmp_path)
     for arguments in ([*RUN, *SAMPLE], sweep):
-        run_ok(*arguments, cwd=tmp_path)
         files = [*tmp_path.glob("outputs/**/run.json"), *tmp_path.glob("outputs/**/metrics.jsonl")]
         before = {path: path.read_bytes() for path in files}
         run_ok(*arguments, cwd=tmp_path)
@@ -60,9 +70,8 @@ def test_the_same_command_on_a_finished_run_or_sweep_changes_nothing(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_run_killed_after_its_last_save_is_completed_with_its_values(tmp_path: Path) -> None:
-    folder = tmp_path / "outputs" / "it"
-    run_ok(*RUN, *SAMPLE, cwd=tmp_path)
+def test_a_run_killed_after_its_last_save_is_completed_with_its_values(finished: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished, tmp_path / "outputs") / "it"
     whole = facts(folder)
     assert whole["objective"]["value"] is not None and whole["sample"]
     forget_the_end(folder, "objective", "metrics", "sample")
@@ -159,7 +168,37 @@ def test_random_kills(tmp_path: Path) -> None:
     kill_runs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(kill_runs)
     harness = kill_runs.Harness(tmp_path, lambda arguments, cwd: cli.start_silent(*arguments, cwd=cwd))
-    harness.prepare()
+    harness.prepare(weights=False)
     for task in ("early_stop", "tokenize", "train_tokenizer"):
         trial = harness.trial(task, harness.reference(task), os.getpid())
         assert not trial.differences, trial
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_of_two_processes_ends_both_with_a_checkpoint(tmp_path: Path) -> None:
+    """Whichever process gets it. The same commands resume, and end where uninterrupted ones end."""
+    arguments = [*RUN, "train.steps=3000", "train.eval_every=0", "train.log_every=20", "checkpoint.every=100000"]
+    arguments += ["mesh.data=2", "train.per_device_batch_size=2"]
+    folder = tmp_path / "outputs" / "it"
+    steps = 0
+    for number, index in ((signal.SIGTERM, 1), (signal.SIGUSR1, 0), (signal.SIGHUP, 1)):
+        size = (folder / "metrics.jsonl").stat().st_size if folder.exists() else 0
+        processes = cli.start_processes(2, *arguments, cwd=tmp_path)
+        while all(process.is_running() for process in processes) and not has_grown(folder / "metrics.jsonl", size):
+            time.sleep(0.005)
+        processes[index].signal(number)
+        assert [process.wait(120) for process in processes] == [128 + number] * 2
+        record = facts(folder)
+        assert record["status"] == "preempted" and record["reason"].startswith(number.name), record["reason"]
+        checkpoints = [int(path.name) for path in (folder / "checkpoints").iterdir()]
+        assert max(checkpoints) == record["sessions"][-1]["end_step"] > steps
+        steps = max(checkpoints)
+    finished = [
+        process.wait(120) for process in cli.start_processes(2, *arguments, f"train.steps={steps + 5}", cwd=tmp_path)
+    ]
+    assert finished == [0, 0] and facts(folder)["status"] == "finished"
+    assert [session["start_step"] for session in facts(folder)["sessions"]][-1] == steps
+
+
+def has_grown(path: Path, size: int) -> bool:
+    return path.exists() and path.stat().st_size > size

@@ -24,15 +24,15 @@ SIZES = [
 ]
 
 
-def gradients(*overrides: str, devices: int = 8, dtype: str = "float32") -> tuple[Any, Any]:
-    """The jitted loss with gradients of the head alone, and its arguments."""
-    config = compose([*SIZES, f"train.seq_len={T}", f"model.dtypes.compute={dtype}", *overrides]).config
+def gradients(*overrides: str, devices: int = 8, length: int = T) -> tuple[Any, Any]:
+    """The jitted loss with its gradients, and its arguments."""
+    config = compose([*SIZES, f"train.seq_len={length}", "model.dtypes.compute=float32", *overrides]).config
     sharder = Sharder(build_mesh(config.mesh, jax.devices()[:devices]), config.mesh.rules)
     decoder = model.build(config.model)
     params = jax.jit(decoder.init, out_shardings=sharder.tree(decoder.axes))(jax.random.key(0))
     rng = np.random.default_rng(0)
-    batch = {name: jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32) for name in ("tokens", "targets")}
-    batch |= {"weights": jnp.ones((B, T)), "positions": jnp.broadcast_to(jnp.arange(T), (B, T))}
+    batch = {name: jnp.asarray(rng.integers(0, V, (B, length)), jnp.int32) for name in ("tokens", "targets")}
+    batch |= {"weights": jnp.ones((B, length)), "positions": jnp.broadcast_to(jnp.arange(length), (B, length))}
     loss = next_token_loss(decoder, sharder, config.train)
     step = jax.jit(jax.value_and_grad(lambda params, batch: loss(params, batch, None)["loss"]))
     return step, (params, batch)

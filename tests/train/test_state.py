@@ -1,4 +1,8 @@
-"""ZeRO-1: parameters and optimizer state sharded over the data axis, against one device and by their bytes."""
+"""Layouts of the state.
+
+Initialization, offloaded optimizer state, and ZeRO-1: parameters and optimizer state sharded over the data axis,
+against one device and by their bytes.
+"""
 
 import dataclasses
 import math
@@ -10,12 +14,14 @@ import pytest
 from maxhydra.config.compose.composer import compose
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import next_token_loss
-from maxhydra.train.state import StateFactory, plan_states
-from maxhydra.train.step import make_step
+from maxhydra.train.checkpoint import open_checkpointer, restore
+from maxhydra.train.state import StateFactory, TrainState, _run_once_options, plan_states
+from maxhydra.train.step import StateLayout, make_step
 from tests.support.cli import SMALL
 
 ROWS, LENGTH = 8, 32
 OVER_DATA = "mesh.shard_state_over_data=true"
+LEVEL = "--xla_backend_optimization_level"
 
 
 def plan(*overrides: str, **axes: int) -> tuple[StateFactory, object]:
@@ -38,9 +44,8 @@ def batch(states: StateFactory, seed: int) -> dict[str, jax.Array]:
 def losses(*overrides: str, **axes: int) -> np.ndarray:
     states, config = plan(*overrides, **axes)
     loss = next_token_loss(states.model, states.sharder, config.train)
-    step = make_step(
-        loss, states.optimizer, config.train, states.model.apply_aux_updates, states.cast, states.shard_gradients
-    )
+    layout = StateLayout(states.shard_gradients, states.load_moments, states.store_moments)
+    step = make_step(loss, states.optimizer, config.train, states.model.apply_aux_updates, states.cast, layout)
     step = jax.jit(step, donate_argnums=0, out_shardings=(states.shardings(), None))
     state, seen = states.create(0), []
     for seed in range(3):
@@ -60,6 +65,7 @@ def test_state_over_data_changes_no_loss(optimizer):
     np.testing.assert_allclose(found, losses(f"optimizer={optimizer}"), rtol=3e-5 if optimizer == "muon" else 1e-5)
 
 
+@pytest.mark.slow
 def test_moments_and_weights_take_a_fraction_of_the_bytes():
     sharded, replicated = (plan(*change, data=4)[0].create(0) for change in ((OVER_DATA,), ()))
     for part in ("params", "opt_state"):
@@ -80,3 +86,37 @@ def test_gradients_are_summed_where_the_moments_are():
     assert off.params["pattern"]["0"]["mlp"]["up"]["kernel"].spec == jax.sharding.PartitionSpec(None, "fsdp", None)
     moments = shardings.opt_state.inner.inner_states["trained"].inner_state["scale"]
     assert moments.mu["pattern"]["0"]["mlp"]["up"]["kernel"].spec == spec
+
+
+def moment_kinds(state: TrainState) -> set[str | None]:
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim}
+
+
+@pytest.mark.slow
+def test_offloaded_state_changes_no_loss_and_stays_in_host_memory():
+    states, _ = plan("optimizer.offload=true", data=2, fsdp=2)
+    assert moment_kinds(states.create(0)) == {"pinned_host"}
+    found = losses("optimizer.offload=true", OVER_DATA, data=2, fsdp=2)
+    np.testing.assert_allclose(found, losses(OVER_DATA, data=2, fsdp=2), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_offloaded_state_is_restored_to_host_memory(tmp_path):
+    states, config = plan("optimizer.offload=true", fsdp=2)
+    state = states.create(0)
+    saving = open_checkpointer(tmp_path, config.checkpoint)
+    saving.save(1, state, {}, {})
+    saving.close()
+    for change, kind in (("optimizer.offload=true", "pinned_host"), ("optimizer.offload=false", "device")):
+        other, config = plan(change, fsdp=4)
+        restored = restore(tmp_path, config.checkpoint, other.abstract(), lambda position: None)
+        assert restored is not None and moment_kinds(restored.state) == {kind}
+        jax.tree.map(np.testing.assert_array_equal, restored.state.params, state.params)
+
+
+@pytest.mark.parametrize(("flags", "level"), [("", 1), (f"{LEVEL}=3", 1), (f"{LEVEL}=2 {LEVEL}=0 --xla_dump_to=x", 0)])
+def test_initialization_is_compiled_at_level_1_or_the_lower_one_of_xla_flags(
+    flags: str, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert _run_once_options() == {"xla_backend_optimization_level": level}

@@ -17,6 +17,9 @@ from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantizati
 from maxhydra.config.schema.reward import Reward
 from maxhydra.config.schema.run import Checkpoint, Run, Task, Tracker, Train
 
+# Tasks whose batches do not depend on the weights, so that each replica can train on its own rows of them.
+DILOCO_TASKS = ("pretrain", "sft")
+
 
 def parameter_estimate(model: Model) -> int:
     """Number of weights of the large matrices, within a few percent of all; nothing is built to count them."""
@@ -93,6 +96,7 @@ class Config(Schema):
                 accepted=f"1 to {self.model.context_length}",
                 hint="raise both to train on longer sequences",
             )
+        yield from self._diloco_problems()
         for problem in self.task.check_model(self.model):
             yield dataclasses.replace(problem, path=f"task.{problem.path}")
         # Adapter weights are float32 whatever the dtype of the frozen weights.
@@ -109,3 +113,25 @@ class Config(Schema):
                 accepted=f"{scheduled} or more",
                 hint="or reduce optimizer.schedule.warmup_steps and decay_steps",
             )
+
+    def _diloco_problems(self) -> Iterator[Problem]:
+        """Replicas need a period, a period needs replicas, and both a task that trains on a data loader."""
+        period, sizes = self.train.diloco.period, {"mesh": self.mesh.replica, "mesh.dcn": self.mesh.dcn.replica}
+        section = next((name for name, size in sizes.items() if size != 1), None)
+        if section is None and period is not None:
+            hint = "set mesh.replica, or mesh.dcn.replica for one replica per slice"
+            reason = "synchronizes replicas, but mesh.replica=1"
+            yield Problem("train.diloco.period", reason, value=period, accepted="null", hint=hint)
+        if section is not None and period is None:
+            reason, hint = "needs the number of steps between synchronizations", "set train.diloco.period"
+            yield Problem(f"{section}.replica", reason, value=sizes[section], accepted="1", hint=hint)
+        if section is not None and self.mesh.shard_state_over_data:
+            reason, accepted = "is not supported with DiLoCo", f"false, or {section}.replica=1"
+            yield Problem("mesh.shard_state_over_data", reason, value=True, accepted=accepted)
+        if section is not None and self.optimizer.offload:
+            reason, accepted = "is not supported with DiLoCo", f"false, or {section}.replica=1"
+            yield Problem("optimizer.offload", reason, value=True, accepted=accepted)
+        if section is not None and self.task.name not in DILOCO_TASKS:
+            reason = f"DiLoCo is not supported by task={self.task.name}"
+            accepted = f"1, or task={' or '.join(DILOCO_TASKS)}"
+            yield Problem(f"{section}.replica", reason, value=sizes[section], accepted=accepted)

@@ -94,6 +94,10 @@ class Hardware(Schema):
     """Sets of flags for task=tune to try on top of xla_flags, by a name of your choice."""
     compilation_cache: str | None = "~/.cache/maxhydra/xla"
     """Folder of the persistent compilation cache, so that a resumed run does not compile again. null: no cache."""
+    compiled: str | None = None
+    """Folder of task=compile with the compiled training step, used instead of compiling it. Its config, source,
+    versions and devices must be those of the run. It contains machine code: use only folders that you wrote. null:
+    compile."""
     matmul_precision: Precision = Precision.default
     """Precision of float32 matmuls."""
     simulated_devices: int | None = option(None, ge=1)
@@ -121,14 +125,14 @@ class ContextStrategy(Enum):
 
 
 # From least to most communication: devices on the fastest links are adjacent along the last axis.
-AXES = ("data", "stage", "fsdp", "expert", "sequence", "tensor")
-# Axes of data and of pipeline parallelism.
-DATA, STAGE = "data", "stage"
+AXES = ("replica", "data", "stage", "fsdp", "expert", "sequence", "tensor")
+# Axes of DiLoCo, data and pipeline parallelism.
+REPLICA, DATA, STAGE = "replica", "data", "stage"
 
 # Logical axis -> mesh axes. Axes of activations start with `act_`; all others belong to weights.
 RULES: dict[str, list[str]] = {
     # In the order of AXES, as "embed": the compiler turns other orders of one into the other by full replication.
-    "act_batch": ["data", "stage", "fsdp", "expert"],
+    "act_batch": ["replica", "data", "stage", "fsdp", "expert"],
     "act_length": ["sequence"],
     "act_stream_length": ["sequence", "tensor"],
     "act_embed": [],
@@ -137,6 +141,7 @@ RULES: dict[str, list[str]] = {
     "act_mlp": ["tensor"],
     "act_experts": ["expert"],
     "act_vocab": ["tensor"],
+    "replicas": ["replica"],
     "layers": ["stage"],
     "experts": ["expert"],
     "embed": ["stage", "fsdp", "expert", "sequence"],
@@ -155,6 +160,8 @@ RULES: dict[str, list[str]] = {
 class Axes(Schema):
     """Devices along each axis; one axis may be -1 and gets the remaining devices."""
 
+    replica: int = option(1, ge=-1)
+    """DiLoCo: replicas with weights and optimizer states of their own, averaged every train.diloco.period steps."""
     data: int = option(1, ge=-1)
     """Data parallelism: replicas of the model, each with a part of the batch."""
     stage: int = option(1, ge=-1)
@@ -168,7 +175,8 @@ class Axes(Schema):
     """Context parallelism: sequences are sharded along their length; mesh.context chooses how attention sees the rest.
     """
     tensor: int = option(1, ge=-1)
-    """Tensor parallelism: heads, feed-forward columns and vocabulary are sharded."""
+    """Tensor parallelism: heads, feed-forward columns and vocabulary are sharded, and between them the residual stream
+    along its length (mesh.rules.act_stream_length)."""
 
     def check(self) -> Iterator[Problem]:
         sizes = {axis: getattr(self, axis) for axis in AXES}

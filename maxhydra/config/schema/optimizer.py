@@ -16,6 +16,10 @@ class OptimizerKind(Enum):
     lion = "lion"
 
 
+class MomentFormat(Enum):
+    dynamic8 = "dynamic8"
+
+
 class ScheduleKind(Enum):
     cosine = "cosine"
     wsd = "wsd"
@@ -52,13 +56,13 @@ class Schedule(Schema):
 
 # Which of the kind-specific fields each optimizer uses; the others must stay null.
 USES: dict[OptimizerKind, tuple[str, ...]] = {
-    OptimizerKind.adamw: ("b1", "b2", "eps", "mu_dtype"),
+    OptimizerKind.adamw: ("b1", "b2", "eps", "mu_dtype", "moments"),
     OptimizerKind.adafactor: ("b2_decay", "eps", "min_dim_factored"),
     OptimizerKind.sgd: ("momentum", "mu_dtype"),
     OptimizerKind.muon: ("b1", "b2", "eps", "momentum", "newton_schulz_steps", "mu_dtype"),
     OptimizerKind.lion: ("b1", "b2", "mu_dtype"),
 }
-OPTIONAL = ("mu_dtype",)
+OPTIONAL = ("mu_dtype", "moments")
 # In bfloat16, subtracting less than 1/256 of a number leaves it unchanged.
 LARGEST_DECAY = 0.995
 
@@ -97,14 +101,25 @@ class Optimizer(Schema):
     """adafactor: the second moment is factored if the two largest dimensions are at least this."""
     mu_dtype: Dtype | None = None
     """Dtype of the first moment. null: that of the weights."""
+    offload: bool = False
+    """Keep the optimizer state in pinned host memory. The update copies the arrays of one group of weights after the
+    other to the device and back; device memory holds a few of them at a time."""
+    moments: MomentFormat | None = None
+    """adamw: dynamic8 stores both moments of the layers' matrices in 8 bits, with a scale per block of 256 (Dettmers et
+    al., 2021): 2 bytes per weight instead of 8. null: as arrays, see mu_dtype."""
 
     def check(self) -> Iterator[Problem]:
         specific = sorted({field for fields in USES.values() for field in fields})
         yield from _used(self, "optimizer", {field: field in USES[self.kind] for field in specific})
+        if self.moments is not None and self.mu_dtype is not None:
+            reason = f"has no effect with moments={self.moments.value}, which sets the format of both moments"
+            yield Problem("mu_dtype", reason, value=self.mu_dtype.value, accepted="null")
 
     def check_moments(self, weights: Dtype) -> Iterator[Problem]:
         """Yield problems of decay rates that moments in their dtype cannot represent."""
         by_weights, by_mu = (weights, "model.dtypes.weights"), (self.mu_dtype or weights, "optimizer.mu_dtype")
+        if self.moments is not None:
+            return
         # Lion's b1 does not belong to any optimizer state.
         formats = {"b1": by_mu, "b2": by_weights, "momentum": by_mu}
         for field, (dtype, key) in ({"b2": by_mu} if self.kind is OptimizerKind.lion else formats).items():

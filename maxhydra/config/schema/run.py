@@ -159,6 +159,26 @@ class Ramp(Schema):
 
 
 @schema
+class Diloco(Schema):
+    """DiLoCo: replicas (mesh.replica, mesh.dcn.replica) train on their own data and are averaged once per period."""
+
+    period: int | None = option(None, ge=1)
+    """Steps between synchronizations of a parameter. null: no DiLoCo."""
+    learning_rate: float = option(0.3, gt=0)
+    """Learning rate of the outer step, SGD on the difference between the shared and the averaged parameters."""
+    momentum: float = option(0.9, ge=0, lt=1)
+    """Nesterov momentum of the outer step."""
+    fragments: int = option(1, ge=1)
+    """Parts of the model that are synchronized at different steps of the period, which bounds the bytes sent at a time.
+    Layers are assigned to the parts in turn."""
+
+    def check(self) -> Iterator[Problem]:
+        if self.period is not None and self.fragments > self.period:
+            reason = f"is more than the {self.period} steps of a period, at each of which one part is synchronized"
+            yield Problem("fragments", reason, value=self.fragments, accepted=f"1 to {self.period}")
+
+
+@schema
 class Train(Schema):
     """The training loop that all training tasks share."""
 
@@ -186,6 +206,7 @@ class Train(Schema):
     """Weight of log(sum(exp(logits)))^2, which keeps the logits from drifting (Chowdhery et al., 2022)."""
     loss_chunk: int = option(0, ge=0)
     """Positions per sequence whose logits are in memory at a time; 0 computes all at once."""
+    diloco: Diloco = section(Diloco)
     spike: Spike = section(Spike)
     on_nonfinite: Nonfinite = Nonfinite.stop
     """A NaN or Inf in the loss or the gradients: stop the run, or skip the update. The update is never applied."""

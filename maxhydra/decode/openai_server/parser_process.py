@@ -73,13 +73,19 @@ class ParserProcess:
     def _exchange(self, body: bytes, is_chat: bool) -> bytes:
         """Send a body to the process and wait for the reply; runs in the only thread that uses the pipe."""
         try:
-            pipe = self._pipe or self._start()
+            pipe = self._running_pipe() or self._start()
             pipe.send_bytes(b"chat" if is_chat else b"text")
             pipe.send_bytes(body)
             return self._receive(pipe, PARSE_SECONDS, f"was not parsed within {PARSE_SECONDS:g} s")
         except (EOFError, OSError):
             self._stop()
             raise HttpError(500, "the process that parses large requests ended unexpectedly") from None
+
+    def _running_pipe(self) -> Connection | None:
+        """The pipe to the process; None if it was not started yet, or was killed while it had nothing to do."""
+        if self._process is not None and not self._process.is_alive():
+            self._stop()
+        return self._pipe
 
     def _receive(self, pipe: Connection, seconds: float, failure: str) -> bytes:
         if not pipe.poll(seconds):

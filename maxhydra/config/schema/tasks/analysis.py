@@ -125,8 +125,7 @@ class InspectTask(Task):
     slices: int = option(1, ge=1)
     """Number of slices of these devices."""
     topology: str | None = None
-    """TPU slice to compile the training step for, such as v5e:2x4 or v5p:2x2x1, which also sets the devices.
-    Needs libtpu, but no TPU. null: no compilation."""
+    """Devices to compile the training step for, as in task=compile: v5e:2x4, h200:8. null: no compilation."""
     format: Format = Format.table
     """Output format."""
 
@@ -134,6 +133,23 @@ class InspectTask(Task):
         if self.topology is not None and self.devices != 1:
             reason = f"is already given by topology={self.topology}"
             yield Problem("devices", reason, value=self.devices, hint="set only one of the two")
+
+
+@schema
+class CompileTask(Task):
+    """Compiles the training step for devices that need not be present."""
+
+    topology: str | None = None
+    """GPUs, such as h200:8 or h200:4x8 (4 hosts of 8; a100, h100, h200, b200), or a TPU slice, such as v5e:2x4. Needs
+    the CUDA plugin of jax or libtpu, but no GPU or TPU. null: the CPU devices of this host."""
+    slices: int = option(1, ge=1)
+    """Number of slices of these devices."""
+    segments: bool = True
+    """Rows are packed from several documents, as those of data=grain are; those of data=demo are not."""
+    output: str | None = None
+    """New folder for the executable, which hardware.compiled loads. null: only the report."""
+    format: Format = Format.table
+    """Output format."""
 
 
 @schema
