@@ -118,13 +118,15 @@ def _abstract_block(spec: BlockSpec, matmul_spec: MatmulSpec) -> tuple[Any, Any]
 
 def _context(model: config.Model, spec: BlockSpec, compute: np.dtype, platform: str) -> Context:
     """Shapes of a training context."""
-    tokens = jax.ShapeDtypeStruct((BATCH, TOKENS), jnp.int32)
+    tokens: Any = jax.ShapeDtypeStruct((BATCH, TOKENS), jnp.int32)
     shared: dict[str, Any] = {}
     if source := getattr(spec.mixer, "shares", None):
         mixer: Any = BlockSpec.of(model, source).mixer
-        heads = jax.ShapeDtypeStruct((*tokens.shape, mixer.num_kv_heads, mixer.head_dim), compute)
+        heads: Any = jax.ShapeDtypeStruct((*tokens.shape, mixer.num_kv_heads, mixer.head_dim), compute)
         shared[source] = KeysValues(heads, heads, None)
-    per_layer = spec.per_layer and jax.ShapeDtypeStruct((*tokens.shape, spec.per_layer.dim), compute)
+    per_layer: Any = None
+    if spec.per_layer is not None:
+        per_layer = jax.ShapeDtypeStruct((*tokens.shape, spec.per_layer.dim), compute)
     return Context(
         positions=tokens,
         segments=tokens,

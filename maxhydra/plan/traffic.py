@@ -198,13 +198,13 @@ def _exchanges_heads(case: Case, mixer: object, shards: int) -> bool:
 
 def _head_widths(case: Case, mixer: object) -> tuple[float, float]:
     """Numbers per token of a device's query heads, and of its keys and values: the latent of MLA is sent whole."""
-    heads = getattr(mixer, "num_heads", None) or getattr(mixer, "num_value_heads", 0)
+    heads: int = getattr(mixer, "num_heads", 0) or getattr(mixer, "num_value_heads", 0)
     tensor = case.sharder.num_shards("act_heads")
     latent = getattr(mixer, "latent_dim", None)
     if latent is not None:
         return heads * getattr(mixer, "value_dim", 0) / tensor, float(latent + getattr(mixer, "rope_dim", 0))
-    width = getattr(mixer, "head_dim", None) or getattr(mixer, "key_dim", 0)
-    kv_heads = getattr(mixer, "num_kv_heads", None) or getattr(mixer, "num_key_heads", 0)
+    width: int = getattr(mixer, "head_dim", 0) or getattr(mixer, "key_dim", 0)
+    kv_heads: int = getattr(mixer, "num_kv_heads", 0) or getattr(mixer, "num_key_heads", 0)
     return heads * width / tensor, 2.0 * kv_heads * width / case.sharder.num_shards("act_kv_heads")
 
 
