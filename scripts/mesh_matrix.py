@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEVICES, ROWS, LENGTH, STEPS = 8, 8, 64, 5
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 TIMEOUT_SECONDS = 1200
-# Options of each mesh. A model that has fewer key heads than mesh.tensor replicates them.
+# Options of each mesh.
 MESHES: dict[str, list[str]] = {
     "data": ["mesh.data=8"],
     "fsdp": ["mesh.fsdp=8"],

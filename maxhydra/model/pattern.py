@@ -12,8 +12,8 @@ from maxhydra.layers import Cache, Context
 class Repetitions(NamedTuple):
     """Inputs of consecutive repetitions, stacked over them."""
 
-    index: jax.Array
-    """Index of the repetition."""
+    number: jax.Array
+    """Index of each repetition."""
     weights: list[Any]
     """Weights by position in the pattern."""
     layer_inputs: jax.Array | None
@@ -52,16 +52,16 @@ class Pattern:
         def run(carry: tuple[jax.Array, list[Any]], repetition: Repetitions) -> tuple[Any, Any]:
             return self._run_repetition(*carry, ctx, repetition)
 
-        unroll = min(self.unroll, len(repetitions.index))
+        unroll = min(self.unroll, len(repetitions.number))
         (x_BTD, caches), (layer_outputs, aux) = jax.lax.scan(run, (x_BTD, caches), repetitions, unroll=unroll)
         return PatternOutput(x_BTD, caches, layer_outputs, aux)
 
     def _run_repetition(self, x_BTD: jax.Array, caches: list[Any], ctx: Context, at: Repetitions) -> tuple[Any, Any]:
         new_caches, layer_outputs, aux = [], [], []
         for position, (run, cache) in enumerate(zip(self.runs, caches, strict=True)):
-            layer = self.first + at.index * len(self.runs) + position
+            layer = self.first + at.number * len(self.runs) + position
             layer_input = None if at.layer_inputs is None else at.layer_inputs[position]
-            layer_ctx = ctx.at_layer(layer, cache_view(cache, at.index), layer_input)
+            layer_ctx = ctx.at_layer(layer, cache_view(cache, at.number), layer_input)
             out = run(at.weights[position], x_BTD, layer_ctx)
             x_BTD = out.x_BTD
             new_caches.append(merge_view(cache, out.cache))

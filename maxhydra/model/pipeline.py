@@ -72,7 +72,8 @@ def run_pipeline(
     tokens = {"positions": ctx.positions, "segments": ctx.segments, "shared": dict(ctx.shared)}
     cut = partial(_cut, schedule=schedule, outer=_outer_shards(sharder))
     stacked = repetitions._replace(layer_inputs=jax.tree.map(partial(cut, axis=2), repetitions.layer_inputs))
-    stage = _Stage(pattern, dataclasses.replace(ctx, layer_input=None, **dict.fromkeys(tokens)), schedule, accum_dtype)
+    without_tokens: dict[str, Any] = dict.fromkeys(tokens)
+    stage = _Stage(pattern, dataclasses.replace(ctx, layer_input=None, **without_tokens), schedule, accum_dtype)
     by_stage, rows, whole = PartitionSpec(STAGE), PartitionSpec(None, STAGE), PartitionSpec()
     over_stages = jax.shard_map(
         stage.run,
@@ -86,7 +87,7 @@ def run_pipeline(
         jnp.arange(schedule.stages), stacked, cut(x_BTD), jax.tree.map(cut, tokens), ctx.dropout_key
     )
     out_BTD = ctx.constrain_stream(out_OSIGTD.reshape(x_BTD.shape))
-    layers = len(repetitions.index)
+    layers = len(repetitions.number)
     layer_outputs, aux = jax.tree.map(lambda x: x.reshape(layers, *x.shape[3:]), (layer_outputs, aux))
     layer_outputs = [_join_rows(x, schedule, _outer_shards(sharder)) for x in layer_outputs]
     return PatternOutput(out_BTD, [None] * len(pattern.runs), layer_outputs, aux)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from maxhydra import model, optim
+from maxhydra import model
 from maxhydra.config import Config
 from maxhydra.config.schema.hardware import Hardware
 from maxhydra.config.schema.tasks.analysis import Format, InspectTask
@@ -43,13 +43,10 @@ def run(job: Job) -> Outcome:
     assert isinstance(task, InspectTask)
     sharder = _sharder(config, task)
     states = plan_states(config, sharder)
-    decoder, optimizer = states.model, states.optimizer
-    shapes, axes = model.split_trainable(decoder.shapes)[0], model.split_trainable(decoder.axes)[0]
-    state_shapes = jax.eval_shape(optimizer.transform.init, shapes)
-    state_axes = optim.state_axes(optimizer, shapes, axes)
-    shardings = states.shardings()
+    decoder, shardings = states.model, states.shardings()
     parameters = _rows(decoder.shapes, decoder.axes, shardings.weights)
-    moments = _rows(state_shapes, state_axes, shardings.opt_state)
+    moments = _rows(states.optimizer_shapes(), states.optimizer_axes(), shardings.opt_state)
+    optimizer_bytes = sum(row.bytes_per_device for row in moments)
     count, trained = model.parameter_counts(decoder)
     facts = {
         "parameters": count,
@@ -59,12 +56,10 @@ def run(job: Job) -> Outcome:
         "devices": sharder.mesh.size,
         "bytes_per_device": {
             "parameters": sum(row.bytes_per_device for row in parameters),
-            "optimizer": sum(row.bytes_per_device for row in moments),
+            "optimizer": 0 if config.optimizer.offload else optimizer_bytes,
         },
+        **({"host_bytes_per_device": {"optimizer": optimizer_bytes}} if config.optimizer.offload else {}),
     }
-    if config.optimizer.offload:
-        facts["host_bytes_per_device"] = {"optimizer": facts["bytes_per_device"]["optimizer"]}
-        facts["bytes_per_device"]["optimizer"] = 0
     if sharder.stages > 1:
         schedule = sharder.pipeline_schedule(plan_batches(config, sharder).batch // config.train.grad_accum)
         facts["pipeline"] = {

@@ -10,8 +10,9 @@ Evaluation, samples and export use the shared parameters, which are `TrainState.
 optimizer state.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +30,9 @@ from maxhydra.train.step import Metrics, StepFn
 TOTALS, MAXIMA = ("tokens",), ("skipped", "halted")
 
 
-class _Fragment(NamedTuple):
-    """Index of a fragment among `count`, which holds every `count`-th layer and every `count`-th other parameter."""
+@dataclasses.dataclass(frozen=True)
+class _Fragment:
+    """One of `count` fragments, which holds every `count`-th layer and every `count`-th other parameter."""
 
     index: int
     count: int
@@ -48,7 +50,7 @@ class _Fragment(NamedTuple):
             else:
                 is_own = number % self.count == self.index
                 updated.append(function(*values) if is_own else tuple(values))
-        return tuple(structure.unflatten(column) for column in zip(*updated, strict=True))
+        return tuple(jax.tree.unflatten(structure, column) for column in zip(*updated, strict=True))
 
 
 def make_diloco_step(inner: StepFn, diloco: Diloco, *, steps: int, mesh: Any, axes: Tree) -> StepFn:

@@ -48,6 +48,9 @@ class Guard:
         )
 
 
+GUARD_AXES = Guard(mean=(None,), variance=(None,), seen=(), skipped=(), halted=())  # type: ignore[arg-type]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
@@ -161,34 +164,40 @@ class StateFactory:
         stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *x.shape)), replica)
         return DilocoState(stacked, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params))
 
+    def optimizer_shapes(self) -> Tree:
+        """Shapes of the optimizer state, which holds the replicas of DiLoCo."""
+        return jax.eval_shape(self._optimizer_state, split_trainable(self.model.shapes)[0])
+
+    def optimizer_axes(self) -> Tree:
+        """Logical axes of the optimizer state."""
+        params = split_trainable(self.model.axes)[0]
+        opt_state = state_axes(self.optimizer, split_trainable(self.model.shapes)[0], params)
+        if self.sharder.num_shards("replicas") == 1:
+            return opt_state
+        replica = Replica(params, opt_state, GUARD_AXES, amax_histories(self.model.axes))
+        return DilocoState(jax.tree.map(lambda axes: ("replicas", *axes), replica, is_leaf=is_axes), params)
+
     def _init_weights(self, seed: jax.Array) -> Tree:
         return self.model.init(jax.random.split(jax.random.key(seed))[0])
 
     def shardings(self) -> TrainState:
         params, frozen = split_trainable(self.model.axes)
-        guard = Guard(mean=(None,), variance=(None,), seen=(), skipped=(), halted=())  # type: ignore[arg-type]
-        opt_state = state_axes(self.optimizer, split_trainable(self.model.shapes)[0], params)
-        history = amax_histories(self.model.axes)
-        if self.sharder.num_shards("replicas") > 1:
-            replica = Replica(params, opt_state, guard, history)
-            stacked = jax.tree.map(lambda axes: ("replicas", *axes), replica, is_leaf=is_axes)
-            opt_state = DilocoState(stacked, params)
+        opt_state = self.optimizer_axes()
         axes = TrainState(
             step=(),  # type: ignore[arg-type]
             params=params,
             frozen=frozen,
             opt_state=opt_state,
             key=(None,),  # type: ignore[arg-type]
-            guard=guard,
-            history=history,
+            guard=GUARD_AXES,
+            history=amax_histories(self.model.axes),
         )
         shardings = self.sharder.tree(axes)
         shapes = split_trainable(self.model.shapes)[0]
-        state_shapes = jax.eval_shape(self._optimizer_state, shapes)
         shardings = dataclasses.replace(
             shardings,
             params=jax.tree.map(self._stored_sharding, params, shapes, is_leaf=is_axes),
-            opt_state=jax.tree.map(self._moment_sharding, axes.opt_state, state_shapes, is_leaf=is_axes),
+            opt_state=jax.tree.map(self._moment_sharding, opt_state, self.optimizer_shapes(), is_leaf=is_axes),
         )
         extra = jax.tree.map(lambda leaf: leaf.sharding, self.extra_weights)
         return dataclasses.replace(shardings, frozen={**shardings.frozen, **extra})

@@ -73,27 +73,22 @@ def make_step(
             loss_of, trainable, batch, key, train.grad_accum, accum_dtype_of=state.params
         )
         grads = layout.shard_gradients(grads)
-        aux = sums.pop(AUX, {})
-        weight = _nonzero_weight(sums)
+        aux, weight = sums.pop(AUX, {}), _nonzero_weight(sums)
         means = {name: total / weight for name, total in sums.items() if name not in ("weight", "nll")}
         # Before the division, while the gradients of unrolled layers are still separate arrays.
         grad_norm = optimizer.norm(grads) / weight
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
-
         finite = _all_finite(means["loss"], grad_norm, amaxes)
         halted = state.guard.halted | (~finite & (train.on_nonfinite is Nonfinite.stop))
         observed = jnp.stack([means["loss"], grad_norm]).astype(jnp.float32)
         # With a zero gradient nothing was learned, and weight decay and momentum alone would move the params.
         counts = finite & ~halted & (grad_norm > 0)
         apply = counts & ~_is_spike(state.guard, observed, train.spike)
-
         learning_rate = optimizer.schedule(state.step - state.guard.skipped)
         with jax.named_scope("update"):
             transform = optax.with_extra_args_support(optimizer.transform)
-            old_opt_state = layout.load(state.opt_state)
-            updates, opt_state = transform.update(
-                grads, old_opt_state, state.params, norm=grad_norm, learning_rate=learning_rate
-            )
+            old_opt_state, computed = layout.load(state.opt_state), {"norm": grad_norm, "learning_rate": learning_rate}
+            updates, opt_state = transform.update(grads, old_opt_state, state.params, **computed)
             params = apply_router_bias(optax.apply_updates(state.params, updates), state.params, aux)
             params = optimizer.restore_frozen(params, state.params)
             history = jax.tree.map(_push_amax, state.history, amaxes)
