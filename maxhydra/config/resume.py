@@ -39,7 +39,7 @@ FREE_KEYS = (
     # Hardware, sharding, kernels and memory. The batch over all devices is compared separately.
     *("hardware.platform", "hardware.device_kinds", "hardware.peak_tflops*", "hardware.memory_gib"),
     *("hardware.bandwidth_gb_s", "hardware.xla_flags", "hardware.flag_sets*", "hardware.compilation_cache"),
-    *("hardware.compiled", "hardware.links.*"),
+    *("hardware.compiled", "hardware.links.*", "optimizer.offload"),
     *("hardware.simulated_devices", "hardware.debug_nans", "hardware.distributed.*", "hardware.gke.*"),
     *("mesh.*", "task.rollout_mesh", "task.teacher.mesh", "train.per_device_batch_size", "train.grad_accum"),
     *("train.loss_chunk", "model.kernels.*", "model.remat.*", "model.scan_unroll", "model.expert_parallel.*"),
@@ -74,7 +74,7 @@ FIXED_KEYS = (
     *("model.vocab_size", "model.prefix", "model.pattern", "model.kinds*", "model.head", "model.norm"),
     *("model.norm_eps", "model.mtp.*", "model.embedding.*", "model.logit_softcap", "model.per_layer.*"),
     *("model.dropout", "model.init_scale", "model.dtypes.*"),
-    *("train.seq_len", "train.ramp.*", "train.z_loss"),
+    *("train.seq_len", "train.ramp.*", "train.z_loss", "train.diloco.*", "optimizer.moments"),
     *(f"data.{key}" for key in _CORPUS_KEYS),
     *("data.sources", *(f"data.sources.*.{key}" for key in _CORPUS_KEYS)),
     *("data.tokenizer.kind", "data.tokenizer.add_bos", "data.tokenizer.add_eos", "data.tokenizer.bos"),

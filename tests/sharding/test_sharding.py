@@ -17,6 +17,9 @@ from maxhydra.config.schema.hardware import AXES, RULES, Axes, Mesh
 from maxhydra.sharding import Sharder, abstract_mesh, axis_sizes, build_mesh, bytes_per_device
 from maxhydra.sharding.mesh import device_grid
 
+# Sizes of a mesh of one device.
+ONES = dict.fromkeys(AXES, 1)
+
 
 def sharder(**sizes: int) -> Sharder:
     return Sharder(abstract_mesh(Mesh(**sizes), devices=math.prod(sizes.values()), slices=1), RULES)
@@ -33,9 +36,9 @@ def test_minus_one_takes_the_remaining_devices(axis: str, devices: int) -> None:
 
 def test_the_two_networks_multiply() -> None:
     sizes = axis_sizes(Mesh(fsdp=-1, tensor=2, dcn=Axes(data=2, fsdp=-1)), devices=32, slices=4)
-    assert sizes.within == (1, 4, 1, 1, 2)
-    assert sizes.across == (2, 2, 1, 1, 1)
-    assert sizes.total == (2, 8, 1, 1, 2)
+    assert dict(zip(AXES, sizes.within, strict=True)) == {**ONES, "fsdp": 4, "tensor": 2}
+    assert dict(zip(AXES, sizes.across, strict=True)) == {**ONES, "data": 2, "fsdp": 2}
+    assert dict(zip(AXES, sizes.total, strict=True)) == {**ONES, "data": 2, "fsdp": 8, "tensor": 2}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,8 @@ def test_slices_lie_as_in_jax() -> None:
     devices = fake_devices(slices=4, per_slice=8)
     grid = device_grid(Mesh(fsdp=2, sequence=2, tensor=2, dcn=Axes(data=2, fsdp=2)), devices)
     ordered = sorted(devices, key=lambda device: device.id)
-    expected = create_hybrid_device_mesh((1, 2, 1, 2, 2), (2, 2, 1, 1, 1), ordered)
+    within, across = {**ONES, "fsdp": 2, "sequence": 2, "tensor": 2}, {**ONES, "data": 2, "fsdp": 2}
+    expected = create_hybrid_device_mesh(tuple(within.values()), tuple(across.values()), ordered)
     ids = np.vectorize(lambda device: device.id)
     np.testing.assert_array_equal(ids(grid), ids(expected))
 
@@ -88,10 +92,11 @@ def test_slices_lie_as_in_jax() -> None:
 def test_simulated_slices_hold_neighbours() -> None:
     mesh = build_mesh(Mesh(fsdp=2, tensor=2, slices=2, dcn=Axes(data=-1)))
     assert mesh.axis_names == AXES
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 2}
+    assert dict(mesh.shape) == {**ONES, "data": 2, "fsdp": 2, "tensor": 2}
     ids = [device.id for device in jax.devices()]
-    assert [device.id for device in mesh.devices[0].flat] == ids[:4]
-    assert [device.id for device in mesh.devices[1].flat] == ids[4:]
+    slices = mesh.devices.reshape(2, -1)
+    assert [device.id for device in slices[0]] == ids[:4]
+    assert [device.id for device in slices[1]] == ids[4:]
 
 
 def test_mesh_over_some_devices() -> None:
