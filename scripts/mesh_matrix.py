@@ -41,6 +41,8 @@ MESHES: dict[str, list[str]] = {
     "fsdp_stage_tensor": ["mesh.fsdp=2", "mesh.stage=2", "mesh.tensor=2"],
     "slices": ["mesh.fsdp=4", "mesh.slices=2", "mesh.dcn.data=2"],
 }
+# A single key head cannot be sharded.
+ONE_KEY_HEAD = ["mesh.rules.kv_heads=[]", "mesh.rules.act_kv_heads=[]"]
 # No clipping, so that the first moment after one step is the gradient times 1 - b1.
 COMMON = [
     "train.seq_len=64",
@@ -87,14 +89,20 @@ def run_family(family: str, meshes: list[str]) -> Iterator[Result]:
     """Run the meshes of one family in this process, which has simulated devices."""
     # Imported here: the parent process needs no jax.
     from maxhydra.config import ConfigError  # noqa: PLC0415
+    from maxhydra.config.compose.composer import compose  # noqa: PLC0415
     from tests.support.mesh_cases import Case, compare, train  # noqa: PLC0415
 
     options = [f"model={family}", *COMMON]
+    layers = compose(options).config.model
+    # Pipeline stages need two repetitions of the pattern.
+    repeated = len(layers.prefix) + 2 * len(layers.pattern)
+    options += [f"model.num_layers={max(layers.num_layers, repeated)}"]
     expected = train(Case(options, devices=1, rows=ROWS, length=LENGTH, steps=STEPS))
     for name in meshes:
         start = time.perf_counter()
         try:
-            actual = train(Case([*options, *MESHES[name]], devices=DEVICES, rows=ROWS, length=LENGTH, steps=STEPS))
+            mesh = [*MESHES[name], *(ONE_KEY_HEAD if layers.num_kv_heads == 1 else [])]
+            actual = train(Case([*options, *mesh], devices=DEVICES, rows=ROWS, length=LENGTH, steps=STEPS))
             measured: dict[str, Any] = compare(expected, actual)._asdict()
         except ConfigError as error:
             measured = {"rejected": str(error)}

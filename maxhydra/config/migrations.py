@@ -28,6 +28,17 @@ RENAMED_KEYS = {
 # Old choice -> new choice, as on the command line. The option's name is also the value of GROUP.name.
 RENAMED_OPTIONS = {"task=tokenizer": "task=train_tokenizer"}
 
+RULES_PATH = "mesh.rules"
+# Old default -> new default of a rule that new mesh axes extend. A config.yaml holds all rules, the defaults included.
+EXTENDED_RULES: dict[str, tuple[list[str], list[str]]] = {
+    "act_batch": (["data", "fsdp", "expert"], ["replica", "data", "stage", "fsdp", "expert"]),
+    "layers": ([], ["stage"]),
+    "embed": (["fsdp", "expert", "sequence"], ["stage", "fsdp", "expert", "sequence"]),
+    "latent": (["fsdp", "expert", "sequence"], ["stage", "fsdp", "expert", "sequence"]),
+}
+# Rules of logical axes that older configs lack.
+ADDED_RULES = {"act_stream_length": ["sequence", "tensor"], "replicas": ["replica"]}
+
 # A quoted string, an interpolation, a bracket or separator, or a run of other characters.
 _TOKENS = re.compile(r"\"(?:\\.|[^\"])*\"|'(?:\\.|[^'])*'|\$\{[^}]*\}|[{}\[\]:,]|[^{}\[\]:,\"'$]+|.", re.DOTALL)
 
@@ -78,7 +89,17 @@ def renamed_option(group: str, option: Any) -> str:
 
 def migrate_config(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Rename keys and options in plain values: a config, its section at `path`, dotted keys, or group choices."""
+    if path == RULES_PATH:
+        return _migrate_rules(values)
     return {key: migrate_value(here, value) for here, key, value in migrated_entries(values, path)}
+
+
+def _migrate_rules(rules: Mapping[str, Any]) -> dict[str, Any]:
+    """Extend the rules that have their old default to the mesh axes that were added since."""
+    if not EXTENDED_RULES.keys() <= rules.keys():
+        return dict(rules)
+    defaults = {name: new for name, (old, new) in EXTENDED_RULES.items() if rules[name] == old}
+    return {**ADDED_RULES, **rules, **defaults}
 
 
 def migrate_value(path: str, value: Any) -> Any:

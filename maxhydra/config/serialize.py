@@ -14,7 +14,7 @@ from maxhydra.config.compose.provenance import SourcedValue, parse_yaml
 from maxhydra.config.compose.validate import Validator
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.fields import walk
-from maxhydra.config.migrations import migrate_value, migrated_entries
+from maxhydra.config.migrations import RULES_PATH, migrate_config, migrate_value, migrated_entries
 from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema.config import Config
 from maxhydra.record.atomic_io import NewerFormatError
@@ -129,6 +129,12 @@ def _migrate_sourced(values: SourcedValue, path: str = "") -> SourcedValue:
     """Rename keys and options in values that know the line where each was written."""
     if not isinstance(values.value, dict):
         return SourcedValue(migrate_value(path, values.value), values.source)
+    if path == RULES_PATH:
+        rules = migrate_config({name: rule.value for name, rule in values.value.items()}, path)
+        sources = {name: rule.source for name, rule in values.value.items()}
+        return SourcedValue(
+            {name: SourcedValue(rule, sources.get(name, values.source)) for name, rule in rules.items()}, values.source
+        )
     entries = migrated_entries(values.value, path)
     return SourcedValue({key: _migrate_sourced(item, here) for here, key, item in entries}, values.source)
 

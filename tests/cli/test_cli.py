@@ -206,7 +206,7 @@ def test_explain_says_which_file(capsys: pytest.CaptureFixture[str]) -> None:
         ("optimizer/schedule", ["wsd", "warmup_steps"]),
         ("experiment", ["shakespeare", "none is chosen"]),
         ("train", ["log_every", "early_stop"]),
-        ("mesh.rules.embed", ["list[str]", "[fsdp,expert,sequence]", "the schema's default"]),
+        ("mesh.rules.embed", ["list[str]", "[stage,fsdp,expert,sequence]", "the schema's default"]),
         ("", ["model", "objective"]),
     ],
 )

@@ -5,6 +5,7 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.migrations import migrate_config, migrate_key, migrate_overrides, original_names
+from maxhydra.config.schema.hardware import RULES
 from maxhydra.config.serialize import from_yaml, to_yaml
 
 
@@ -56,3 +57,12 @@ def test_a_stored_config_is_read_under_its_current_names() -> None:
     config = compose(["data=arithmetic"]).config
     text = to_yaml(config)
     assert from_yaml(text.replace("record_type:", "shape:").replace("qkv_rope:", "rotated_heads:")) == config
+
+
+def test_default_rules_of_older_configs_get_the_new_mesh_axes() -> None:
+    old = {name: [axis for axis in axes if axis not in ("replica", "stage")] for name, axes in RULES.items()}
+    for name in ("act_stream_length", "replicas"):
+        del old[name]
+    assert migrate_config({"mesh": {"rules": old}})["mesh"]["rules"] == RULES
+    changed = {**old, "embed": ["tensor"]}
+    assert migrate_config({"mesh": {"rules": changed}})["mesh"]["rules"] == {**RULES, "embed": ["tensor"]}

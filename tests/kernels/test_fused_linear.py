@@ -256,7 +256,7 @@ def test_greedy_tokens_equal_with_split_k_heads(monkeypatch: pytest.MonkeyPatch)
         tile = small_batch.Tile(16, 16, 2, is_left=False, warps=4, stages=2)
         return small_batch.partial_sums(x_MK, weight_NK, Epilogue(), jnp.dtype(dtype), interpret=True, tile=tile)
 
-    def over_pages(*arguments: Any, then: Any, backend: str) -> Any:
+    def over_pages(*arguments: Any, then: Any, backend: str, place: Any) -> Any:
         return pages_kernel.attention(*arguments, interpret=True)
 
     monkeypatch.setattr(fused_block, "embed_and_norm", partial(embed_norm.embed_and_norm, interpret=True))

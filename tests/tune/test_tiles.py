@@ -182,7 +182,7 @@ def test_candidates_exclude_the_default_and_sizes_that_do_not_divide() -> None:
 
 def test_requested_sizes_are_never_ignored() -> None:
     """A backend without a tile raises; auto selects one that has it, or gives the reason why none can."""
-    call = rms_norm.Call(platform="gpu", devices=1, dtype="bfloat16", rows=512, dim=256, sizes=(("forward.rows", 2),))
+    call = rms_norm.Call(platform="gpu", dtype="bfloat16", rows=512, dim=256, sizes=(("forward.rows", 2),))
     assert rms_norm.OPERATION.choose("auto", call) == "triton"
     with pytest.raises(UnsupportedError, match="has no configurable tile sizes"):
         rms_norm.OPERATION.choose("xla", call)
