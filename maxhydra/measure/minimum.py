@@ -61,16 +61,16 @@ def _add_weight(
     """Gathers and gradient reductions of one weight."""
     replicas = _batch_axes(sharder)
     split: list[str] = []
-    kept = 1
+    num_shards = 1
     for name, entry in zip(axes, sharder.spec(axes), strict=True):
         names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         # Experts stay where they are; tensor-parallel shards too.
         gathered = [axis for axis in names if axis in replicas and name != "experts"]
         split += gathered
-        kept *= math.prod(sharder.mesh.shape[axis] for axis in names if axis not in gathered)
+        num_shards *= math.prod(sharder.mesh.shape[axis] for axis in names if axis not in gathered)
     used = {axis for entry in sharder.spec(axes) for axis in (entry if isinstance(entry, tuple) else (entry,))}
     rest = [axis for axis in replicas if axis not in used]
-    size = math.prod(shape) / kept * _itemsize(config)
+    size = math.prod(shape) / num_shards * _itemsize(config)
     is_table = path.startswith("embedding/") and len(shape) == 2
     if split and not (is_table and not _is_tied(config)):
         times = 2 if path.startswith("head/") or is_table else 3

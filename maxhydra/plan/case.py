@@ -296,8 +296,8 @@ class Case:
 
     def used_bytes(self, array: Array) -> float:
         """Bytes of a weight of one layer on a device while the layer uses it, in the compute dtype."""
-        kept = math.prod(self.mesh[axis] for axis in self.split(array)[1] if axis != STAGE)
-        return math.prod(array.shape) / array.layers * array.compute_bytes / kept
+        shards = math.prod(self.mesh[axis] for axis in self.split(array)[1] if axis != STAGE)
+        return math.prod(array.shape) / array.layers * array.compute_bytes / shards
 
     def trace(self, kind: BlockSpec, policy: Remat | None = None) -> LayerTrace:
         # Kernels of the norms save fewer residuals than XLA, whose residuals are the same on every platform.

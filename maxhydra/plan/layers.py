@@ -157,21 +157,21 @@ def _saved_array(leaf: jax.ShapeDtypeStruct) -> SavedArray:
 def _widened(model: config.Model) -> config.Model:
     """The model with every size that mesh.tensor divides multiplied by the prime."""
 
-    def widen(section: S, *names: str) -> S:
+    def scale(section: S, *names: str) -> S:
         values = {name: getattr(section, name) for name in names}
         return dataclasses.replace(section, **{name: size * WIDTH for name, size in values.items() if size})  # type: ignore[type-var]
 
-    def widen_kind(kind: config.Kind) -> config.Kind:
-        moe = dataclasses.replace(widen(kind.moe, "dim"), shared=widen(kind.moe.shared, "dim"))
+    def scale_kind(kind: config.Kind) -> config.Kind:
+        moe = dataclasses.replace(scale(kind.moe, "dim"), shared=scale(kind.moe.shared, "dim"))
         return dataclasses.replace(
             kind,
-            attention=widen(kind.attention, "num_heads", "num_kv_heads"),
-            delta=widen(kind.delta, "num_key_heads", "num_value_heads"),
-            mlp=widen(kind.mlp, "dim"),
+            attention=scale(kind.attention, "num_heads", "num_kv_heads"),
+            delta=scale(kind.delta, "num_key_heads", "num_value_heads"),
+            mlp=scale(kind.mlp, "dim"),
             moe=moe,
         )
 
-    kinds = {name: widen_kind(kind) for name, kind in model.kinds.items()}
+    kinds = {name: scale_kind(kind) for name, kind in model.kinds.items()}
     # Kernels that save what their XLA form saves, or that are accounted for in LayerTrace.
     kernels = dataclasses.replace(
         model.kernels,
@@ -179,7 +179,7 @@ def _widened(model: config.Model) -> config.Model:
         grouped_matmul=config.GroupedMatmulBackend.xla,
         qkv_rope=TritonBackend.reference,
     )
-    return dataclasses.replace(widen(model, "num_heads", "num_kv_heads", "mlp_dim"), kinds=kinds, kernels=kernels)
+    return dataclasses.replace(scale(model, "num_heads", "num_kv_heads", "mlp_dim"), kinds=kinds, kernels=kernels)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -34,8 +34,8 @@ def readable_seconds(seconds: float) -> str:
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Rows with aligned columns, the last to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for *left, last in rows:
-        cells = [cell.ljust(width) for cell, width in zip(left, widths, strict=False)]
+    for *first, last in rows:
+        cells = [cell.ljust(width) for cell, width in zip(first, widths, strict=False)]
         yield "  ".join([*cells, last.rjust(widths[-1])])
 
 

@@ -150,13 +150,13 @@ def _recomputed(case: Case) -> _Again:
     if policy is RematPolicy.minimal:
         # Grouped matmuls are not among the matmuls that the policy saves.
         return _Again(2 / 3 * flops.routed / flops.layers, 0.0)
-    feed_forward = spec.feed_forward.forward_flops() / max(spec.forward_flops(case.seq_len), 1.0)
-    last = feed_forward / 3
+    mlp_share = spec.feed_forward.forward_flops() / max(spec.forward_flops(case.seq_len), 1.0)
+    last = mlp_share / 3
     if policy is RematPolicy.full:
         return _Again(1 - last, 1.0)
-    kept = last * len(saved & {"mlp_gate", "mlp_up"})
-    kept += (1 - feed_forward) * len(saved & {"query", "key", "value", "attention_out"}) / 4
-    return _Again(max(0.0, 1 - last - kept), 0.0 if "context" in saved else 1.0)
+    saved_share = last * len(saved & {"mlp_gate", "mlp_up"})
+    saved_share += (1 - mlp_share) * len(saved & {"query", "key", "value", "attention_out"}) / 4
+    return _Again(max(0.0, 1 - last - saved_share), 0.0 if "context" in saved else 1.0)
 
 
 def _elementwise_bytes(case: Case) -> float:

@@ -95,8 +95,8 @@ def _weights_of_a_pass(case: Case) -> list[tuple[Transfer, bool]]:
 
 def _weight(case: Case, array: Array) -> Iterator[Transfer]:
     """Gathers of one weight and the reduction of its gradient."""
-    gathered, kept = case.split(array)
-    rest = tuple(axis for axis in case.batch_axes if axis not in gathered + kept)
+    gathered, sharded = case.split(array)
+    rest = tuple(axis for axis in case.batch_axes if axis not in gathered + sharded)
     layers = case.layers_on_device(array)
     size = case.used_bytes(array) * layers
     if gathered:
@@ -124,17 +124,17 @@ def embedding_transfers(case: Case) -> Iterator[Transfer]:
     for array in case.subject.weights:
         if not _is_table(array):
             continue
-        gathered, kept = case.split(array)
-        rest = tuple(axis for axis in case.batch_axes if axis not in gathered + kept)
-        shards = math.prod(case.mesh[axis] for axis in kept)
+        gathered, sharded = case.split(array)
+        rest = tuple(axis for axis in case.batch_axes if axis not in gathered + sharded)
+        shards = math.prod(case.mesh[axis] for axis in sharded)
         rows = case.stream_tokens * array.shape[-1] * array.compute_bytes
         times, stored = case.grad_accum, case.local_bytes(array) * FLOAT32 / array.dtype.itemsize
         for phase in Phase:
             if gathered:
                 sent = ring(case, gathered, rows / shards) * times
                 yield Transfer("embedding", gathered, sent, times, phase, Overlap.none, is_all_to_all=True)
-            if kept:
-                yield Transfer("embedding", kept, ring(case, kept, rows) * times, times, phase, Overlap.none)
+            if sharded:
+                yield Transfer("embedding", sharded, ring(case, sharded, rows) * times, times, phase, Overlap.none)
         if rest:
             sent = 2 * ring(case, rest, stored) * times
             yield Transfer("embedding", rest, sent, times, Phase.backward, Overlap.layer)

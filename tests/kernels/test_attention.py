@@ -336,7 +336,7 @@ def test_auto_selects_cudnn_if_supported_except_for_short_rows(changes):
     assert OPERATION.choose("auto", make_call(length=64, **changes)) == "triton"
 
 
-def test_segments_are_left_to_cudnn_only_if_no_other_kernel_takes_them():
+def test_cudnn_serves_segments_only_if_no_other_kernel_takes_them():
     """It would materialize a mask of all queries by all keys."""
     for changes, backend in (
         ({"length": 256}, "mosaic"),

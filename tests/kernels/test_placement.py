@@ -106,7 +106,7 @@ def test_inside_a_shard_map_arrays_are_local() -> None:
     assert seen == [((), jnp.sin)]
 
 
-def test_axes_that_an_enclosing_shard_map_left_free_are_mapped() -> None:
+def test_only_axes_that_no_enclosing_shard_map_maps_are_mapped() -> None:
     place, _, (x_BD, *others) = mapped_arguments()
 
     def on_stage(x_BD: jax.Array) -> jax.Array:

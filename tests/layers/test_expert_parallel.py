@@ -88,44 +88,44 @@ def test_outputs_and_gradients_equal_those_of_one_device(case, dispatch):
     assert_same(found, one_device(case))
 
 
-def kept_rows(chosen, devices, room):
+def accepted_rows(chosen, devices, capacity):
     """Transcription of the drops: [B, T, E] which choices are sent, for tokens [B, T, E] split over B.
 
     A queue is what a device sends to an expert, in the order of its tokens. The queues to a device grow together, row
-    by row, until its room is full; in the last round the first queues take what is left.
+    by row, until its capacity is full; in the last round the first queues take what is free.
     """
     E = chosen.shape[-1]
     queues = chosen.reshape(devices, -1, E)
-    kept = np.zeros_like(queues)
+    accepted = np.zeros_like(queues)
     for receiver in np.split(np.arange(E), devices):
-        left, depth = room, 0
-        while left > 0 and depth < queues.shape[1]:
+        free, depth = capacity, 0
+        while free > 0 and depth < queues.shape[1]:
             for device in range(devices):
                 for index in receiver:
                     waiting = np.flatnonzero(queues[device, :, index])
-                    if depth < len(waiting) and left > 0:
-                        kept[device, waiting[depth], index], left = True, left - 1
+                    if depth < len(waiting) and free > 0:
+                        accepted[device, waiting[depth], index], free = True, free - 1
             depth += 1
-    return kept.reshape(chosen.shape)
+    return accepted.reshape(chosen.shape)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", [SEND, GATHER], ids=lambda dispatch: dispatch.value)
 @pytest.mark.parametrize("favourite", [None, 3], ids=["random", "few_experts"])
 def test_full_buffers_drop_the_end_of_the_longest_queues(favourite, dispatch):
-    """The second half of the last sequence is padding, which takes no room. Dropped rows have no gradient either."""
+    """The second half of the last sequence is padding, which takes no capacity. Dropped rows have no gradient."""
     mixture = Mixture(dataclasses.replace(PLAIN, top_k=4), dispatch=dispatch, buffer=1.0)
     weights, x = inputs(mixture, favourite=favourite)
     is_real = np.ones((BATCH, LENGTH), bool)
     is_real[-1, LENGTH // 2 :] = False
-    room = LENGTH * 4
+    capacity = LENGTH * 4
     chosen = (np.array(softmax_top_k(weights, x, 4)) > 0) & is_real[..., None]
-    kept = kept_rows(chosen, 8, room)
-    assert np.sum(chosen) - np.sum(kept) > 0
+    accepted = accepted_rows(chosen, 8, capacity)
+    assert np.sum(chosen) - np.sum(accepted) > 0
     segments = jnp.asarray(is_real, jnp.int32)
 
     def by_hand(weights, x):
-        shares = jnp.where(kept, softmax_top_k(weights, x, 4), 0)
+        shares = jnp.where(accepted, softmax_top_k(weights, x, 4), 0)
         return sum(shares[..., index, None] * expert(weights, index, x) for index in range(16))
 
     def run(weights, x):
@@ -133,7 +133,7 @@ def test_full_buffers_drop_the_end_of_the_longest_queues(favourite, dispatch):
 
     found = value_and_gradients(lambda w, x: run(w, x).out_BTD, weights, x, is_real)
     assert_same(found, value_and_gradients(by_hand, weights, x, is_real))
-    assert jax.jit(run)(weights, x).aux["dropped"] == np.sum(chosen) - np.sum(kept)
+    assert jax.jit(run)(weights, x).aux["dropped"] == np.sum(chosen) - np.sum(accepted)
 
 
 def test_dropped_rows_of_all_layers_are_a_metric():
@@ -213,9 +213,9 @@ def collectives(dispatch, **sizes):
 
 def test_all_to_all_sends_bfloat16_both_ways_and_gathers_only_loads():
     """Forward there and back, and the gradients of both; backward the router's weights too, and their gradients."""
-    name, rows, room = "ragged_all_to_all", 256 * 4, 2 * 256 * 4
-    there, back = (name, "bfloat16", (rows, EMB)), (name, "bfloat16", (room, EMB))
-    loads, weights = ("all_gather", "int32", (128,)), [(name, "float32", (size, 1)) for size in (rows, room)]
+    name, rows, capacity = "ragged_all_to_all", 256 * 4, 2 * 256 * 4
+    there, back = (name, "bfloat16", (rows, EMB)), (name, "bfloat16", (capacity, EMB))
+    loads, weights = ("all_gather", "int32", (128,)), [(name, "float32", (size, 1)) for size in (rows, capacity)]
     assert collectives(SEND, devices=64) == [loads, there, there, back, back, *weights]
 
 

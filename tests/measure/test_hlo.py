@@ -41,7 +41,7 @@ backend_config={"known_trip_count":{"n":"5"}}
 """
 
 
-def test_collectives_of_a_written_program() -> None:
+def test_collectives_of_a_program_text() -> None:
     program = hlo.parse_program(TEXT)
     found = {one.kind: one for one in hlo.collectives(program)}
     assert {kind: (one.count, one.bytes, one.dtype) for kind, one in found.items()} == {
