@@ -1,11 +1,11 @@
-"""Compile the training step for GPUs or TPUs that are not attached, and print what the program contains as JSON.
+"""Compile the training step for GPUs or TPUs that are not attached, and print the contents of the program as JSON.
 
 python bench/aot.py model=llama3.1-8b model.num_layers=2 mesh.fsdp=8
 python bench/aot.py topology=b200:4x8 hlo=/tmp/step.txt model=qwen3-30b-a3b model.num_layers=2 mesh.expert=32
 
 topology: h200:8 unless given; the hardware option follows from it. hlo: file for the optimized program. The CUDA plugin
-of jax's version must be installed (`pip install 'jax-cuda13-plugin[with-cuda]'`); no GPU is needed. Beside each axis of
-the mesh stand the MiB that a device sends in a step and the theoretical minimum (maxhydra/measure/minimum.py).
+of jax's version must be installed (`pip install 'jax-cuda13-plugin[with-cuda]'`); no GPU is needed. For each mesh
+axis the report has the MiB that a device sends in a step and the theoretical minimum (maxhydra/measure/minimum.py).
 """
 
 import dataclasses

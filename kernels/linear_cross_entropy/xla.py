@@ -33,19 +33,16 @@ def gradient(
     z_loss: float,
     dtype: np.dtype,
 ) -> jax.Array:
-    """The gradient of a part of the logits, given the logsumexp of all."""
+    """The gradient of the logits, or of a part of them, given the logsumexp of all."""
     softmax = jnp.exp(logits.astype(jnp.float32) - normaliser[..., None])
     slope = softmax * (1 + 2 * z_loss * normaliser)[..., None] - is_target(logits, targets)
+    # The barrier prevents fusion into the two matmuls that read it: each would recompute the exponentials.
     return jax.lax.optimization_barrier((weights[..., None] * slope).astype(dtype))
 
 
 def per_token(
     logits: jax.Array, targets: jax.Array, weights: jax.Array, *, z_loss: float, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    wide = logits.astype(jnp.float32)
-    logprobs, normaliser, is_target_logit = logprobs_at_targets(wide, targets)
-    softmax = jnp.exp(wide - normaliser[..., None])
-    slope = softmax * (1 + 2 * z_loss * normaliser)[..., None] - is_target_logit
-    # The barrier prevents fusion into the two matmuls that read it: each would recompute the exponentials.
-    d_logits = jax.lax.optimization_barrier((weights[..., None] * slope).astype(dtype))
+    logprobs, normaliser, _ = logprobs_at_targets(logits.astype(jnp.float32), targets)
+    d_logits = gradient(logits, targets, weights, normaliser, z_loss=z_loss, dtype=dtype)
     return z_loss * jnp.square(normaliser) - logprobs, -logprobs, d_logits

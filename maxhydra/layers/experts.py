@@ -51,7 +51,7 @@ class ExpertLinear(nnx.Module):
 
 
 class ExpertsOutput(NamedTuple):
-    """What the experts return."""
+    """The output of the experts."""
 
     out_BTD: jax.Array
     """In float32, sharded as the residual stream."""

@@ -142,7 +142,7 @@ def summarize(moved: Iterable[hlo.Collective], mesh: dict[str, int]) -> list[dic
 def compare_with_minimum(
     moved: Iterable[hlo.Collective], minimum: dict[str, float], mesh: dict[str, int]
 ) -> dict[str, dict[str, float]]:
-    """MiB on the wire by mesh axes beside the minimum; a ratio only where there is a minimum."""
+    """MiB on the wire and the minimum by mesh axes; a ratio only if the minimum is not zero."""
     counted: dict[str, float] = defaultdict(float)
     for one in moved:
         counted[hlo.axes_of(one.devices, mesh)] += one.wire_bytes * one.count

@@ -67,7 +67,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
-    """What is planned, without a mesh."""
+    """The model and training setup of a plan, without a mesh."""
 
     config: Config
     spec: DecoderSpec

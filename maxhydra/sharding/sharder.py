@@ -107,7 +107,7 @@ class Sharder:
         return tuple(axis for axis in dict(self.rules)[name] if self.mesh.shape[axis] > 1)
 
     def num_shards(self, name: str) -> int:
-        """Number of shards of a logical axis; `ways("act_batch")` must divide the batch."""
+        """Number of shards of a logical axis; that of act_batch must divide the batch."""
         return math.prod(self.mesh.shape[axis] for axis in self.mesh_axes(name))
 
     def spec(self, axes: LogicalAxes) -> PartitionSpec:

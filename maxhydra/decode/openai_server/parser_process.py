@@ -123,7 +123,7 @@ class ParserProcess:
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """What the process needs to encode prompts exactly as the server does."""
+    """The settings with which the process encodes prompts exactly as the server does."""
 
     data: Data
     vocab_size: int
