@@ -66,7 +66,7 @@ def compile_report(
     try:
         options = compiler_options(config.hardware, sharder.mesh.devices.flatten().tolist())
         with without_compilation_cache():
-            compiled = traced.lower().compile(compiler_options=options or None)
+            compiled = _lower(traced, sharder.mesh).compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
         raise explain_oom(error, config) from None
     seconds = time.perf_counter() - traced_at
@@ -84,6 +84,12 @@ def compile_report(
         **_program_facts(compiled.as_text(), config, sharder),
     )
     return report, compiled
+
+
+def _lower(traced: jax.stages.Traced, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
+    # Triton kernels outside a shard_map are lowered for the default device, which must therefore be one of the mesh.
+    with jax.default_device(mesh.devices.flat[0]):
+        return traced.lower()
 
 
 def _memory(compiled: jax.stages.Compiled) -> dict[str, int]:
