@@ -30,6 +30,8 @@ def gguf_source(key: str, location: str, path: Path) -> Source:
         raise unknown_family(key, location, f"GGUF architecture {architecture}", list(tables))
     table = tables[architecture]
     values = to_model_values(key, location, table, _hf_settings(key, location, file, table))
+    # Validated first: a damaged file may have heads of any size.
+    model = build_model(key, location, values)
     file_frequencies = _frequencies(file, values["kinds"]["layer"]["attention"]["rope"]["theta"], values["head_dim"])
 
     def check(model: config.Model) -> Iterator[Problem]:
@@ -48,7 +50,7 @@ def gguf_source(key: str, location: str, path: Path) -> Source:
         key=key,
         location=location,
         table=table,
-        model=build_model(key, location, values),
+        model=model,
         shapes=file.shapes,
         read=file.read,
         is_gguf=True,
