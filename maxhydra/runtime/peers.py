@@ -32,7 +32,7 @@ BEAT_SECONDS = 1.0
 # Silence after which a warning names a process.
 WARN_SECONDS = 10.0
 # Time in which the death of a process is noticed if an error of a collective operation is noticed first.
-SETTLE_SECONDS = 5.0
+CAUSE_SECONDS = 5.0
 MAX_MESSAGE = 2**16
 KEY = "maxhydra/peers"
 
@@ -50,7 +50,7 @@ class _LastLine(logging.Handler):
 
 
 class _Connection:
-    """JSON messages, one per line, over a socket; what is known about the process at the other end."""
+    """JSON messages, one per line, over a socket, and the state of the process at the other end."""
 
     def __init__(self, link: socket.socket, index: int = -1, host: str = "unknown host"):
         self.link, self.index, self.host = link, index, host
@@ -141,7 +141,7 @@ class _Peers:
                 self._beat(was_stopped=late > WARN_SECONDS / 2)
 
     def _read(self, connection: _Connection, token: str) -> bool:
-        """Handle what a connection received; False if it is closed."""
+        """Handle the messages of a connection; False if it is closed."""
         messages = connection.receive()
         if connection.index < 0 and messages is not None:
             # The first message of a new connection must contain the token, which only the processes of the run know.
@@ -190,7 +190,7 @@ class _Peers:
                 log.warning("%s; the run ends after %.0f s", silent, self._silence_seconds)
 
     def _lose(self, reason: str, *, code: int = EXIT_LOST) -> None:
-        """End this process because of another one, after telling the rest."""
+        """End this process because of another one, after notifying the others."""
         if self.is_lost.is_set():
             return
         self.is_lost.set()
@@ -205,7 +205,7 @@ class _Peers:
         os._exit(code)
 
     def leave(self, error: BaseException | None) -> None:
-        """Tell the others; an interrupted run is restarted, one with an error is not."""
+        """Notify the others; an interrupted run is restarted, one with an error is not."""
         self.has_left = True
         text = None if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:500].rstrip(": ")
         for connection in self._connections.values():
@@ -304,7 +304,7 @@ def start(settings: Distributed) -> None:
 
 @contextlib.contextmanager
 def membership() -> Iterator[None]:
-    """Tell the other processes how this one ends."""
+    """Notify the other processes of how this one ends."""
     try:
         yield
     except BaseException as error:
@@ -321,7 +321,7 @@ def naming_lost_processes() -> Iterator[None]:
     try:
         yield
     except RuntimeError:
-        if _active is not None and _active.is_lost.wait(SETTLE_SECONDS):
+        if _active is not None and _active.is_lost.wait(CAUSE_SECONDS):
             time.sleep(60)  # the thread that noticed it ends the process
         raise
 

@@ -91,7 +91,7 @@ def test_an_error_is_repeated_by_the_others(monkeypatch: pytest.MonkeyPatch) -> 
     assert (f"process 1 on {socket.gethostname()} ended: ValueError: no such file", 0) in pair.reasons
 
 
-def test_a_process_that_has_left_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_of_a_process_that_announced_it_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch)
     pair.second.leave(None)
     wait_until(lambda: pair.first._connections[1].has_left)
