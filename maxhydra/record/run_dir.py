@@ -221,6 +221,25 @@ class RunDirectory:
         self._is_open = False
         self._release_lock()
 
+    def fail(self, reason: str) -> None:
+        """Close the session as failed from any process; one that does not write the run waits until the writer ended.
+
+        The first of several processes that call this records its reason.
+        """
+        if self.writes:
+            self.finish("failed", reason)
+            return
+        survivor = RunDirectory(self.path)
+        survivor._acquire_lock()
+        try:
+            facts = parse_facts(survivor.facts_path.read_bytes())
+            if facts["status"] == "running":
+                survivor._facts = facts
+                survivor._session_start = time.monotonic() - _age(facts["sessions"][-1]["started"])
+                survivor.finish("failed", reason)
+        finally:
+            survivor._release_lock()
+
     def withdraw(self, reason: str) -> None:
         """Undo a session that could not start: remove the folder of a new run, or close a resumed one as failed."""
         if not self.writes:
@@ -363,6 +382,10 @@ def _close_lost(session: Facts, run: Facts) -> Facts:
     closed.update(status="lost", ended=run["updated"], reason=LOST_REASON)
     closed["seconds"] = (_parse(run["updated"]) - _parse(session["started"])).total_seconds()
     return closed
+
+
+def _age(moment: str) -> float:
+    return (datetime.datetime.now(datetime.UTC) - _parse(moment)).total_seconds()
 
 
 def _now() -> str:

@@ -174,6 +174,8 @@ def initialize_distributed(cluster: ClusterInfo, distributed: Distributed, platf
 
     jax aborts the whole process on its own timeout, so it runs in a thread, with a longer timeout than ours.
     """
+    # Its handler of SIGTERM would replace ours, and hide a second SIGTERM.
+    jax.config.update("jax_enable_preemption_service", False)
     if platform is Platform.cpu:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         _redirect_native_stdout()

@@ -7,6 +7,7 @@ What a signal does depends on what would be lost:
 - Inside `deferral`, which training enters with its first step, it is only noted: the loop asks `requested` after each
   step, and `check` and `wait` raise `Interrupted` in work that can be repeated (evaluations, rollouts).
 - The second signal of a kind ends the process at once.
+- With several processes, all of them end after the same step, whichever received the signal (peers.py).
 
 Signals belong to the process, so this module has one state. Without `installed`, all functions do nothing.
 """
@@ -25,8 +26,7 @@ from concurrent.futures import wait as wait_for_futures
 from types import FrameType
 from typing import TypeVar
 
-import numpy as np
-from jax.experimental import multihost_utils
+from maxhydra.runtime import peers
 
 T = TypeVar("T")
 
@@ -48,7 +48,6 @@ class _Signals:
         self.phase = ""
         self.record: Callable[[str], None] | None = None
         self.is_distributed = self.is_deferred = self.is_dismissed = self.has_raised = False
-        self._sync_points, self._is_agreed = 0, False
         self._number: int | None = None
         self._times: dict[int, float] = {}
         self._deadline: float | None = None
@@ -88,16 +87,12 @@ class _Signals:
 
     def requested(self) -> str | None:
         """The name of the signal received, consistently on all processes, which make this call equally often."""
-        if self.is_distributed and not self._is_agreed:
-            # SIGTERM belongs to JAX's preemption service, which agrees on one of these calls for all processes.
-            self._sync_points += 1
-            self._is_agreed = multihost_utils.reached_preemption_sync_point(self._sync_points)
-            if self._is_agreed:
-                # All end with, and the first one records, the signal that any of them got; JAX's service takes SIGTERM.
-                numbers = multihost_utils.process_allgather(np.int32(self._number or 0))
-                self._number = next((int(number) for number in np.ravel(numbers) if number), signal.SIGTERM)
-        is_requested = self._is_agreed if self.is_distributed else self._number is not None
-        return signal.Signals(self._number or signal.SIGTERM).name if is_requested else None
+        number = peers.reached_stop() if self.is_distributed else self._number
+        if number is None:
+            return None
+        # All end with, and the first one records, the signal that any of them got.
+        self._number = number
+        return signal.Signals(number).name
 
     def set_deferred(self, is_deferred: bool) -> None:
         self.is_deferred = is_deferred
@@ -111,9 +106,7 @@ class _Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Run in the main thread, as soon as it executes Python code."""
         self._number = self._number or number
-        if self.is_distributed:
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif not (self.is_deferred or self.is_dismissed or self.has_raised):
+        if not (self.is_distributed or self.is_deferred or self.is_dismissed or self.has_raised):
             self.has_raised = True
             raise Interrupted(self.reason)
 
@@ -131,12 +124,12 @@ class _Signals:
 
     def _note(self, number: int) -> None:
         now = time.monotonic()
-        if self.is_distributed:
-            return
         if now - self._times.setdefault(number, now) > REPEAT_SECONDS:
             self._exit()
         self._number = self._number or number
-        if not (self.is_deferred or self.is_dismissed) and self._deadline is None:
+        if self.is_distributed:
+            peers.request_stop(number)
+        elif not (self.is_deferred or self.is_dismissed) and self._deadline is None:
             self._deadline = now + GRACE_SECONDS
 
     def _exit(self) -> None:

@@ -28,7 +28,7 @@ from maxhydra.config.serialize import stored_secrets, stored_values, to_stored_y
 from maxhydra.measure.record import OutOfMemoryError, explain_out_of_memory, require_memory, suggest_less_memory
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
 from maxhydra.record.atomic_io import NewerFormatError, from_number
-from maxhydra.runtime import Machine, signals
+from maxhydra.runtime import Machine, peers, signals
 from maxhydra.tasks._resume import Session, prepare_session
 
 log = logging.getLogger("maxhydra")
@@ -85,6 +85,20 @@ def run(
         machine = runtime.start(config.hardware)
     else:
         machine = runtime.start_on_host(config.hardware if getattr(task, "COMPILES", False) else None)
+    with peers.membership():
+        return _run_on(machine, task, config, choices, overrides=overrides, path=path, config_dir=config_dir)
+
+
+def _run_on(
+    machine: Machine,
+    task: ModuleType,
+    config: Config,
+    choices: dict[str, str],
+    *,
+    overrides: list[str],
+    path: Path | None,
+    config_dir: str | None,
+) -> Result:
     path = path or Path(config.run.outputs) / (config.run.name or _default_name(config, choices))
     is_main = machine.process_index == 0
     folder = RunDirectory(path.absolute(), writes=is_main and task.KEEPS_RUN)
@@ -150,11 +164,16 @@ def _run_recorded(job: Job, config_dir: str | None, task: ModuleType) -> Result:
         if not is_recorded.is_set():
             job.run.finish("preempted", reason)
 
+    def record_lost_process(reason: str) -> None:
+        if not is_recorded.is_set():
+            job.run.fail(reason)
+
     # A signal while the session is opened would leave a run that says it is running.
     deferral = signals.Deferral()
     deferral.start()
     with deferral, job.run.session(to_stored_yaml(job.config), facts):
         signals.attach_run(record_forced_exit, processes=machine.process_count)
+        peers.attach_run(record_lost_process)
         for path in stored_secrets(job.config):
             log.warning(SECRET_WARNING, path, path)
         try:
@@ -208,7 +227,7 @@ def _run_task(job: Job, task: ModuleType) -> Outcome:
     """Run the task; too little memory is an outcome with a suggestion, not a traceback."""
     require_memory(job.config, job.machine)
     try:
-        with explain_out_of_memory(suggest_less_memory(job.config)):
+        with explain_out_of_memory(suggest_less_memory(job.config)), peers.naming_lost_processes():
             outcome: Outcome = task.run(job)
             return outcome
     except OutOfMemoryError as error:

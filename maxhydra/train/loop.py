@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from maxhydra.config.schema.run import Checkpoint, Train
-from maxhydra.runtime import signals
+from maxhydra.runtime import peers, signals
 from maxhydra.train.batches import BatchSource
 from maxhydra.train.checkpoint import Checkpointer, SaveFailed
 from maxhydra.train.loss import Batch
@@ -74,6 +74,7 @@ def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signal
             deferral.start()
             signals.set_phase("while training, before the state was saved")
         state, metrics = context.step(state, batch)
+        peers.report_step(step)
         if step % context.train.log_every == 0 or step in (start + 1, steps):
             context.metrics.log(step, metrics, context.batches.metrics())
         if is_evaluation_due(context.train, step):

@@ -55,7 +55,13 @@ def test_the_script_starts_the_worker(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "code, state, requeued",
-    [(138, "RUNNING", True), (143, "RUNNING", True), (143, "COMPLETING", False), (1, "RUNNING", False)],
+    [
+        (138, "RUNNING", True),
+        (143, "RUNNING", True),
+        (75, "RUNNING", True),
+        (143, "COMPLETING", False),
+        (1, "RUNNING", False),
+    ],
 )
 def test_the_script_requeues_interrupted_jobs(tmp_path: Path, code: int, state: str, requeued: bool) -> None:
     srun_arguments(SlurmSettings(), tmp_path / "s" / "0", code=code, state=state)

@@ -42,6 +42,8 @@ class Distributed(Schema):
     gpu_multiprocess starts one process per GPU of this host."""
     timeout_seconds: int = option(300, ge=1)
     """Time to wait for the other processes."""
+    silence_seconds: int = option(60, ge=15)
+    """A process that has not responded for this time ends the run; one whose death is certain ends it at once."""
 
 
 @schema

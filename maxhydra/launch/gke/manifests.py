@@ -147,7 +147,8 @@ WORKERS, CONTAINER = "w", "worker"
 TERMINATION_LOG = "/dev/termination-log"
 PORT = 12321
 # 128 + SIGUSR1 or SIGTERM: the run was asked to stop, saved a checkpoint, and can be resumed.
-RESUMABLE_EXIT_CODES = (138, 143)
+# 75: another process of the run is lost (runtime/peers.py).
+RESUMABLE_EXIT_CODES = (75, 138, 143)
 
 Manifest = dict[str, Any]
 

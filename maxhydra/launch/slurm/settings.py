@@ -217,7 +217,8 @@ def _command(settings: SlurmSettings, sweep: Path) -> str:
 def _requeue(settings: SlurmSettings) -> list[str]:
     """Requeue a job that saved after a signal, unless it was cancelled, in which case it is no longer RUNNING."""
     return [
-        "if [ $code = 138 ] || [ $code = 143 ]; then",
+        # 75: a process of the run is lost (runtime/peers.py).
+        "if [ $code = 138 ] || [ $code = 143 ] || [ $code = 75 ]; then",
         # In an array, $SLURM_JOB_ID of one of the tasks equals the array's id.
         "  job=$SLURM_JOB_ID",
         "  [ -z $SLURM_ARRAY_TASK_ID ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",

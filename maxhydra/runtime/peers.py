@@ -1,0 +1,349 @@
+"""Liveness of the processes of a run, and their agreement on the step at which a signal ends it.
+
+Process 0 listens, and every other process holds a connection to it over which both sides send a message per second. The
+kernel closes the connections of a process that is killed, so that its death is known at once; a stopped process or a
+lost host is known by its silence. All other processes then name it, record the run as failed and end with
+EXIT_LOST, with which launchers restart a job: without the missing process no collective operation could complete.
+A process that ends with an error sends it first, and the others repeat it.
+
+jax.distributed has a similar service, but it ends the process from C++ after 100 seconds of silence, and its handler of
+SIGTERM hides a second SIGTERM. A process has one state, like `signals`; with a single process all functions do nothing.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jax._src import distributed
+
+from maxhydra.config.schema.hardware import Distributed
+
+EXIT_LOST = os.EX_TEMPFAIL
+BEAT_SECONDS = 1.0
+# Silence after which a warning names a process.
+WARN_SECONDS = 10.0
+# Time in which the death of a process is noticed if an error of a collective operation is noticed first.
+CAUSE_SECONDS = 5.0
+MAX_MESSAGE = 2**16
+KEY = "maxhydra/peers"
+
+log = logging.getLogger("maxhydra")
+Message = dict[str, Any]
+
+
+class _LastLine(logging.Handler):
+    """Keeps the last line that was logged."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()[:200]
+
+
+class _Connection:
+    """JSON messages, one per line, over a socket, and the state of the process at the other end."""
+
+    def __init__(self, link: socket.socket, index: int = -1, host: str = "unknown host"):
+        self.link, self.index, self.host = link, index, host
+        self.step, self.line = 0, ""
+        self.heard_at = time.monotonic()
+        self.has_left = self.is_warned = False
+        self._buffer = b""
+        self._lock = threading.Lock()
+
+    def send(self, **message: Any) -> None:
+        """Send; a failure is noticed by the receiving side of the connection."""
+        with contextlib.suppress(OSError), self._lock:
+            self.link.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[Message] | None:
+        """Messages that have arrived; None if the connection is closed."""
+        try:
+            data = self.link.recv(2**14)
+        except OSError:
+            data = b""
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if not data or len(self._buffer) > MAX_MESSAGE:
+            return None
+        self.heard_at, self.is_warned = time.monotonic(), False
+        try:
+            return [dict(json.loads(line)) for line in lines]
+        except (ValueError, TypeError):
+            return None
+
+    @property
+    def silence(self) -> float:
+        return time.monotonic() - self.heard_at
+
+    def __str__(self) -> str:
+        return f"process {self.index} on {self.host}"
+
+    def describe_last(self) -> str:
+        line = f", its last log line was: {self.line}" if self.line else ""
+        return f"last known step {self.step}{line}"
+
+
+class _Peers:
+    """The connections of this process: to all others in process 0, otherwise to process 0."""
+
+    def __init__(self, index: int, count: int, silence_seconds: float):
+        self.index, self.count = index, count
+        self.step = 0
+        self.record: Callable[[str], None] | None = None
+        self.is_lost, self.has_left = threading.Event(), False
+        self._silence_seconds = silence_seconds
+        self.last = _LastLine()
+        self._connections: dict[int, _Connection] = {}
+        self._agreement = _Agreement()
+
+    def run(self, name: str, target: Callable[[], None]) -> None:
+        threading.Thread(target=target, name=name, daemon=True).start()
+
+    def listen(self, server: socket.socket, token: str) -> None:
+        """Process 0: accept and serve the others."""
+        self.run("peers", lambda: self._serve(server, token))
+
+    def connect(self, address: tuple[str, int], token: str, timeout: float) -> None:
+        """The other processes: connect to process 0."""
+        connection = _Connection(socket.create_connection(address, timeout), 0, address[0])
+        connection.send(token=token, index=self.index, host=socket.gethostname())
+        self._connections = {0: connection}
+        self.run("peers", self._serve)
+
+    def _serve(self, server: socket.socket | None = None, token: str = "") -> None:
+        selector = selectors.DefaultSelector()
+        if server is not None:
+            selector.register(server, selectors.EVENT_READ)
+        for connection in self._connections.values():
+            selector.register(connection.link, selectors.EVENT_READ, connection)
+        next_beat = time.monotonic()
+        while not self.is_lost.is_set():
+            for key, _ in selector.select(max(0.0, next_beat - time.monotonic())):
+                if key.data is None:
+                    link, _ = server.accept() if server is not None else (None, None)
+                    if link is not None:
+                        link.settimeout(BEAT_SECONDS)
+                        selector.register(link, selectors.EVENT_READ, _Connection(link))
+                elif not self._read(key.data, token):
+                    selector.unregister(key.data.link)
+                    key.data.link.close()
+            if (late := time.monotonic() - next_beat) >= 0:
+                next_beat = time.monotonic() + BEAT_SECONDS
+                self._beat(was_stopped=late > WARN_SECONDS / 2)
+
+    def _read(self, connection: _Connection, token: str) -> bool:
+        """Handle the messages of a connection; False if it is closed."""
+        messages = connection.receive()
+        if connection.index < 0 and messages is not None:
+            # The first message of a new connection must contain the token, which only the processes of the run know.
+            if not messages:
+                return True
+            hello = messages.pop(0)
+            if not secrets.compare_digest(str(hello.get("token")), token):
+                return False
+            connection.index, connection.host = int(hello["index"]), str(hello["host"])[:100]
+            self._connections[connection.index] = connection
+        for message in messages or ():
+            self._handle(connection, message)
+        if messages is None and connection.index >= 0 and not connection.has_left and not self.has_left:
+            self._lose(f"{connection} is gone; {connection.describe_last()}")
+        return messages is not None
+
+    def _handle(self, connection: _Connection, message: Message) -> None:
+        connection.step = message.get("step", connection.step)
+        connection.line = message.get("line", connection.line)
+        connection.host = message.get("host", connection.host)
+        if "left" in message:
+            connection.has_left = True
+            if message["left"] is not None and not self.has_left:
+                self._lose(f"{connection} ended: {message['left']}", code=message["code"])
+        if "lost" in message and not self.has_left:
+            self._lose(message["lost"], code=message["code"])
+        if "signal" in message:
+            self.request_stop(message["signal"])
+        if "call" in message:
+            self._collect(connection.index, message["call"])
+        if "stop_at" in message:
+            self._agreement.decide(message["stop_at"])
+
+    def _beat(self, *, was_stopped: bool) -> None:
+        """Send a message to the others, and look for silent ones, unless this process itself was stopped."""
+        for connection in list(self._connections.values()):
+            connection.heard_at = time.monotonic() if was_stopped else connection.heard_at
+            connection.send(step=self.step, line=self.last.text, host=socket.gethostname())
+            if connection.has_left or self.has_left:
+                continue
+            silent = f"{connection} has not responded for {connection.silence:.0f} s"
+            if connection.silence > self._silence_seconds:
+                self._lose(f"{silent}; {connection.describe_last()}")
+            elif connection.silence > WARN_SECONDS and not connection.is_warned:
+                connection.is_warned = True
+                log.warning("%s; the run ends after %.0f s", silent, self._silence_seconds)
+
+    def _lose(self, reason: str, *, code: int = EXIT_LOST) -> None:
+        """End this process because of another one, after notifying the others."""
+        if self.is_lost.is_set():
+            return
+        self.is_lost.set()
+        for connection in self._connections.values():
+            connection.send(lost=reason, code=code)
+        with contextlib.suppress(Exception):
+            if self.record is not None:
+                self.record(reason)
+        with contextlib.suppress(Exception):
+            print(f"maxhydra: {reason}; run the same command again to resume", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+        os._exit(code)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Notify the others; an interrupted run is restarted, one with an error is not."""
+        self.has_left = True
+        text = None if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:500].rstrip(": ")
+        for connection in self._connections.values():
+            connection.send(left=text, code=1 if isinstance(error, Exception) else EXIT_LOST)
+
+    def request_stop(self, number: int) -> None:
+        """Ask all processes to end at the same call of `reached_stop`, because this one received a signal."""
+        if self._agreement.request(number):
+            for connection in self._connections.values():
+                connection.send(signal=number)
+
+    def reached_stop(self) -> int | None:
+        """The signal to end with, if this call is the one that all processes agreed on; a collective call."""
+        return self._agreement.reached(self._report_call)
+
+    def _report_call(self, call: int) -> None:
+        if self.index == 0:
+            self._collect(0, call)
+        else:
+            self._connections[0].send(call=call)
+
+    def _collect(self, index: int, call: int) -> None:
+        """Process 0: once every process has reported its call, all end at the latest of these calls."""
+        if (stop_at := self._agreement.collect(index, call, self.count)) is not None:
+            for connection in self._connections.values():
+                connection.send(stop_at=stop_at)
+            self._agreement.decide(stop_at)
+
+
+class _Agreement:
+    """The call of `reached_stop` at which all processes end.
+
+    After a request, each process reports the number of its next call and waits for the decision: the latest of the
+    reported calls, which no process has passed.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._calls, self._number = 0, 0
+        self._stop_at: int | None = None
+        self._reported: dict[int, int] = {}
+
+    def request(self, number: int) -> bool:
+        """Note a signal; False if one was noted before."""
+        with self._condition:
+            is_first, self._number = self._number == 0, self._number or number
+            return is_first
+
+    def collect(self, index: int, call: int, count: int) -> int | None:
+        with self._condition:
+            self._reported[index] = call
+            return max(self._reported.values()) if len(self._reported) == count else None
+
+    def decide(self, stop_at: int) -> None:
+        with self._condition:
+            self._stop_at = stop_at
+            self._condition.notify_all()
+
+    def reached(self, report: Callable[[int], None]) -> int | None:
+        self._calls += 1
+        if self._number == 0:
+            return None
+        if self._stop_at is None:
+            report(self._calls)
+            with self._condition:
+                self._condition.wait_for(lambda: self._stop_at is not None)
+        assert self._stop_at is not None
+        return self._number if self._calls >= self._stop_at else None
+
+
+_active: _Peers | None = None
+
+
+def start(settings: Distributed) -> None:
+    """Connect the processes. jax.distributed must be initialized: its store passes on the address and a token."""
+    global _active
+    state: Any = distributed.global_state
+    client, index, count = state.client, state.process_id, state.num_processes
+    if count == 1:
+        return
+    host = state.coordinator_address.rpartition(":")[0].strip("[]")
+    peers = _Peers(index, count, settings.silence_seconds)
+    if index == 0:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        is_local = host in ("127.0.0.1", "localhost", "::1")
+        server = socket.create_server((host if is_local else "", 0), family=family, backlog=count)
+        token = secrets.token_hex(16)
+        peers.listen(server, token)
+        client.key_value_set(KEY, json.dumps([server.getsockname()[1], token]))
+    else:
+        port, token = json.loads(client.blocking_key_value_get(KEY, settings.timeout_seconds * 1000))
+        peers.connect((host, port), token, settings.timeout_seconds)
+    log.addHandler(peers.last)
+    _active = peers
+
+
+@contextlib.contextmanager
+def membership() -> Iterator[None]:
+    """Notify the other processes of how this one ends."""
+    try:
+        yield
+    except BaseException as error:
+        if _active is not None:
+            _active.leave(error)
+        raise
+    if _active is not None:
+        _active.leave(None)
+
+
+@contextlib.contextmanager
+def naming_lost_processes() -> Iterator[None]:
+    """Give way to the report of a lost process: its death is the likely cause of an error of jax inside."""
+    try:
+        yield
+    except RuntimeError:
+        if _active is not None and _active.is_lost.wait(CAUSE_SECONDS):
+            time.sleep(60)  # the thread that noticed it ends the process
+        raise
+
+
+def attach_run(record: Callable[[str], None]) -> None:
+    """Call `record(reason)` when another process is lost."""
+    if _active is not None:
+        _active.record = record
+
+
+def report_step(step: int) -> None:
+    """Let the others know the step of this process."""
+    if _active is not None:
+        _active.step = step
+
+
+def request_stop(number: int) -> None:
+    """Ask all processes to end because this one received a signal."""
+    if _active is not None:
+        _active.request_stop(number)
+
+
+def reached_stop() -> int | None:
+    """The signal to end with, once all processes are to end; a collective call that all make equally often."""
+    return None if _active is None else _active.reached_stop()
