@@ -22,7 +22,16 @@ from maxhydra.kernels.linear_cross_entropy.over_mesh import (
 from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.tiles import Sizes, with_sizes
 
-__all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "LinearHead", "UnsupportedError", "linear_cross_entropy"]
+__all__ = [
+    "BACKENDS",
+    "OPERATION",
+    "Backend",
+    "Call",
+    "LinearHead",
+    "UnsupportedError",
+    "linear_cross_entropy",
+    "token_nll_over_mesh",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,15 +121,35 @@ def linear_cross_entropy(
         if not isinstance(logits_of, LinearHead):
             raise ValueError("the loss over a mesh needs a LinearHead, whose weights can be split")
         per_token, value = _split_losses(row, place, sizes)
-        local = local_chunk(chunk, length, place.num_shards("length"))
-        axes = MeshAxes.of(place)
-        sharded = ShardedLoss(logits_of.apply, logits_of.specs, per_token, value, z_loss, local, place, axes)
+        sharded = _sharded_loss(logits_of, (per_token, value), z_loss=z_loss, chunk=chunk, length=length, place=place)
         loss, nll = over_mesh.loss_sums(sharded, (hidden, weights, logits_of.weights), targets)
     else:
         head, closed_over = jax.closure_convert(logits_of, hidden[:, :size])
         chunked = ChunkedLoss(head, with_sizes(per_token, sizes), z_loss, size)
         loss, nll = loss_sums(chunked, (hidden, weights, closed_over), targets)
     return loss, jax.lax.stop_gradient(nll)
+
+
+def token_nll_over_mesh(
+    head: LinearHead, hidden: jax.Array, targets: jax.Array, *, chunk: int, place: Placement
+) -> jax.Array:
+    """The nll of every token, float32 [B, S], on the devices of `place`; differentiable in `hidden` and the head.
+
+    Backends do not matter: as on one device, XLA computes the softmax, and the backward pass recomputes the logits.
+    """
+    batch, length = targets.shape
+    place = place.dividing(batch=batch, length=length, stream_length=length)
+    per_token = _split_losses(BACKENDS["xla"], place, ())
+    sharded = _sharded_loss(head, per_token, z_loss=0.0, chunk=chunk, length=length, place=place)
+    return over_mesh.token_nll(sharded, (hidden, head.weights), targets)
+
+
+def _sharded_loss(
+    head: LinearHead, per_token: tuple[PerToken, PerToken], *, z_loss: float, chunk: int, length: int, place: Placement
+) -> ShardedLoss:
+    """The static arguments of a loss over a mesh; `per_token`: with and without gradient."""
+    local = local_chunk(chunk, length, place.num_shards("length"))
+    return ShardedLoss(head.apply, head.specs, *per_token, z_loss, local, place, MeshAxes.of(place))
 
 
 def _split_losses(row: Backend, place: Placement, sizes: Sizes) -> tuple[PerToken, PerToken]:

@@ -91,6 +91,21 @@ def sums_and_gradient(
     return loss_sums, (d_hidden, d_weights, d_closed_over)
 
 
+def token_nll(chunked: ChunkedLoss, inputs: Tree, targets: jax.Array) -> jax.Array:
+    """The nll of every token [B, S]; `inputs`: hidden and the arrays the head closes over. It has no gradient."""
+    hidden, closed_over = inputs
+
+    def chunk_nll(hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        logits, weights = chunked.head(hidden, *closed_over), jnp.ones(targets.shape, jnp.float32)
+        return chunked.value(logits, targets, weights, z_loss=0.0, dtype=hidden.dtype)[1]
+
+    if chunked.chunk == targets.shape[1]:
+        return chunk_nll(hidden, targets)
+    starts = jnp.arange(0, targets.shape[1], chunked.chunk)
+    parts = jax.lax.map(lambda start: chunk_nll(*_slice_chunk(chunked, start, hidden, targets)), starts)
+    return jnp.moveaxis(parts, 0, 1).reshape(targets.shape)
+
+
 def _backward(chunked: ChunkedLoss, gradient: Tree, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Tree, None]:
     return jax.tree.map(lambda g: cotangents[0].astype(g.dtype) * g, gradient), None
 

@@ -4,6 +4,9 @@ The parts of the softmax are combined by two small all-reduces, of a maximum and
 leave their device. The head is gathered once before the chunks, and its gradient is summed over the chunks before it is
 reduced, so traffic does not depend on the number of chunks.
 
+The nll of every token, for losses that are any function of it, works alike: its gradient is that of the sum of the nll
+weighted by the cotangents. The backward pass gathers the head again and recomputes the logits.
+
 B batch, S positions, D features, V vocabulary.
 """
 
@@ -177,6 +180,34 @@ def _backward(sharded: ShardedLoss, residuals: Tree, cotangents: tuple[jax.Array
 
 
 loss_sums.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def token_nll(sharded: ShardedLoss, inputs: Tree, targets: jax.Array) -> jax.Array:
+    """The nll of every token [B, S]; `inputs`: hidden and the weights of the head."""
+
+    def on_device(inputs: Tree, targets: jax.Array) -> jax.Array:
+        hidden, head = inputs[0], _gather_head(sharded, inputs[1])
+        chunked = _chunked(sharded, head, sharded.value)
+        return chunks.token_nll(chunked, (_gather(sharded, hidden), _floats(head)), targets)
+
+    (hidden, tokens, head), _ = _input_specs(sharded)
+    return sharded.place.manual(on_device, ((hidden, head), tokens), tokens)(inputs, targets)
+
+
+def _nll_forward(sharded: ShardedLoss, inputs: Tree, targets: jax.Array) -> tuple[jax.Array, Tree]:
+    return token_nll(sharded, inputs, targets), (inputs, targets)
+
+
+def _nll_backward(sharded: ShardedLoss, residuals: Tree, cotangent: jax.Array) -> tuple[Tree, None]:
+    (hidden, head), targets = residuals
+    _, gradient = _forward(sharded, (hidden, cotangent, head), targets)
+    one = jnp.ones((), jnp.float32)
+    (d_hidden, _, d_head), _ = _backward(sharded, gradient, (one, one))
+    return (d_hidden, d_head), None
+
+
+token_nll.defvjp(_nll_forward, _nll_backward)
 
 
 def _chunked(sharded: ShardedLoss, head: Tree, per_token: PerToken) -> ChunkedLoss:

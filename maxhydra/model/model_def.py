@@ -142,7 +142,7 @@ class ModelDef:
             return weight.astype(compute) if weight.ndim > 1 and jnp.issubdtype(weight.dtype, jnp.floating) else weight
 
         weights, axes = (
-            {key: tree[name][key] for key in tree[name] if key != "positions"} for tree in (params, self.axes)
+            {key: tree[name][key] for key in self.axes[name] if key != "positions"} for tree in (params, self.axes)
         )
         weights = weights if sharder.mesh.size == 1 else jax.tree.map(cast, weights)
         return LinearHead(apply, weights, jax.tree.map(sharder.spec, axes, is_leaf=is_axes))

@@ -256,7 +256,8 @@ class SequenceScorer:
                 logits = model.logits(weights, hidden, sharder).astype(jnp.float32)
                 return target_logprobs(logits, targets), logits
             chunk = CHUNK if tokens.shape[1] % CHUNK == 0 else 0
-            return token_logprobs(lambda x: model.logits(weights, x, sharder), hidden, targets, chunk=chunk), None
+            head = model.lm_head(weights, sharder)
+            return token_logprobs(head, hidden, targets, chunk=chunk, place=ctx.place), None
 
         return jax.jit(score)
 

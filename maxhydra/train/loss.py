@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from maxhydra.config.schema.run import Train
-from maxhydra.kernels.linear_cross_entropy import LinearHead, linear_cross_entropy
+from maxhydra.kernels.linear_cross_entropy import LinearHead, linear_cross_entropy, token_nll_over_mesh
 from maxhydra.kernels.linear_cross_entropy.xla import is_target, logprobs_at_targets
 from maxhydra.kernels.placement import Placement
 from maxhydra.layers import Context
@@ -164,22 +164,31 @@ class Scorer:
         context = Context.of_batch(batch, self.sharder, key, is_adapted=is_adapted)
         forward = self.model.forward(weights, batch["tokens"], context)
         logprobs = token_logprobs(
-            lambda hidden: self.model.logits(weights, hidden, self.sharder),
+            self.model.lm_head(weights, self.sharder),
             forward.hidden_BTD,
             batch["targets"],
             chunk=self.chunk,
+            place=context.place,
         )
         return ScoredTokens(logprobs, forward.aux)
 
 
 def token_logprobs(
-    logits_of: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array, *, chunk: int
+    logits_of: Callable[[jax.Array], jax.Array] | LinearHead,
+    hidden: jax.Array,
+    targets: jax.Array,
+    *,
+    chunk: int,
+    place: Placement | None = None,
 ) -> jax.Array:
     """log p(target) at each position, float32 [B, S], differentiable in `hidden` and the closure of `logits_of`.
 
-    With `chunk`, the logits of only `chunk` positions per sequence exist at a time, forward and backward.
+    With `chunk`, the logits of only `chunk` positions per sequence exist at a time, forward and backward. Over a mesh,
+    which needs a LinearHead, the head is gathered once forward and once backward, whatever the number of chunks.
     """
     with jax.named_scope("logprobs"):
+        if isinstance(logits_of, LinearHead) and place is not None and place.free_axes:
+            return -token_nll_over_mesh(logits_of, hidden, targets, chunk=chunk, place=place)
         return map_sequence_chunks(
             lambda hidden, targets: target_logprobs(logits_of(hidden), targets), hidden, targets, chunk=chunk
         )

@@ -1,5 +1,6 @@
-"""The next-token loss over simulated devices: its collectives, and equality with one device."""
+"""The next-token loss and token log-probs over simulated devices: their collectives, and equality with one device."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from maxhydra import model
 from maxhydra.config.compose.composer import compose
 from maxhydra.measure import hlo
 from maxhydra.sharding import Sharder, build_mesh
-from maxhydra.train import next_token_loss
+from maxhydra.train import Scorer, next_token_loss
 
 V, D, T, B = 512, 64, 32, 8
 SIZES = [
@@ -24,7 +25,20 @@ SIZES = [
 ]
 
 
-def gradients(*overrides: str, devices: int = 8, length: int = T) -> tuple[Any, Any]:
+def token_loss(decoder: model.ModelDef, sharder: Sharder, train: Any) -> Callable[..., Any]:
+    loss = next_token_loss(decoder, sharder, train)
+    return lambda params, batch: loss(params, batch, None)["loss"]
+
+
+def squared_logprobs(decoder: model.ModelDef, sharder: Sharder, train: Any) -> Callable[..., Any]:
+    """A nonlinear function of the log-probs, which weights every token differently."""
+    scorer = Scorer(decoder, sharder, train.loss_chunk)
+    return lambda params, batch: jnp.sum(jnp.square(scorer(params, batch, None, is_adapted=True)))
+
+
+def gradients(
+    *overrides: str, devices: int = 8, length: int = T, loss_of: Callable[..., Any] = token_loss
+) -> tuple[Any, Any]:
     """The jitted loss with its gradients, and its arguments."""
     config = compose([*SIZES, f"train.seq_len={length}", "model.dtypes.compute=float32", *overrides]).config
     sharder = Sharder(build_mesh(config.mesh, jax.devices()[:devices]), config.mesh.rules)
@@ -33,13 +47,12 @@ def gradients(*overrides: str, devices: int = 8, length: int = T) -> tuple[Any, 
     rng = np.random.default_rng(0)
     batch = {name: jnp.asarray(rng.integers(0, V, (B, length)), jnp.int32) for name in ("tokens", "targets")}
     batch |= {"weights": jnp.ones((B, length)), "positions": jnp.broadcast_to(jnp.arange(length), (B, length))}
-    loss = next_token_loss(decoder, sharder, config.train)
-    step = jax.jit(jax.value_and_grad(lambda params, batch: loss(params, batch, None)["loss"]))
+    step = jax.jit(jax.value_and_grad(loss_of(decoder, sharder, config.train)))
     return step, (params, batch)
 
 
-def collectives(*overrides: str) -> list[hlo.Collective]:
-    step, arguments = gradients(*overrides)
+def collectives(*overrides: str, loss_of: Callable[..., Any] = token_loss) -> list[hlo.Collective]:
+    step, arguments = gradients(*overrides, loss_of=loss_of)
     return list(hlo.collectives(hlo.parse_program(step.lower(*arguments).compile().as_text())))
 
 
@@ -60,13 +73,27 @@ def test_logits_are_not_gathered() -> None:
     assert largest < 4 * (B // 2) * T * (V // 4)
 
 
+def test_logprobs_gather_the_head_once_per_pass() -> None:
+    """Once forward and once backward for 8 chunks, and one reduction of its gradient."""
+    found = collectives("train.loss_chunk=4", "mesh.fsdp=8", "model.head=separate", loss_of=squared_logprobs)
+    of_head = [each for each in found if each.bytes == 4 * V * D and "logprobs" in each.source]
+    runs = {kind: sum(each.count for each in of_head if each.kind == kind) for kind in ("all-gather", "reduce-scatter")}
+    assert runs["all-gather"] <= 2 and runs["reduce-scatter"] == 1, runs
+
+
 @pytest.mark.parametrize(
-    "mesh", [["mesh.fsdp=4", "mesh.tensor=2"], ["mesh.data=2", "mesh.sequence=2", "mesh.tensor=2"]], ids=str
+    ("mesh", "loss_of"),
+    [
+        (["mesh.fsdp=4", "mesh.tensor=2"], token_loss),
+        (["mesh.data=2", "mesh.sequence=2", "mesh.tensor=2"], token_loss),
+        (["mesh.fsdp=2", "mesh.sequence=2", "mesh.tensor=2"], squared_logprobs),
+    ],
+    ids=str,
 )
-def test_loss_and_gradients_equal_one_device(mesh: list[str]) -> None:
+def test_loss_and_gradients_equal_one_device(mesh: list[str], loss_of: Callable[..., Any]) -> None:
     options = ["train.loss_chunk=8", "train.z_loss=0.01", "model.logit_softcap=10"]
-    one, arguments = gradients(*options, "mesh.fsdp=1", devices=1)
-    many, sharded = gradients(*options, *mesh)
+    one, arguments = gradients(*options, "mesh.fsdp=1", devices=1, loss_of=loss_of)
+    many, sharded = gradients(*options, *mesh, loss_of=loss_of)
     expected, got = one(*arguments), many(*sharded)
     for actual, desired in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert np.linalg.norm(np.asarray(actual) - desired) < 2e-5 * np.linalg.norm(desired)
