@@ -3,6 +3,8 @@
     python scripts/mesh_matrix.py --jobs 2 --report matrix.json
     python scripts/mesh_matrix.py --family llama3-tiny mixtral-tiny --mesh fsdp expert
 
+The meshes named processes_* consist of two processes with 4 devices each, whose outermost axis spans both.
+
 Each case takes 5 steps in float32 on the same packed batch of 8 rows as one device does. A case passes if every loss is
 within 1e-5 of one device's, relative, and the gradient of every parameter within 1e-4 of its norm. A mesh that a model
 rejects with a message is counted separately. Exit code 1 if a case fails or raises anything else.
@@ -12,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +23,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICES, ROWS, LENGTH, STEPS = 8, 8, 64, 5
@@ -41,9 +44,19 @@ MESHES: dict[str, list[str]] = {
     "fsdp_stage_tensor": ["mesh.fsdp=2", "mesh.stage=2", "mesh.tensor=2"],
     "slices": ["mesh.fsdp=4", "mesh.slices=2", "mesh.dcn.data=2"],
 }
+# Options of the meshes that span two processes: their first axis does, because it is the outermost.
+PROCESS_MESHES: dict[str, list[str]] = {
+    "processes_fsdp": ["mesh.fsdp=8"],
+    "processes_tensor": ["mesh.fsdp=4", "mesh.tensor=2"],
+    "processes_expert_ring": ["mesh.expert=2", "mesh.sequence=4", "mesh.context=ring"],
+}
+# Families of these meshes, unless --family names others: dense, experts, and the delta rule with experts.
+PROCESS_FAMILIES = ("llama3-tiny", "mixtral-tiny", "qwen3-next-tiny")
 # A single key head cannot be sharded.
 ONE_KEY_HEAD = ["mesh.rules.kv_heads=[]", "mesh.rules.act_kv_heads=[]"]
-# No clipping, so that the first moment after one step is the gradient times 1 - b1.
+# No clipping, so that the first moment after one step is the gradient times 1 - b1. With AdamW's usual eps of 1e-8 the
+# first update of a weight is its learning rate times the sign of its gradient: where rounding decides the sign, one
+# weight of qwen3.5-tiny moved the loss of step 4 by 5e-5 on one device, too. A large eps makes updates continuous.
 COMMON = [
     "train.seq_len=64",
     "model.dtypes.compute=float32",
@@ -51,6 +64,7 @@ COMMON = [
     "model.dtypes.logits=float32",
     "optimizer=adamw",
     "optimizer.clip_norm=null",
+    "optimizer.eps=1e-3",
     "optimizer.schedule.warmup_steps=0",
     "train.steps=5",
 ]
@@ -86,13 +100,16 @@ def families() -> list[str]:
 
 
 def run_family(family: str, meshes: list[str]) -> Iterator[Result]:
-    """Run the meshes of one family in this process, which has simulated devices."""
+    """Run the meshes of one family in this process, which has simulated devices, maybe together with another one."""
     # Imported here: the parent process needs no jax.
+    from maxhydra import runtime  # noqa: PLC0415
     from maxhydra.config import ConfigError  # noqa: PLC0415
     from maxhydra.config.compose.composer import compose  # noqa: PLC0415
     from tests.support.mesh_cases import Case, compare, train  # noqa: PLC0415
 
     options = [f"model={family}", *COMMON]
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:
+        runtime.start(compose([*options, "hardware=cpu"]).config.hardware)
     layers = compose(options).config.model
     # Pipeline stages need two repetitions of the pattern.
     repeated = len(layers.prefix) + 2 * len(layers.pattern)
@@ -101,7 +118,7 @@ def run_family(family: str, meshes: list[str]) -> Iterator[Result]:
     for name in meshes:
         start = time.perf_counter()
         try:
-            mesh = [*MESHES[name], *(ONE_KEY_HEAD if layers.num_kv_heads == 1 else [])]
+            mesh = [*(MESHES | PROCESS_MESHES)[name], *(ONE_KEY_HEAD if layers.num_kv_heads == 1 else [])]
             actual = train(Case([*options, *mesh], devices=DEVICES, rows=ROWS, length=LENGTH, steps=STEPS))
             measured: dict[str, Any] = compare(expected, actual)._asdict()
         except ConfigError as error:
@@ -111,29 +128,46 @@ def run_family(family: str, meshes: list[str]) -> Iterator[Result]:
         yield Result(family, name, round(time.perf_counter() - start, 1), **measured)
 
 
-def in_worker(family: str, meshes: list[str]) -> Iterator[Result]:
-    """Run a family in a process with simulated devices; meshes that it does not report have failed."""
-    flags = f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
-    variables = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, __file__, "--worker", family, "--mesh", *meshes]
+def in_workers(family: str, meshes: list[str], processes: int) -> Iterator[Result]:
+    """Run a family in processes with simulated devices; meshes that the first of them does not report have failed."""
     missing = list(meshes)
     with tempfile.TemporaryFile("w+") as errors:
-        worker = subprocess.Popen(
-            command, env={**os.environ, **variables}, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
-        timer = threading.Timer(TIMEOUT_SECONDS, worker.kill)
+        workers = start_workers(family, meshes, processes, errors)
+        timer = threading.Timer(TIMEOUT_SECONDS, lambda: [worker.kill() for worker in workers])
         timer.start()
-        assert worker.stdout is not None
-        for line in worker.stdout:
+        assert workers[0].stdout is not None
+        for line in workers[0].stdout:
             if line.startswith("{"):
                 result = Result(**json.loads(line))
                 missing.remove(result.mesh)
                 yield result
-        code = worker.wait()
+        codes = [worker.wait() for worker in workers]
         timer.cancel()
         errors.seek(0)
-        reason = f"exit code {code}: {errors.read().strip()[-400:]}"
+        reason = f"exit codes {codes}: {errors.read().strip()[-400:]}"
     yield from (Result(family, mesh, 0.0, error=reason) for mesh in missing)
+
+
+def start_workers(family: str, meshes: list[str], processes: int, errors: IO[str]) -> list[subprocess.Popen[str]]:
+    """Start processes that share DEVICES simulated devices; several of them form a cluster."""
+    flags = f"--xla_force_host_platform_device_count={DEVICES // processes} --xla_backend_optimization_level=0"
+    variables = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    if processes > 1:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        variables |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)}
+    command = [sys.executable, __file__, "--worker", family, "--mesh", *meshes]
+    return [
+        subprocess.Popen(
+            command,
+            env={**variables, "JAX_PROCESS_ID": str(index)} if processes > 1 else variables,
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL if index else subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        for index in range(processes)
+    ]
 
 
 def describe(result: Result) -> str:
@@ -147,8 +181,9 @@ def describe(result: Result) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", nargs="+", default=families(), choices=families())
-    parser.add_argument("--mesh", nargs="+", default=list(MESHES), choices=list(MESHES))
+    names = [*MESHES, *PROCESS_MESHES]
+    parser.add_argument("--family", nargs="+", choices=families(), help="default: all")
+    parser.add_argument("--mesh", nargs="+", default=names, choices=names)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="families at a time")
     parser.add_argument("--report", type=Path, help="JSON file with all cases")
     parser.add_argument("--worker", metavar="FAMILY", help=argparse.SUPPRESS)
@@ -159,13 +194,16 @@ def main() -> int:
         return 0
     results: list[Result] = []
 
-    def run(family: str) -> None:
-        for result in in_worker(family, args.mesh):
+    def run(case: tuple[str, list[str], int]) -> None:
+        for result in in_workers(*case):
             results.append(result)
             print(f"{result.family:16} {result.mesh:22} {result.seconds:6.1f} s  {describe(result)}", flush=True)
 
+    one, two = ([name for name in args.mesh if name in meshes] for meshes in (MESHES, PROCESS_MESHES))
+    cases = [(family, two, 2) for family in args.family or PROCESS_FAMILIES if two]
+    cases += [(family, one, 1) for family in args.family or families() if one]
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(run, args.family))
+        list(pool.map(run, cases))
     if args.report is not None:
         args.report.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1) + "\n")
     failed = sum(not result.passes for result in results)

@@ -1,6 +1,8 @@
 """The same numbers on any mesh: devices are simulated, processes are real."""
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -16,7 +18,7 @@ from maxhydra.train.batches import plan_batches
 from maxhydra.train.checkpoint import open_checkpointer, restore
 from maxhydra.train.state import StateFactory, TrainState
 from maxhydra.train.step import make_step
-from tests.support.cli import SMALL, losses, run_ok, run_processes
+from tests.support.cli import ROOT, SMALL, environment, losses, run_ok, run_processes
 
 GLOBAL_BATCH = 8
 # float32 differences between reductions in another order; the loss is around 5.
@@ -152,3 +154,12 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     one, two = losses(tmp_path / "outputs" / "one"), losses(tmp_path / "outputs" / "two")
     assert list(one) == list(two) == list(range(1, 11))
     np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_losses_and_gradients_of_two_processes_equal_one_device() -> None:
+    """One case of the matrix of all families and meshes."""
+    case = ["--family", "llama3-tiny", "--mesh", "processes_tensor"]
+    command = [sys.executable, ROOT / "scripts/mesh_matrix.py", *case]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "1 equal, 0 rejected" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,7 @@
-"""A few training steps on a mesh of simulated devices, compared with the same steps on one device."""
+"""A few training steps on a mesh of simulated devices, compared with the same steps on one device.
+
+The devices may belong to several processes, all of which call `train` with the same case.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -6,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 
 from maxhydra import model, optim
 from maxhydra.config.compose.composer import compose
@@ -69,7 +73,8 @@ def train(case: Case) -> Trained:
     """Train on one batch from the same initial weights, whatever the mesh."""
     batch_size = f"train.per_device_batch_size={case.rows / case.devices}"
     config = compose([*case.overrides, batch_size]).config
-    sharder = Sharder.from_config(config.mesh, build_mesh(config.mesh, jax.devices()[: case.devices]))
+    devices = jax.local_devices() if case.devices == 1 else jax.devices()
+    sharder = Sharder.from_config(config.mesh, build_mesh(config.mesh, devices[: case.devices]))
     decoder = model.build(config.model)
     sharder.check(decoder.axes, decoder.shapes)
     optimizer = optim.build(config.optimizer, steps=case.steps, shapes=decoder.shapes, axes=decoder.axes)
@@ -78,7 +83,8 @@ def train(case: Case) -> Trained:
     step = make_step(loss, optimizer, config.train, decoder.apply_aux_updates, decoder.cast)
     compiled = jax.jit(step, donate_argnums=0, out_shardings=(states.shardings(), None))
     arrays = packed_batch(case.rows, case.length, config.model.vocab_size)
-    batch = {name: jax.device_put(x, plan_batches(config, sharder).sharding) for name, x in arrays.items()}
+    sharding = plan_batches(config, sharder).sharding
+    batch = {name: jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for name, x in arrays.items()}
     state, losses, gradients = states.create(0), [], {}
     for number in range(case.steps):
         state, metrics = compiled(state, batch)
@@ -90,8 +96,13 @@ def train(case: Case) -> Trained:
 def _gradients(opt_state: Any) -> Arrays:
     """First moments after one step without clipping, which are the gradients times a constant."""
     moments = optax.tree_utils.tree_get(opt_state, "mu")
-    leaves = jax.tree_util.tree_leaves_with_path(moments)
+    leaves = jax.tree_util.tree_leaves_with_path(jax.tree.map(_gathered, moments))
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
+
+
+def _gathered(array: jax.Array) -> Any:
+    """The whole array, parts of which other processes may hold."""
+    return array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
 
 
 def compare(expected: Trained, actual: Trained) -> Errors:
