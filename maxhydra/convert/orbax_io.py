@@ -70,6 +70,11 @@ def read_parameters(key: str, path: Path, abstract_params: Tree) -> Tree:
         return read_trees(path, {PARAMS: abstract_params})[PARAMS]
 
 
+def stored_shapes(path: Path, item: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the arrays of a checkpoint's item by name, as they were stored."""
+    return {name: tuple(leaf.shape) for name, leaf in _leaves_by_name(_stored_tree(path, item)).items()}
+
+
 def read_trees(path: Path, expected: Mapping[str, Tree]) -> dict[str, Tree]:
     """Restore items of a checkpoint onto the shapes, dtypes and shardings of `expected`, whatever mesh wrote them.
 
@@ -177,18 +182,24 @@ def _match_stored_tree(path: Path, item: str, expected_tree: Tree) -> tuple[Tree
     Returns the stored tree, with the expected dtypes and shardings, and the current name of each stored one.
     Raises ConfigError that names the first array that differs.
     """
-    with ocp.StandardCheckpointer() as reader:
-        metadata = reader.metadata(path / item).item_metadata
-    if metadata is None:
-        raise ValueError(f"the list of arrays in {item} is missing or damaged")
-    expected, stored = _leaves_by_name(expected_tree), _leaves_by_name(metadata.tree)
+    tree = _stored_tree(path, item)
+    expected, stored = _leaves_by_name(expected_tree), _leaves_by_name(tree)
     names = {name: current_path(name, expected) for name in stored}
     stored_shapes = {names[name]: tuple(leaf.shape) for name, leaf in stored.items()}
     expected_shapes = {name: tuple(leaf.shape) for name, leaf in expected.items()}
     for name in sorted({*stored_shapes, *expected_shapes}):
         if stored_shapes.get(name) != expected_shapes.get(name):
             raise _different_model(path, item, name, stored_shapes.get(name), expected_shapes.get(name))
-    return jax.tree_util.tree_map_with_path(lambda keys, _: expected[names[_name(keys)]], metadata.tree), names
+    return jax.tree_util.tree_map_with_path(lambda keys, _: expected[names[_name(keys)]], tree), names
+
+
+def _stored_tree(path: Path, item: str) -> Tree:
+    """The tree of an item with the metadata of its arrays."""
+    with ocp.StandardCheckpointer() as reader:
+        metadata = reader.metadata(path / item).item_metadata
+    if metadata is None:
+        raise ValueError(f"the list of arrays in {item} is missing or damaged")
+    return metadata.tree
 
 
 def _different_model(

@@ -30,12 +30,15 @@ from maxhydra.convert.orbax_io import (
     read_errors_as_config_errors,
     read_trees,
     require_intact,
+    stored_shapes,
 )
 from maxhydra.record.checkpoint_manifest import CHECKPOINT_FORMAT, EarlyHasher, write_manifest
 from maxhydra.train.loss import Tree
-from maxhydra.train.state import TrainState
+from maxhydra.train.state import DilocoState, TrainState
 
 FULL_STATE = "checkpoint.load_full_state"
+# Names of the arrays that each DiLoCo replica has for itself; their first dimension is the replica.
+DILOCO_REPLICAS = "opt_state/replicas/"
 Evaluations = Mapping[int, Mapping[str, float]]
 NO_EVALUATIONS: Evaluations = {}
 # Size at which a data file is written and a new one started. Orbax's 2 GiB would buffer smaller items in memory, and
@@ -276,13 +279,30 @@ def read_state(path: Path, abstract: TrainState, seek: Seek = lambda position: N
     require_intact(path)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         data = reader.restore(path, args=ocp.args.Composite(data=ocp.args.JsonRestore())).data
-    trees = read_trees(path, {"params": abstract.params, "rest": _rest(abstract)})
+    try:
+        trees = read_trees(path, {"params": abstract.params, "rest": _rest(abstract)})
+    except ConfigError as error:
+        raise _other_replicas(path, abstract) or error from None
     try:
         seek(data)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"data/metadata does not hold a data position of this task: {data!r}") from error
     state = TrainState(params=trees["params"], frozen=abstract.frozen, **{"history": {}, **trees["rest"]})
     return Restored(state=state, data=data, source=path)
+
+
+def _other_replicas(path: Path, abstract: TrainState) -> ConfigError | None:
+    """The error if a checkpoint has another number of DiLoCo replicas than the run; None if it has not."""
+    shapes = stored_shapes(path, "rest")
+    stored = next((shape[0] for name, shape in shapes.items() if name.startswith(DILOCO_REPLICAS)), 1)
+    state = abstract.opt_state
+    replicas = jax.tree.leaves(state.replicas)[0].shape[0] if isinstance(state, DilocoState) else 1
+    if stored == replicas:
+        return None
+    reason = f"the checkpoint has {stored} DiLoCo replica{'s' * (stored > 1)}, this run has {replicas}"
+    accepted = f"mesh.replica x mesh.dcn.replica = {stored}"
+    hint = f"or start another run from the shared weights: run.name=NAME checkpoint.load_parameters={path}"
+    return ConfigError(Problem("mesh.replica", reason, value=replicas, accepted=accepted, hint=hint))
 
 
 def _rest(state: TrainState) -> dict[str, Tree]:

@@ -15,6 +15,7 @@ from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import next_token_loss
+from maxhydra.train.checkpoint import open_checkpointer, read_state
 from maxhydra.train.compile import trace_step
 from maxhydra.train.state import StateFactory, TrainState
 from maxhydra.train.step import make_step
@@ -130,6 +131,19 @@ def test_replicas_and_outer_step(fragments: int, mesh: tuple[str, ...], devices:
 def test_incomplete_settings_are_rejected(overrides: list[str], path: str) -> None:
     with pytest.raises(ConfigError, match=path):
         compose([*MODEL, *overrides])
+
+
+def test_another_number_of_replicas_is_rejected_by_name(tmp_path: Path) -> None:
+    two = Setup(*DILOCO, "checkpoint.mode=synchronous", devices=2)
+    checkpointer = open_checkpointer(tmp_path, two.config.checkpoint)
+    checkpointer.save(1, two.states.create(0), {}, {})
+    checkpointer.close()
+    for overrides, devices in (([*DILOCO, "mesh.replica=4"], 4), ([], 1)):
+        with pytest.raises(ConfigError) as raised:
+            read_state(tmp_path / "1", Setup(*overrides, devices=devices).states.abstract())
+        message = str(raised.value)
+        assert f"mesh.replica={devices}: the checkpoint has 2 DiLoCo replicas, this run has {devices}" in message
+        assert "mesh.replica x mesh.dcn.replica = 2" in message and "checkpoint.load_parameters=" in message
 
 
 @pytest.mark.slow
