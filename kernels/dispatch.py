@@ -4,7 +4,7 @@ An operation lists its backends fastest first. `auto` selects the first one that
 requested by name and cannot serve the call raises `UnsupportedError`; nothing falls back silently.
 
 `recording` records which operations a program calls, and with which shapes, while it is traced; `recording_choices`
-records the backends that serve them.
+records the backends that serve them. `unlogged_choices` disables the log lines about them.
 """
 
 import dataclasses
@@ -84,6 +84,19 @@ def recording_choices() -> Iterator[list[Choice]]:
         yield choices
     finally:
         _choices.reset(token)
+
+
+_logs_choices: ContextVar[bool] = ContextVar("logs_choices", default=True)
+
+
+@contextmanager
+def unlogged_choices() -> Iterator[None]:
+    """Do not log the backends that are selected in the context: for traces of programs that will not run."""
+    token = _logs_choices.set(False)
+    try:
+        yield
+    finally:
+        _logs_choices.reset(token)
 
 
 def _record_choice(choice: Choice) -> str:
@@ -199,7 +212,8 @@ class Operation(Generic[Call, Row]):
             raise UnsupportedError(self.name, backend, all_reasons, supported)
         faster = list(reasons)[: list(reasons).index(supported[0])]
         skipped = tuple(f"{name} {reasons[name][0]}" for name in faster)
-        _log_choice(self.name, supported[0], skipped)
+        if _logs_choices.get():
+            _log_choice(self.name, supported[0], skipped)
         return _record_choice(Choice(self.name, supported[0], skipped))
 
     def select(self, backend: str, call: Call) -> Row:

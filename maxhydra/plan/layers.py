@@ -20,6 +20,7 @@ from maxhydra.config.schema import model as config
 from maxhydra.config.schema.hardware import AXES, RULES
 from maxhydra.config.schema.kernels import TritonBackend
 from maxhydra.config.schema.quantization import Quantization
+from maxhydra.kernels.dispatch import unlogged_choices
 from maxhydra.layers import Context, MatmulSpec, ParamBuilder, resolve_rules
 from maxhydra.layers.kv_cache import KeysValues
 from maxhydra.model.block import BlockSpec, Remat
@@ -89,7 +90,8 @@ def trace_layer(model: "HashedModel", kind: str, remat: Remat, *, platform: str)
         return jax.vjp(lambda weights, x_BTD: run(weights, x_BTD, ctx), weights, x_BTD)[1]
 
     x_BTD = jax.ShapeDtypeStruct((rows, length, wide.emb_dim), compute)
-    leaves = jax.tree.leaves(jax.eval_shape(residuals, weights, x_BTD, ctx))
+    with unlogged_choices():
+        leaves = jax.tree.leaves(jax.eval_shape(residuals, weights, x_BTD, ctx))
     saved = [_saved_array(leaf) for leaf in leaves if not leaf.size % BATCH and leaf.dtype != jnp.int32]
     return LayerTrace(tuple(saved + _kernel_outputs(block_spec, remat, compute.itemsize)))
 
