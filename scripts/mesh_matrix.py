@@ -179,6 +179,25 @@ def describe(result: Result) -> str:
     return errors if result.passes else f"FAILED: {errors}"
 
 
+def table(results: list[Result]) -> str:
+    """A Markdown table with a row for each mesh."""
+    columns = ("mesh", "equal", "rejected with a message", "failed", "largest loss error", "largest gradient error")
+    lines = [columns, ("---",) * len(columns)]
+    for name, options in (MESHES | PROCESS_MESHES).items():
+        of_mesh = [result for result in results if result.mesh == name]
+        if not of_mesh:
+            continue
+        rejected = sum(result.rejected is not None for result in of_mesh)
+        failed = sum(not result.passes for result in of_mesh)
+        loss = max((result.loss_error for result in of_mesh if result.loss_error is not None), default=0.0)
+        gradient = max((result.gradient_error for result in of_mesh if result.gradient_error is not None), default=0.0)
+        mesh = " x ".join(option.removeprefix("mesh.") for option in options)
+        mesh += ", two processes" if name in PROCESS_MESHES else ""
+        equal = len(of_mesh) - rejected - failed
+        lines.append((mesh, str(equal), str(rejected), str(failed), f"{loss:.1e}", f"{gradient:.1e}"))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*MESHES, *PROCESS_MESHES]
@@ -208,6 +227,7 @@ def main() -> int:
         args.report.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1) + "\n")
     failed = sum(not result.passes for result in results)
     rejected = sum(result.rejected is not None for result in results)
+    print(table(results))
     print(f"{len(results) - failed - rejected} equal, {rejected} rejected, {failed} failed of {len(results)}")
     return 1 if failed else 0
 
