@@ -4,15 +4,23 @@ The devices may belong to several processes, all of which call `train` with the 
 """
 
 import dataclasses
+import sys
+from importlib import import_module
+from pkgutil import walk_packages
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
 
+import maxhydra
 from maxhydra import model, optim
 from maxhydra.config.compose.composer import compose
+from maxhydra.kernels.dispatch import Capability
+from maxhydra.layers.params import Dtypes
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import next_token_loss
 from maxhydra.train.batches import plan_batches
@@ -83,6 +91,7 @@ def train(case: Case) -> Trained:
     step = make_step(loss, optimizer, config.train, decoder.apply_aux_updates, decoder.cast)
     compiled = jax.jit(step, donate_argnums=0, out_shardings=(states.shardings(), None))
     arrays = packed_batch(case.rows, case.length, config.model.vocab_size)
+    arrays["weights"] = arrays["weights"].astype(jax.dtypes.canonicalize_dtype(float))
     sharding = plan_batches(config, sharder).sharding
     batch = {name: jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for name, x in arrays.items()}
     state, losses, gradients = states.create(0), [], {}
@@ -91,6 +100,31 @@ def train(case: Case) -> Trained:
         losses.append(float(metrics["loss"]))
         gradients = gradients or (_gradients(state.opt_state) if number == 0 else {})
     return Trained(np.array(losses), gradients)
+
+
+def use_float64() -> None:
+    """Let the package compute in float64, in this process, wherever it computes in float32.
+
+    Rounding errors are then so small that they change no choice of experts: programs that are equal agree to 1e-12.
+    """
+    jax.config.update("jax_enable_x64", True)
+    for package in ("kernels", "layers", "model", "optim", "train"):
+        for module in walk_packages([f"{maxhydra.__path__[0]}/{package}"], f"maxhydra.{package}."):
+            import_module(module.name)
+    wide = ModuleType("jax.numpy")
+    wide.__dict__.update({**vars(jnp), "float32": jnp.float64})
+    for name, loaded in list(sys.modules.items()):
+        if name.startswith("maxhydra.") and vars(loaded).get("jnp") is jnp:
+            vars(loaded)["jnp"] = wide
+    names = [field.name for field in dataclasses.fields(Dtypes)]
+    reasons = Capability.unsupported_reasons
+
+    def reasons_in_float32(self: Any, call: Any) -> tuple[str, ...]:
+        return reasons(self, dataclasses.replace(call, dtype="float32") if call.dtype == "float64" else call)
+
+    in_float64 = classmethod(lambda cls, dtypes: cls(**dict.fromkeys(names, np.dtype("float64"))))
+    setattr(Dtypes, "of", in_float64)  # noqa: B010
+    setattr(Capability, "unsupported_reasons", reasons_in_float32)  # noqa: B010
 
 
 def _gradients(opt_state: Any) -> Arrays:
