@@ -94,6 +94,7 @@ def _lower(traced: jax.stages.Traced, mesh: jax.sharding.Mesh) -> jax.stages.Low
 
 
 def _memory(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes in device memory; those of arrays in pinned host memory are not among them."""
     memory: Any = compiled.memory_analysis()
     return {
         "state and batch": memory.argument_size_in_bytes,

@@ -9,7 +9,7 @@ Per layer, in the compute dtype (bfloat16 as a rule), with one pass of recomputa
   both directions, and the same for embedding and head (Korthikanti et al., 2022).
 - expert parallelism: each token's hidden state to its top_k experts and back, in both directions, each device once.
 - sequence parallelism: keys and values of the whole sequence forward and backward, and their gradients (ring), or the
-  heads by all-to-all (Ulysses), whichever is less.
+  heads by all-to-all (Ulysses), whichever is less. Windows: only the keys and values that reach the next device.
 
 What `model.remat` does not save is sent again in the backward pass: the gathered inputs of both branches under tensor
 parallelism, which Korthikanti et al. save sharded too, and the sum of the attention branch unless it is saved; the
@@ -94,8 +94,8 @@ def _add_weight(
     num_shards = 1
     for name, entry in zip(axes, sharder.spec(axes), strict=True):
         names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        # Experts stay where they are; tensor-parallel shards too.
-        gathered = [axis for axis in names if axis in replicas and name != "experts"]
+        # Experts and the layers of a stage stay where they are; tensor-parallel shards too.
+        gathered = [axis for axis in names if axis in replicas and name not in ("experts", "layers")]
         split += gathered
         num_shards *= math.prod(sharder.mesh.shape[axis] for axis in names if axis not in gathered)
     used = {axis for entry in sharder.spec(axes) for axis in (entry if isinstance(entry, tuple) else (entry,))}
@@ -135,6 +135,7 @@ def _sequence_bytes(
 ) -> float:
     """Ring or Ulysses for every layer with softmax attention over keys of its own."""
     total, ways = 0.0, sharder.mesh.shape["sequence"]
+    rows = tokens * ways / plan_batches(config, sharder).rows.seq_len
     widths = {path: (shape, axes) for path, shape, axes in leaves}
     for path, (shape, axes) in widths.items():
         prefix, _, name = path.rpartition("attention/")
@@ -148,8 +149,22 @@ def _sequence_bytes(
         local = tokens * _itemsize(config) / sharder.mesh.shape["tensor"] * (ways - 1)
         ring = (3 + again.attention) * width * local
         ulysses = (2 + again.attention) * (heads + width) * local / ways
-        total += layers * min(ring, ulysses)
+        reach = _window(path, config)
+        # Keys and values of the tokens before a device's own, forward and, with their gradients, backward.
+        halo = math.inf if reach is None else (3 + again.attention) * width * rows * reach * _itemsize(config)
+        total += layers * min(ring, ulysses, halo / sharder.mesh.shape["tensor"])
     return total
+
+
+def _window(path: str, config: Config) -> int | None:
+    """Tokens before its own that a query of a layer sees; None: all."""
+    group, _, rest = path.partition("/")
+    kinds = config.model.pattern if group == "pattern" else ()
+    index = rest.partition("/")[0]
+    if not index.isdigit() or int(index) >= len(kinds):
+        return None
+    window = config.model.kinds[kinds[int(index)]].attention.window
+    return None if window is None else window - 1
 
 
 def _layers(leaves: list[Leaf], suffix: str) -> int:
