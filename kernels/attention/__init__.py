@@ -50,7 +50,7 @@ class Backend(Capability[Call]):
     head_dims: tuple[int, ...] | None = None
     """None: any, within the next two limits."""
     pads_heads: bool = False
-    """Whether heads between the two largest sizes of `head_dims`, and values up to the largest, are padded with zeros."""
+    """Whether heads between the two largest sizes of `head_dims` are padded with zeros, and values like them."""
     max_head_dim: int | None = None
     """None: any."""
     head_dim_multiple: int = 1
@@ -180,9 +180,9 @@ def _fastest_first(call: Call) -> list[str]:
 
     With gradients, causal, batch 8, 4,096 tokens: 32 query and 8 key heads of 64 take 5.02 ms with Mosaic and 5.41 with
     cuDNN; 24 and 8 heads of 128 take 5.86 and, on another card, 6.31. Forward alone: 1.57 and 1.46, 1.49 and 1.59.
-    Of the head sizes that Triton would pad with zeros, Mosaic pads those above 128 and XLA takes the others: 16 heads of
-    192 with values of 128, batch 2, take XLA 4.8 ms; heads of 256 take Mosaic a third of XLA's time. cuDNN takes segments as a mask of all queries by all keys, 2 GiB a row at 32,768
-    tokens, so that it serves them only if no other kernel does.
+    Of the head sizes that Triton would pad with zeros, Mosaic pads those above 128, since XLA takes three times as long
+    for heads of 256; XLA takes the others. cuDNN takes segments as a mask of all queries by all keys, 2 GiB a row at
+    32,768 tokens, so that it serves them only if no other kernel does.
     """
     names, request = [name for name in BACKENDS if name != "mosaic"], call.request
     if call.head_dim not in triton.BLOCKS or call.value_dim != call.head_dim:

@@ -10,6 +10,7 @@ Per layer, in the compute dtype (bfloat16 as a rule), with one pass of recomputa
 - expert parallelism: each token's hidden state to its top_k experts and back, in both directions, each device once.
 - sequence parallelism: keys and values of the whole sequence forward and backward, and their gradients (ring), or the
   heads by all-to-all (Ulysses), whichever is less. Windows: only the keys and values that reach the next device.
+- pipeline parallelism: the hidden states of all microbatches from stage to stage, in both directions.
 
 What `model.remat` does not save is sent again in the backward pass: the gathered inputs of both branches under tensor
 parallelism, which Korthikanti et al. save sharded too, and the sum of the attention branch unless it is saved; the
@@ -119,6 +120,8 @@ def _add_activations(
     layers = _layers(leaves, "attention_norm/scale") or _layers(leaves, "attention/out/kernel")
     if mesh["tensor"] > 1:
         totals["tensor"] += ((8 + again.tensor) * layers + 4) * _ring(hidden, ["tensor"], sharder)
+    if mesh["stage"] > 1:
+        totals["stage"] += 2 * (mesh["stage"] - 1) * hidden
     if rows := [axis for axis in sharder.mesh_axes("embed") if axis in _batch_axes(sharder)]:
         lookup = _ring(hidden / mesh["tensor"], rows, sharder)
         gather = _ring(math.prod(table) / mesh["tensor"] * _itemsize(config), rows, sharder)
@@ -130,9 +133,7 @@ def _add_activations(
         totals["sequence"] += _sequence_bytes(leaves, tokens, again, config=config, sharder=sharder)
 
 
-def _sequence_bytes(
-    leaves: list[Leaf], tokens: float, again: Recomputed, *, config: Config, sharder: Sharder
-) -> float:
+def _sequence_bytes(leaves: list[Leaf], tokens: float, again: Recomputed, *, config: Config, sharder: Sharder) -> float:
     """Ring or Ulysses for every layer with softmax attention over keys of its own."""
     total, ways = 0.0, sharder.mesh.shape["sequence"]
     rows = tokens * ways / plan_batches(config, sharder).rows.seq_len

@@ -81,7 +81,7 @@ def test_every_strategy_equals_one_device(case):
 
 def test_minimal_remat_saves_the_exchanged_heads():
     """Queries, keys, values and outputs are exchanged once in each direction: 8 all-to-alls, none recomputed."""
-    arrays, segments, request, sizes = make_case("segments, softcap and sinks")
+    arrays, _, request, sizes = make_case("segments, softcap and sinks")
     place, remat = make_place("ulysses", sizes), Remat.of(config.Remat(policy=config.RematPolicy.minimal))
 
     def project(arrays):
