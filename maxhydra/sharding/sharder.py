@@ -223,9 +223,13 @@ def _move(x: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Arr
     operands of the operation before, such as the float32 input of a conversion. One that is scattered is not: it may be
     a partial sum.
     """
-    if math.prod(target.shard_shape(x.shape)) > math.prod(source.shard_shape(x.shape)):
+    if _num_shards(target) < _num_shards(source):
         x = jax.lax.with_sharding_constraint(x, source)
     return jax.lax.with_sharding_constraint(x, target)
+
+
+def _num_shards(sharding: NamedSharding) -> int:
+    return math.prod(sharding.mesh.shape[axis] for entry in sharding.spec for axis in _names(entry))
 
 
 def bytes_per_device(
