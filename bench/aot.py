@@ -29,7 +29,6 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.measure.compiled import compile_report
-from maxhydra.plan.tables import table
 from maxhydra.runtime.topology import absent_devices
 from maxhydra.sharding import Sharder, build_mesh
 
@@ -105,24 +104,34 @@ def stored_cases() -> dict[str, dict[str, Any]]:
     return {case.pop("name"): case for case in map(json.loads, lines)}
 
 
+HEADER = (
+    "model, layers",
+    "mesh",
+    "backends",
+    "sent / minimum, MiB",
+    "ratio",
+    "ratio, nothing recomputed",
+    "state + temporaries, GiB",
+    "largest array",
+)
+
+
 def rows() -> Iterator[tuple[str, ...]]:
-    """Rows of the table: backends, bytes by axis beside the minimum, memory and time of each case."""
-    yield ("model, layers", "mesh", "backends", "sent / minimum, MiB", "ratio", "state + temporaries, GiB", "compile s")
-    for name, case in stored_cases().items():
+    """Rows of the table: backends, bytes by axis beside the minimum, memory and largest array of each case."""
+    for case in stored_cases().values():
         overrides = dict(part.split("=", 1) for part in case["overrides"])
-        wire = case["wire"]
-        sent = "; ".join(
-            f"{axes} {row['mib']:,.0f} / {row['minimum_mib']:,.0f}" for axes, row in wire.items() if axes != "total"
-        )
-        used = case["bytes_per_device"]
+        wire, used = case["wire"], case["bytes_per_device"]
+        sent = [f"{axes} {row['mib']:,.0f} / {row['minimum_mib']:,.0f}" for axes, row in wire.items() if row["mib"] > 1]
+        largest = case["largest_arrays"][0]
         yield (
-            f"{overrides['model']}, {overrides['model.num_layers']}",
-            name.rpartition("_")[2],
+            f"{overrides['model']}, {overrides.get('model.num_layers', 'all')}",
+            " x ".join(f"{axis}={size}" for axis, size in case["mesh"].items()),
             ", ".join(line.partition(" (")[0].replace(":", "") for line in case["operations"]),
-            sent,
-            f"{wire['total'].get('ratio', 0):.3f}",
+            "; ".join(text for text in sent if not text.startswith("total")),
+            f"{wire['total']['ratio']:.3f}",
+            f"{wire['total']['ratio_if_saved']:.3f}",
             f"{used['state and batch'] / 2**30:.1f} + {used['temporaries'] / 2**30:.1f}",
-            f"{case['seconds']:.0f}",
+            f"{largest['shape']}, {largest['mib']:,.0f} MiB",
         )
 
 
@@ -130,6 +139,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["cases"]:
         compile_cases(sys.argv[2:])
     elif sys.argv[1:] == ["table"]:
-        print("\n".join(table(list(rows()))))
+        for row in (HEADER, ["---"] * len(HEADER), *rows()):
+            print(f"| {' | '.join(row)} |")
     else:
         main()
