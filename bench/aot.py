@@ -85,12 +85,12 @@ def compile_cases(names: list[str]) -> None:
         if result.returncode:
             print(f"{name}: exit code {result.returncode}", flush=True)
             continue
-        stored = stored_cases() | {name: _kept(json.loads(result.stdout))}
+        stored = stored_cases() | {name: _stored_part(json.loads(result.stdout))}
         STORED.write_text("".join(json.dumps({"name": name} | case) + "\n" for name, case in stored.items()))
         print(f"{name}: {json.dumps(stored[name]['wire'])}", flush=True)
 
 
-def _kept(report: dict[str, Any]) -> dict[str, Any]:
+def _stored_part(report: dict[str, Any]) -> dict[str, Any]:
     """The part of a report that the tables show."""
     dropped = ("largest_collectives", "device", "topology")
     return {key: value for key, value in report.items() if key not in dropped} | {
@@ -117,7 +117,7 @@ HEADER = (
 
 
 def rows() -> Iterator[tuple[str, ...]]:
-    """Rows of the table: backends, bytes by axis beside the minimum, memory and largest array of each case."""
+    """Rows of the table: backends, bytes by axis with their minimum, memory and largest array of each case."""
     for case in stored_cases().values():
         overrides = dict(part.split("=", 1) for part in case["overrides"])
         wire, used = case["wire"], case["bytes_per_device"]

@@ -114,7 +114,7 @@ def by_ulysses(run: Run, place: Placement, *, has_whole_keys: bool) -> Run:
     def exchange(x: jax.Array, name: str) -> jax.Array:
         split, concat = (1, 2) if name == "context" else (2, 1)
         received = jax.lax.all_to_all(x, axis, split_axis=split, concat_axis=concat, tiled=True)
-        # Saved under the names of the layers too, in place of what was sent.
+        # Also saved under the names that the layers use, instead of the sent arrays.
         return checkpoint_name(checkpoint_name(received, name), EXCHANGE_NAME)
 
     def run_sharded(q: jax.Array, k: jax.Array, v: jax.Array, request: Request, tokens: TokenInfo, sinks: Any) -> Any:

@@ -238,7 +238,7 @@ class Mla(nnx.Module):
         )
 
     def _keys_values(self, view: LatentCacheView, ctx: Context) -> tuple[jax.Array, jax.Array]:
-        # Otherwise the compiler gathers the heads of the gradient, to compute that of the kernel where it is stored.
+        # Otherwise the compiler gathers the gradients of all heads for the kernel gradient in its stored sharding.
         sharding = self._whole_key_sharding(ctx, None) if self._strategy(ctx) == "ulysses" else None
         both_BSNH = self._place_keys(self.key_value(view.latent_BSR, ctx, sharding), ctx)
         plain_BSNF, v_BSNV = jnp.split(both_BSNH, [self.spec.plain_dim], axis=-1)

@@ -132,8 +132,8 @@ def _wire(moved: list[hlo.Collective], config: Config, sharder: Sharder) -> dict
     mesh = dict(sharder.mesh.shape)
     rows = compare_with_minimum(moved, minimum_wire_bytes(config, sharder), mesh)
     saved = compare_with_minimum(moved, minimum_wire_bytes(config, sharder, recomputed=False), mesh)["total"]
-    kept = {f"{key}_if_saved": value for key, value in saved.items() if key != "mib"}
-    return rows | {"total": rows["total"] | kept}
+    if_saved = {f"{key}_if_saved": value for key, value in saved.items() if key != "mib"}
+    return rows | {"total": rows["total"] | if_saved}
 
 
 def summarize(moved: Iterable[hlo.Collective], mesh: dict[str, int]) -> list[dict[str, Any]]:
