@@ -49,6 +49,8 @@ class Backend(Capability[Call]):
     run: Run
     head_dims: tuple[int, ...] | None = None
     """None: any, within the next two limits."""
+    pads_heads: bool = False
+    """Whether heads between the two largest sizes of `head_dims` are padded with zeros, and values like them."""
     max_head_dim: int | None = None
     """None: any."""
     head_dim_multiple: int = 1
@@ -71,6 +73,7 @@ class Backend(Capability[Call]):
 
     def requirements(self, call: Call) -> tuple[tuple[bool, str], ...]:
         largest = max(call.head_dim, call.value_dim)
+        is_padded = self.pads_heads and not call.is_block and self._between_largest(largest)
         length_fits = not call.has_segments or call.length % self.segment_length_multiple == 0
         return (
             (
@@ -78,7 +81,7 @@ class Backend(Capability[Call]):
                 f"takes heads in multiples of {self.head_dim_multiple} up to {self.max_head_dim}, not {largest}",
             ),
             (
-                self.head_dims is None or call.head_dim in self.head_dims,
+                self.head_dims is None or call.head_dim in self.head_dims or is_padded,
                 f"takes heads of {either(self.head_dims or ())}, not {call.head_dim}",
             ),
             (
@@ -92,12 +95,16 @@ class Backend(Capability[Call]):
             (self.positions or not call.has_positions, "does not support positions, which a KV cache needs"),
             (self.selection or not call.has_selection, "does not support a selection of keys"),
             (
-                self.value_dim or call.value_dim == call.head_dim,
+                self.value_dim or call.value_dim == call.head_dim or is_padded,
                 f"takes values of the size of keys, not {call.value_dim} and {call.head_dim}",
             ),
             (self.block is not None or not call.is_block, "does not attend to blocks of keys (mesh.context=ring)"),
             (self.offset or not call.request.offset, "needs as many keys as queries"),
         )
+
+    def _between_largest(self, size: int) -> bool:
+        *_, second, first = sorted(self.head_dims or (0, 0))
+        return second < size <= first
 
 
 # cuDNN: heads up to 256 are supported on Hopper only; 128 holds on every GPU from Ampere on. Its masks, which carry the
@@ -125,6 +132,7 @@ BACKENDS: dict[str, Backend] = {
         capabilities=("9.0",),
         dtypes=("bfloat16", "float16"),
         head_dims=tuple(mosaic.TILES),
+        pads_heads=True,
         length_multiple=mosaic.LENGTH_MULTIPLE,
         positions=False,
         selection=False,
@@ -172,9 +180,9 @@ def _fastest_first(call: Call) -> list[str]:
 
     With gradients, causal, batch 8, 4,096 tokens: 32 query and 8 key heads of 64 take 5.02 ms with Mosaic and 5.41 with
     cuDNN; 24 and 8 heads of 128 take 5.86 and, on another card, 6.31. Forward alone: 1.57 and 1.46, 1.49 and 1.59.
-    Head sizes that Triton would pad with zeros are left to XLA: 16 heads of 192 with values of 128, batch 2, take it
-    4.8 ms; Triton was not timed there. cuDNN takes segments as a mask of all queries by all keys, 2 GiB a row at 32,768
-    tokens, so that it serves them only if no other kernel does.
+    Of the head sizes that Triton would pad with zeros, Mosaic pads those above 128, since XLA takes three times as long
+    for heads of 256; XLA takes the others. cuDNN takes segments as a mask of all queries by all keys, 2 GiB a row at
+    32,768 tokens, so that it serves them only if no other kernel does.
     """
     names, request = [name for name in BACKENDS if name != "mosaic"], call.request
     if call.head_dim not in triton.BLOCKS or call.value_dim != call.head_dim:

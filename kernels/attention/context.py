@@ -17,12 +17,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from maxhydra.kernels.attention.blocks import Inputs
 from maxhydra.kernels.attention.partials import BlockKernel
 from maxhydra.kernels.attention.ring import Ring, attend, from_zigzag, to_zigzag, zigzag_blocks
-from maxhydra.kernels.attention.spec import Request, TokenInfo
+from maxhydra.kernels.attention.spec import EXCHANGE_NAME, Request, TokenInfo
 from maxhydra.kernels.dispatch import UnsupportedError
 from maxhydra.kernels.halo import with_previous_tokens
 from maxhydra.kernels.placement import Entry, Placement
@@ -110,17 +111,19 @@ def by_ulysses(run: Run, place: Placement, *, has_whole_keys: bool) -> Run:
     """Run a single-device kernel on whole sequences of some heads."""
     axis, ways = place.spec("length")[0], place.num_shards("length")
 
-    def exchange(x: jax.Array) -> jax.Array:
-        return jax.lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
+    def exchange(x: jax.Array, name: str) -> jax.Array:
+        split, concat = (1, 2) if name == "context" else (2, 1)
+        received = jax.lax.all_to_all(x, axis, split_axis=split, concat_axis=concat, tiled=True)
+        # Also saved under the names that the layers use, instead of the sent arrays.
+        return checkpoint_name(checkpoint_name(received, name), EXCHANGE_NAME)
 
     def run_sharded(q: jax.Array, k: jax.Array, v: jax.Array, request: Request, tokens: TokenInfo, sinks: Any) -> Any:
         def on_device(q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo, sinks: Any) -> jax.Array:
             if not has_whole_keys:
                 repeats = math.lcm(k.shape[2], ways) // k.shape[2]
-                k, v = (exchange(repeat_heads(x, repeats)) for x in (k, v))
+                k, v = exchange(repeat_heads(k, repeats), "key"), exchange(repeat_heads(v, repeats), "value")
             whole = jax.tree.map(lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True), tokens)
-            out = run(exchange(q), k, v, request, whole, sinks)
-            return jax.lax.all_to_all(out, axis, split_axis=1, concat_axis=2, tiled=True)
+            return exchange(run(exchange(q, "query"), k, v, request, whole, sinks), "context")
 
         k, v = align_heads(k, v, place)
         keys = key_spec(place, k, "length")

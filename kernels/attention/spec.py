@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 # Checkpoint name of the kernels' residuals, for remat policies that save them.
 CHECKPOINT_NAME = "attention_kernel"
+# Checkpoint name of what context parallelism receives: saved, it is not sent again in the backward pass.
+EXCHANGE_NAME = "attention_exchange"
 
 
 @dataclasses.dataclass(frozen=True)

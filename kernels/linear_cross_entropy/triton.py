@@ -46,7 +46,7 @@ MEASURED = Tile(8192, 4, 32)
 # Candidates for other vocabularies and GPUs.
 CANDIDATE_TILES = (Tile(4096, 4, 16), Tile(8192, 2, 32), Tile(4096, 8, 32), Tile(16384, 2, 32), Tile(8192, 4, 16))
 # The vocabulary size must be a multiple of this, so that rows are aligned to loads of 16 bytes.
-MULTIPLE = 64
+MULTIPLE = 16
 
 
 def tile_extents(vocabulary: int) -> dict[str, int]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from maxhydra.config.schema import quantization as config
 from maxhydra.config.schema.quantization import TRAINING_KINDS, QuantizationKind
@@ -136,8 +137,9 @@ class Linear(nnx.Module):
         self.matmul_spec, self.name, self.inputs = matmul_spec, name, inputs
         self.format = matmul_spec.format_of(name)
 
-    def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
-        return self.add_lora(fused_matmul((self,), x, ctx), x, ctx)
+    def __call__(self, x: jax.Array, ctx: Context, sharding: NamedSharding | None = None) -> jax.Array:
+        """`sharding`: of the kernel in the matmul, and of its gradient there; None: as the compiler chooses."""
+        return self.add_lora(fused_matmul((self,), x, ctx, sharding), x, ctx)
 
     def matmul(self, x: jax.Array, kernel: jax.Array, ctx: Context, histories: Sequence[jax.Array]) -> jax.Array:
         """x @ kernel in this projection's number format; `histories`: amax histories of all projections in kernel."""
@@ -248,7 +250,9 @@ def are_bare(projections: Sequence[Linear]) -> bool:
     return are_alike(projections) and all(projection.lora is None for projection in projections)
 
 
-def fused_matmul(projections: Sequence[Linear], x: jax.Array, ctx: Context) -> jax.Array:
+def fused_matmul(
+    projections: Sequence[Linear], x: jax.Array, ctx: Context, sharding: NamedSharding | None = None
+) -> jax.Array:
     """x @ kernels of the projections, concatenated along their first output dimension, without LoRA updates.
 
     All or none have a bias. NF4 kernels are dequantized again in the backward pass: saved for it, they would take the
@@ -268,6 +272,8 @@ def fused_matmul(projections: Sequence[Linear], x: jax.Array, ctx: Context) -> j
     def matmul(x: jax.Array, stored: list[Any]) -> jax.Array:
         kernels = [projection.weight(kernel) for projection, kernel in zip(projections, stored, strict=True)]
         fused = kernels[0] if len(kernels) == 1 else jnp.concatenate(kernels, axis=first.inputs)
+        if sharding is not None:
+            fused = jax.lax.with_sharding_constraint(fused.astype(first.matmul_spec.compute), sharding)
         return first.matmul(x, fused, ctx, histories)
 
     is_nf4 = any(isinstance(projection.kernel, Nf4) for projection in projections)

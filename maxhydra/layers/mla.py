@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.attention.context import choose_strategy, whole_key_spec
@@ -238,7 +238,9 @@ class Mla(nnx.Module):
         )
 
     def _keys_values(self, view: LatentCacheView, ctx: Context) -> tuple[jax.Array, jax.Array]:
-        both_BSNH = self._place_keys(self.key_value(view.latent_BSR, ctx), ctx)
+        # Otherwise the compiler gathers the gradients of all heads for the kernel gradient in its stored sharding.
+        sharding = self._whole_key_sharding(ctx, None) if self._strategy(ctx) == "ulysses" else None
+        both_BSNH = self._place_keys(self.key_value(view.latent_BSR, ctx, sharding), ctx)
         plain_BSNF, v_BSNV = jnp.split(both_BSNH, [self.spec.plain_dim], axis=-1)
         shared_BSNP = jnp.broadcast_to(view.key_BSP[:, :, None], (*plain_BSNF.shape[:3], self.spec.rope_dim))
         k_BSNH = jnp.concatenate([plain_BSNF, shared_BSNP], axis=-1)
@@ -251,9 +253,14 @@ class Mla(nnx.Module):
         """Keys or values where attention takes them; with ulysses a device projects only the heads it attends to."""
         strategy = self._strategy(ctx)
         if strategy == "ulysses":
-            sharding = NamedSharding(ctx.sharder.mesh, whole_key_spec(ctx.place))
-            return jax.lax.with_sharding_constraint(x_BSNH, sharding)
+            return jax.lax.with_sharding_constraint(
+                x_BSNH, self._whole_key_sharding(ctx, *whole_key_spec(ctx.place)[:2])
+            )
         return ctx.constrain(x_BSNH, "act_batch", "act_length" if strategy == "ring" else None, "act_heads", None)
+
+    def _whole_key_sharding(self, ctx: Context, *before: Any) -> NamedSharding:
+        """Sharding over the heads that a device attends to; `before`: of the dimensions before the heads."""
+        return NamedSharding(ctx.sharder.mesh, PartitionSpec(*before, whole_key_spec(ctx.place)[2]))
 
     def _attend_latents(self, q_BTNH: jax.Array, view: LatentCacheView, ctx: Context) -> jax.Array:
         """The absorbed form: every head attends to the latents, used as both keys and values."""
@@ -296,4 +303,6 @@ def _logit_scale(mla: config.Mla) -> float:
 
 def _unsplit(x_BSH: jax.Array | None, ctx: Context) -> Any:
     """Latents or keys of whole sequences on each device: only queries are split along the sequence."""
-    return None if x_BSH is None else ctx.constrain(x_BSH, "act_batch", None, None)
+    if x_BSH is None:
+        return None
+    return ctx.sharder.reshard(x_BSH, ("act_batch", None, None), gradient=("act_batch", "act_length", None))

@@ -232,9 +232,11 @@ def collectives(program: Program) -> list[Collective]:
 
 
 def first_group(attributes: str) -> tuple[int, ...]:
-    """Devices of the first replica group, in any of XLA's notations; both ends of a permute's first pair."""
-    if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes):
-        return tuple(sorted({int(pairs.group(1)), int(pairs.group(2))}))
+    """Devices of the first replica group, in any of XLA's notations; both ends of a permute's first move."""
+    if listed := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes):
+        pairs = [tuple(sorted(map(int, pair))) for pair in re.findall(r"\{(\d+),(\d+)\}", listed.group(1))]
+        # A device may keep its own part.
+        return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
         return tuple(int(index) for index in listed.group(1).split(","))
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):

@@ -9,30 +9,61 @@ Per layer, in the compute dtype (bfloat16 as a rule), with one pass of recomputa
   both directions, and the same for embedding and head (Korthikanti et al., 2022).
 - expert parallelism: each token's hidden state to its top_k experts and back, in both directions, each device once.
 - sequence parallelism: keys and values of the whole sequence forward and backward, and their gradients (ring), or the
-  heads by all-to-all (Ulysses), whichever is less.
+  heads by all-to-all (Ulysses), whichever is less. Windows: only the keys and values that reach the next device.
+- pipeline parallelism: the hidden states of all microbatches from stage to stage, in both directions.
+
+What `model.remat` does not save is sent again in the backward pass: the gathered inputs of both branches under tensor
+parallelism, which Korthikanti et al. save sharded too, and the sum of the attention branch unless it is saved; the
+tokens of experts; the exchanges of attention under `full`. `recomputed=False` leaves these out.
 """
 
 import math
 from collections import defaultdict
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from maxhydra.config import Config
-from maxhydra.config.schema.model import Head
+from maxhydra.config.schema.model import Head, RematPolicy
 from maxhydra.model import build
 from maxhydra.sharding import Sharder, is_axes
 from maxhydra.train.batches import plan_batches
 
 
-def minimum_wire_bytes(config: Config, sharder: Sharder) -> dict[str, float]:
-    """Bytes that a device sends, by axes as in `hlo.axes_of`: {"fsdp": 1e9, "tensor": 2e9}."""
+def minimum_wire_bytes(config: Config, sharder: Sharder, *, recomputed: bool = True) -> dict[str, float]:
+    """Bytes that a device sends, by axes as in `hlo.axes_of`: {"fsdp": 1e9, "tensor": 2e9}.
+
+    recomputed: count activations that the remat policy of the config makes the devices send again.
+    """
+    again = Recomputed.of(config) if recomputed else Recomputed(0, 0, 0)
     totals: dict[str, float] = defaultdict(float)
     leaves = _leaves(config)
     for path, shape, axes in leaves:
         _add_weight(totals, path, shape, axes, config=config, sharder=sharder)
-    _add_activations(totals, leaves, config=config, sharder=sharder)
+    _add_activations(totals, leaves, again, config=config, sharder=sharder)
     return {axes: size for axes, size in totals.items() if size}
+
+
+class Recomputed(NamedTuple):
+    """Collectives of a layer that run again in the backward pass, in units of their forward pass."""
+
+    tensor: int
+    """Gathers and scatters of the hidden states, of which the forward pass has 4."""
+    experts: int
+    """Dispatches of the tokens. Outputs are not sent again: `_return_sums` does not need them."""
+    attention: int
+    """Exchanges of attention over the sequence."""
+
+    @classmethod
+    def of(cls, config: Config) -> "Recomputed":
+        policy, saved = config.model.remat.policy, config.model.remat.save
+        if policy is RematPolicy.none:
+            return cls(0, 0, 0)
+        is_custom = policy is RematPolicy.custom
+        sums = policy is RematPolicy.full or (is_custom and "attention_out" not in saved)
+        attention = policy is RematPolicy.full or (is_custom and not {"query", "key", "value", "context"} <= set(saved))
+        return cls(2 + sums, 1, int(attention))
 
 
 Leaf = tuple[str, tuple[int, ...], tuple[str | None, ...]]
@@ -64,8 +95,8 @@ def _add_weight(
     num_shards = 1
     for name, entry in zip(axes, sharder.spec(axes), strict=True):
         names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        # Experts stay where they are; tensor-parallel shards too.
-        gathered = [axis for axis in names if axis in replicas and name != "experts"]
+        # Experts and the layers of a stage stay where they are; tensor-parallel shards too.
+        gathered = [axis for axis in names if axis in replicas and name not in ("experts", "layers")]
         split += gathered
         num_shards *= math.prod(sharder.mesh.shape[axis] for axis in names if axis not in gathered)
     used = {axis for entry in sharder.spec(axes) for axis in (entry if isinstance(entry, tuple) else (entry,))}
@@ -79,28 +110,33 @@ def _add_weight(
         totals[_key(rest, sharder)] += 2 * _ring(size / _count(split, sharder), rest, sharder)
 
 
-def _add_activations(totals: dict[str, float], leaves: list[Leaf], *, config: Config, sharder: Sharder) -> None:
+def _add_activations(
+    totals: dict[str, float], leaves: list[Leaf], again: Recomputed, *, config: Config, sharder: Sharder
+) -> None:
     spec, mesh = plan_batches(config, sharder), sharder.mesh.shape
     tokens = spec.batch * spec.rows.seq_len / math.prod(mesh[axis] for axis in _batch_axes(sharder))
     table = next(shape for path, shape, _ in leaves if path.startswith("embedding/") and len(shape) == 2)
     hidden = tokens * table[1] * _itemsize(config)
     layers = _layers(leaves, "attention_norm/scale") or _layers(leaves, "attention/out/kernel")
     if mesh["tensor"] > 1:
-        totals["tensor"] += (8 * layers + 4) * _ring(hidden, ["tensor"], sharder)
+        totals["tensor"] += ((8 + again.tensor) * layers + 4) * _ring(hidden, ["tensor"], sharder)
+    if mesh["stage"] > 1:
+        totals["stage"] += 2 * (mesh["stage"] - 1) * hidden
     if rows := [axis for axis in sharder.mesh_axes("embed") if axis in _batch_axes(sharder)]:
         lookup = _ring(hidden / mesh["tensor"], rows, sharder)
         gather = _ring(math.prod(table) / mesh["tensor"] * _itemsize(config), rows, sharder)
         totals[_key(rows, sharder)] += 0 if _is_tied(config) else 2 * min(lookup, gather)
     if mesh["expert"] > 1 and (moe := _layers(leaves, "mlp/experts/down/kernel")):
         copies = min(mesh["expert"], _top_k(config))
-        totals["expert"] += 4 * moe * copies * _ring(hidden, ["expert"], sharder)
+        totals["expert"] += (4 + again.experts) * moe * copies * _ring(hidden, ["expert"], sharder)
     if mesh["sequence"] > 1:
-        totals["sequence"] += _sequence_bytes(leaves, tokens, config=config, sharder=sharder)
+        totals["sequence"] += _sequence_bytes(leaves, tokens, again, config=config, sharder=sharder)
 
 
-def _sequence_bytes(leaves: list[Leaf], tokens: float, *, config: Config, sharder: Sharder) -> float:
+def _sequence_bytes(leaves: list[Leaf], tokens: float, again: Recomputed, *, config: Config, sharder: Sharder) -> float:
     """Ring or Ulysses for every layer with softmax attention over keys of its own."""
     total, ways = 0.0, sharder.mesh.shape["sequence"]
+    rows = tokens * ways / plan_batches(config, sharder).rows.seq_len
     widths = {path: (shape, axes) for path, shape, axes in leaves}
     for path, (shape, axes) in widths.items():
         prefix, _, name = path.rpartition("attention/")
@@ -112,9 +148,24 @@ def _sequence_bytes(leaves: list[Leaf], tokens: float, *, config: Config, sharde
         query = widths[f"{prefix}attention/out/kernel"][0]
         heads = math.prod(query[-3:-1]) * 2
         local = tokens * _itemsize(config) / sharder.mesh.shape["tensor"] * (ways - 1)
-        ring, ulysses = 3 * width * local, 2 * (heads + width) * local / ways
-        total += layers * min(ring, ulysses)
+        ring = (3 + again.attention) * width * local
+        ulysses = (2 + again.attention) * (heads + width) * local / ways
+        reach = _window(path, config)
+        # Keys and values of the tokens before a device's own, forward and, with their gradients, backward.
+        halo = math.inf if reach is None else (3 + again.attention) * width * rows * reach * _itemsize(config)
+        total += layers * min(ring, ulysses, halo / sharder.mesh.shape["tensor"])
     return total
+
+
+def _window(path: str, config: Config) -> int | None:
+    """Tokens before its own that a query of a layer sees; None: all."""
+    group, _, rest = path.partition("/")
+    kinds = config.model.pattern if group == "pattern" else ()
+    index = rest.partition("/")[0]
+    if not index.isdigit() or int(index) >= len(kinds):
+        return None
+    window = config.model.kinds[kinds[int(index)]].attention.window
+    return None if window is None else window - 1
 
 
 def _layers(leaves: list[Leaf], suffix: str) -> int:

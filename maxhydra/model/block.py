@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config.schema import model as config
-from maxhydra.kernels.attention.spec import CHECKPOINT_NAME
+from maxhydra.kernels.attention.spec import CHECKPOINT_NAME, EXCHANGE_NAME
 from maxhydra.layers import (
     AttentionSpec,
     AuxOutputs,
@@ -254,7 +254,9 @@ class Remat:
             return policies.nothing_saveable
         if self.policy is config.RematPolicy.minimal:
             # The projections; matmuls with a batch dimension are attention's, which grow with the square of the length.
-            return _with_fused_attention(policies.dots_with_no_batch_dims_saveable)
+            exchanged = policies.save_only_these_names(EXCHANGE_NAME)
+            matmuls = policies.dots_with_no_batch_dims_saveable
+            return _with_fused_attention(policies.save_from_both_policies(matmuls, exchanged))
         named = policies.save_only_these_names(*self.save)
         if self.offload:
             named = policies.save_and_offload_only_these_names(

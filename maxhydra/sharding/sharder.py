@@ -207,13 +207,29 @@ class Sharder:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _reshard(forward: NamedSharding, backward: NamedSharding, x: jax.Array) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, forward)
+    return _move(x, backward, forward)
 
 
 _reshard.defvjp(
-    lambda forward, backward, x: (jax.lax.with_sharding_constraint(x, forward), None),
-    lambda forward, backward, _, gradient: (jax.lax.with_sharding_constraint(gradient, backward),),
+    lambda forward, backward, x: (_move(x, backward, forward), None),
+    lambda forward, backward, _, gradient: (_move(gradient, forward, backward),),
 )
+
+
+def _move(x: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:
+    """Constrain a value to `target`.
+
+    A value that is gathered is first constrained to where it comes from: the partitioner could otherwise gather the
+    operands of the operation before, such as the float32 input of a conversion. One that is scattered is not: it may be
+    a partial sum.
+    """
+    if _num_shards(target) < _num_shards(source):
+        x = jax.lax.with_sharding_constraint(x, source)
+    return jax.lax.with_sharding_constraint(x, target)
+
+
+def _num_shards(sharding: NamedSharding) -> int:
+    return math.prod(sharding.mesh.shape[axis] for entry in sharding.spec for axis in _names(entry))
 
 
 def bytes_per_device(

@@ -19,6 +19,7 @@ from maxhydra.kernels.attention import (
     Request,
     UnsupportedError,
     attention,
+    mosaic,
     triton,
     xla,
 )
@@ -330,6 +331,16 @@ def test_splash_serves_tpus_and_rejects_unsupported_calls(changes, reason):
         OPERATION.choose("splash", make_call(**supported | changes))
 
 
+def test_heads_padded_for_mosaic_give_the_same_output():
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 8, 2, size)) for i, size in enumerate((192, 192, 128)))
+    padded = mosaic._pad_heads(q, k, v)
+    assert {x.shape[3] for x in padded} == {256}
+    expected = attention(q, k, v, make_request(), backend="reference")
+    got = attention(*padded, make_request(), backend="reference")
+    np.testing.assert_allclose(got[..., :128], expected, atol=1e-6)
+    assert not np.any(got[..., 128:])
+
+
 @pytest.mark.parametrize("changes", [{}, {"head_dim": 64}, {"request": make_request(window=16)}])
 def test_auto_selects_cudnn_if_supported_except_for_short_rows(changes):
     assert OPERATION.choose("auto", make_call(length=192, **changes)) == "cudnn"
@@ -345,6 +356,8 @@ def test_cudnn_serves_segments_only_if_no_other_kernel_takes_them():
         ({"length": 192}, "triton"),
         ({"length": 192, "head_dim": 96}, "triton"),
         ({"length": 190}, "cudnn"),
+        ({"length": 256, "head_dim": 192, "value_dim": 128}, "mosaic"),
+        ({"length": 256, "head_dim": 192, "value_dim": 128, "is_block": True}, "xla"),
         ({"length": 192, "head_dim": 192, "value_dim": 128}, "xla"),
         ({"length": 192, "head_dim": 192, "value_dim": 128, "is_long": True}, "triton"),
     ):

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from maxhydra.config.schema import model as config
 from maxhydra.kernels.attention import BACKENDS, UnsupportedError, attention, context, ring, triton
 from maxhydra.kernels.attention.partials import BlockKernel
 from maxhydra.kernels.placement import Placement
+from maxhydra.model.block import Remat
 from tests.kernels.test_attention import make_request
 
 BATCH, LENGTH, HEAD_DIM = 2, 48, 8
@@ -75,6 +77,19 @@ def test_every_strategy_equals_one_device(case):
     for strategy in STRATEGIES:
         options = {"backend": "auto", "place": make_place(strategy, sizes)}
         assert_equal(value_and_grads(arrays, segments, request, **options), expected, strategy)
+
+
+def test_minimal_remat_saves_the_exchanged_heads():
+    """Queries, keys, values and outputs are exchanged once in each direction: 8 all-to-alls, none recomputed."""
+    arrays, _, request, sizes = make_case("segments, softcap and sinks")
+    place, remat = make_place("ulysses", sizes), Remat.of(config.Remat(policy=config.RematPolicy.minimal))
+
+    def project(arrays):
+        q, k, v = (arrays[name] for name in "qkv")
+        return jnp.sum(jnp.square(attention(q, k, v, request, backend="xla", place=place)))
+
+    program = jax.make_jaxpr(jax.grad(remat.wrap(project, in_loop=True)))(arrays)
+    assert str(program).count("= all_to_all[") == 8
 
 
 def assert_equal(got, expected, case: str, tolerance: float = 1.0):

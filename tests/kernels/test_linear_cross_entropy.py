@@ -89,7 +89,7 @@ def test_the_kernel_serves_one_gpu_and_gives_the_reason_otherwise() -> None:
     assert OPERATION.choose("auto", Call(**defaults)) == "triton"
     for change, reason in (
         ({"platform": "cpu"}, "runs on gpu, not cpu"),
-        ({"vocabulary": 50257}, "takes a vocabulary in multiples of 64, not 50257"),
+        ({"vocabulary": 50257}, "takes a vocabulary in multiples of 16, not 50257"),
     ):
         with pytest.raises(UnsupportedError, match=reason):
             OPERATION.choose("triton", Call(**{**defaults, **change}))

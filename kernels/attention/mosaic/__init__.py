@@ -10,6 +10,7 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from maxhydra.kernels.attention.blocks import Inputs, Rows
 from maxhydra.kernels.attention.spec import Request, TokenInfo
@@ -80,8 +81,18 @@ def attention(
     # Importing Mosaic takes half a second, which hosts without such a GPU should not pay.
     from maxhydra.kernels.attention.mosaic.backward import attend  # noqa: PLC0415
 
-    inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)
-    return attend(_params(request, inputs, sizes, tiles), inputs)
+    # Zeros change neither the logits nor the outputs that are kept.
+    q_BTNH, k_BSKH, padded_BSKH = _pad_heads(q_BTNH, k_BSKH, v_BSKH)
+    inputs = Inputs(q_BTNH, k_BSKH, padded_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)
+    out_BTNH = attend(_params(request, inputs, sizes, tiles), inputs)
+    return out_BTNH[..., : v_BSKH.shape[3]]
+
+
+def _pad_heads(*arrays: jax.Array) -> list[jax.Array]:
+    """Queries, keys and values with heads of the next size that the kernel has tiles for."""
+    largest = max(x.shape[3] for x in arrays)
+    size = min(size for size in TILES if size >= largest)
+    return [x if x.shape[3] == size else jnp.pad(x, [(0, 0)] * 3 + [(0, size - x.shape[3])]) for x in arrays]
 
 
 def block_forward(request: Request, inputs: Inputs, *, sizes: Sizes = ()) -> tuple[jax.Array, jax.Array]:
