@@ -73,6 +73,19 @@ CASES = {
     "sequence8_ring": f"{LONG} mesh.context=ring",
     "sequence8_ulysses": f"{LONG} mesh.context=ulysses",
     "windows_float32_logits": f"{DEFAULTS} model=gemma3-4b model.num_layers=6 mesh.fsdp=8",
+    "zero1": f"{CUT} train.per_device_batch_size=1 mesh.data=8 mesh.shard_state_over_data=true {FULL}",
+    "zero1_fsdp4": f"{CUT} train.per_device_batch_size=1 mesh.data=2 mesh.fsdp=4 mesh.shard_state_over_data=true {MINIMAL}",
+    "adam8": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 optimizer.moments=dynamic8 {FULL}",
+    "offload": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 optimizer.offload=true {FULL}",
+    "adafactor": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 optimizer=adafactor {MINIMAL}",
+    "replica2_fsdp4": f"{CUT} train.per_device_batch_size=1 mesh.replica=2 mesh.fsdp=4 train.diloco.period=1 {FULL}",
+    "custom_remat": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 model.remat.policy=custom "
+    "model.remat.save=[query,key,value,context]",
+    "latent_expert8": f"model=deepseek2-16b model.num_layers=3 {BASE} train.per_device_batch_size=1 mesh.expert=8 {FULL}",
+    "latent_sequence4": f"model=deepseek2-16b model.num_layers=3 {BASE} train.per_device_batch_size=0.25 "
+    f"mesh.sequence=4 mesh.fsdp=2 {FULL}",
+    "windows_sequence2": f"model=gemma3-4b model.num_layers=6 {BASE} train.per_device_batch_size=0.5 mesh.fsdp=4 "
+    f"mesh.sequence=2 {FULL}",
     "experts_mixed": f"{QWEN} model.num_layers=4 mesh.data=2 mesh.fsdp=2 mesh.expert=2 {FULL}",
 }
 

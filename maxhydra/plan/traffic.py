@@ -11,7 +11,7 @@ from enum import Enum
 
 import jax.numpy as jnp
 
-from maxhydra.config.schema.hardware import STAGE, ContextStrategy
+from maxhydra.config.schema.hardware import DATA, REPLICA, STAGE, ContextStrategy
 from maxhydra.config.schema.model import Dispatch, RematPolicy
 from maxhydra.layers import MoeSpec
 from maxhydra.plan.case import Array, Case, per_mesh
@@ -105,13 +105,41 @@ def _weight(case: Case, array: Array) -> Iterator[Transfer]:
         if array.is_block:
             # The head is used once, together with its gradient: there is no second gather.
             yield Transfer("weights", gathered, sent, layers, Phase.backward, Overlap.layer)
-    if array.path in case.subject.frozen:
+    if array.is_frozen:
         return
     if gathered:
         yield Transfer("gradients", gathered, ring(case, gathered, size), layers, Phase.backward, Overlap.layer)
     if rest:
         shards = math.prod(case.mesh[axis] for axis in gathered)
-        yield Transfer("gradients", rest, 2 * ring(case, rest, size / shards), layers, Phase.backward, Overlap.layer)
+        sent = _reduction(case, array, rest) * size / shards
+        yield Transfer("gradients", rest, sent, layers, Phase.backward, Overlap.layer)
+
+
+def _reduction(case: Case, array: Array, axes: tuple[str, ...]) -> float:
+    """Bytes sent per byte of a gradient that is summed: by an all-reduce, with ZeRO-1 by a reduce-scatter."""
+    return ring(case, axes, 1.0) * (1 if case.layout.is_over_data(array) else 2)
+
+
+def zero1_transfers(case: Case) -> Iterator[Transfer]:
+    """data, with ZeRO-1: all weights are gathered at the start of a step; only layers' matrices are cast before that."""
+    arrays = [array for array in case.subject.weights if case.layout.is_over_data(array)]
+    size = sum(case.compute_shard_bytes(array) if array.is_block else case.shard_bytes(array) for array in arrays)
+    yield Transfer("weights", (DATA,), ring(case, (DATA,), size), len(arrays), Phase.forward, Overlap.none)
+
+
+def replica_transfers(case: Case) -> Iterator[Transfer]:
+    """replica: once per period the replicas' weights are averaged in float32; the mean per step."""
+    diloco = case.config.train.diloco
+    if case.mesh[REPLICA] == 1 or diloco.period is None:
+        return
+    sent = 2 * ring(case, (REPLICA,), outer_bytes(case)) / diloco.period
+    calls = len(case.subject.trained) / diloco.period
+    yield Transfer("outer step", (REPLICA,), sent, calls, Phase.backward, Overlap.none)
+
+
+def outer_bytes(case: Case) -> float:
+    """Bytes of a device's shards of all trained weights in float32."""
+    return sum(case.shard_bytes(array) * FLOAT32 / array.dtype.itemsize for array in case.subject.trained)
 
 
 def _is_table(array: Array) -> bool:
@@ -128,7 +156,7 @@ def embedding_transfers(case: Case) -> Iterator[Transfer]:
         rest = tuple(axis for axis in case.batch_axes if axis not in gathered + sharded)
         shards = math.prod(case.mesh[axis] for axis in sharded)
         rows = case.stream_tokens * array.shape[-1] * array.compute_bytes
-        times, stored = case.grad_accum, case.local_bytes(array) * FLOAT32 / array.dtype.itemsize
+        times, stored = case.grad_accum, case.shard_bytes(array) * FLOAT32 / array.dtype.itemsize
         for phase in Phase:
             if gathered:
                 sent = ring(case, gathered, rows / shards) * times
@@ -136,7 +164,7 @@ def embedding_transfers(case: Case) -> Iterator[Transfer]:
             if sharded:
                 yield Transfer("embedding", sharded, ring(case, sharded, rows) * times, times, phase, Overlap.none)
         if rest:
-            sent = 2 * ring(case, rest, stored) * times
+            sent = _reduction(case, array, rest) * stored * times
             yield Transfer("embedding", rest, sent, times, Phase.backward, Overlap.layer)
         if case.subject.spec.is_tied and "per_layer" not in array.path and gathered:
             sent = ring(case, gathered, case.used_bytes(array)) * times
@@ -255,6 +283,8 @@ def stage_transfers(case: Case) -> Iterator[Transfer]:
 
 TRANSFERS: tuple[Callable[[Case], Iterator[Transfer]], ...] = (
     weight_transfers,
+    zero1_transfers,
+    replica_transfers,
     embedding_transfers,
     tensor_transfers,
     sequence_transfers,

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -104,7 +104,12 @@ class Sharder:
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
         """Mesh axes of more than one device over which a logical axis is sharded."""
-        return tuple(axis for axis in dict(self.rules)[name] if self.mesh.shape[axis] > 1)
+        return self._mesh_axes[name]
+
+    @cached_property
+    def _mesh_axes(self) -> dict[str, tuple[str, ...]]:
+        sizes = self.mesh.shape
+        return {name: tuple(axis for axis in axes if sizes[axis] > 1) for name, axes in self.rules}
 
     def num_shards(self, name: str) -> int:
         """Number of shards of a logical axis; that of act_batch must divide the batch."""

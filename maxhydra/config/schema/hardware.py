@@ -72,6 +72,8 @@ class Links(Schema):
     """Dimensions of the torus that the fast links form; 0: a switch."""
     network_gb_s: float | None = option(None, gt=0)
     """A device's share of the network between nodes or slices, in 10^9 bytes per second."""
+    host_gb_s: float | None = option(None, gt=0)
+    """Link to host memory, in 10^9 bytes per second, for optimizer.offload."""
 
 
 @schema
