@@ -86,12 +86,12 @@ class Plan:
 
 def make_plan(case: Case, *, memory_share: float) -> Plan:
     """The plan of a case."""
-    capacity = case.config.hardware.memory_gib
+    capacity, found = case.config.hardware.memory_gib, transfers(case)
     return Plan(
         case=case,
         memory=memory(case),
-        transfers=tuple(transfers(case)),
-        time=step_time(case),
+        transfers=tuple(found),
+        time=step_time(case, found),
         limit=None if capacity is None else capacity * GIB * memory_share,
     )
 

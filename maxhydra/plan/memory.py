@@ -8,6 +8,7 @@ all weights have been gathered.
 
 import dataclasses
 from collections.abc import Iterable
+from functools import lru_cache
 
 import jax.numpy as jnp
 
@@ -78,6 +79,7 @@ class Memory:
         return sum(getattr(self, part) for part in parts)
 
 
+@lru_cache(maxsize=8192)
 def memory(case: Case) -> Memory:
     """Memory of a training step on each device."""
     accumulators = _trained_bytes(case) if case.grad_accum > 1 else 0

@@ -45,9 +45,10 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def mesh_text(plan: Plan) -> str:
-    """`fsdp=64 x tensor=8`."""
+    """`fsdp=64 x tensor=8`, with `, ZeRO-1` if it is used."""
     sizes = {axis: size for axis, size in plan.case.mesh.items() if size > 1}
-    return " x ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one device"
+    text = " x ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one device"
+    return f"{text}, ZeRO-1" if plan.case.shards_over_data else text
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
@@ -109,7 +110,7 @@ def time_parts(time: StepTime) -> dict[str, float]:
         "elementwise": time.compute.elementwise,
         "recomputation": time.compute.recomputed,
         "optimizer": time.compute.optimizer,
-        "copies of host memory": time.compute.host,
+        "copies to and from host memory": time.compute.host,
         "waiting for weights": time.exposed_weights,
         "waiting for activations": time.exposed_activations,
     }
@@ -117,7 +118,7 @@ def time_parts(time: StepTime) -> dict[str, float]:
 
 def _time_lines(time: StepTime) -> Iterator[str]:
     yield "\nstep time"
-    yield from table([(name, readable_seconds(seconds)) for name, seconds in time_parts(time).items()])
+    yield from table([(name, readable_seconds(seconds)) for name, seconds in time_parts(time).items() if seconds])
     yield (
         f"step {readable_seconds(time.seconds)}, {time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%} "
         "(estimated, see docs/plan.md)"

@@ -82,13 +82,13 @@ class StepTime:
         return self.compute.total + self.exposed_weights + self.exposed_activations
 
 
-def step_time(case: Case) -> StepTime | None:
-    """Estimate of the step time; None if the hardware option lacks peak rates."""
+def step_time(case: Case, found: list[Transfer] | None = None) -> StepTime | None:
+    """Estimate of the step time, given its transfers; None if the hardware option lacks peak rates."""
     hardware = case.config.hardware
     if not hardware.peak_tflops.get(case.config.model.dtypes.compute.value) or not hardware.bandwidth_gb_s:
         return None
     compute = compute_time(case)
-    found = transfers(case)
+    found = transfers(case) if found is None else found
     links = link_times(case, found)
     blocking = sum(_seconds(case, item) for item in found if item.overlap is Overlap.none)
     hidden = {phase: _hideable(case, compute, phase) for phase in Phase}

@@ -192,7 +192,7 @@ def tensor_transfers(case: Case) -> Iterator[Transfer]:
 
 
 def sequence_transfers(case: Case) -> Iterator[Transfer]:
-    """sequence: heads are exchanged (ulysses), or keys and values travel to all devices (ring, all_gather)."""
+    """sequence: heads are exchanged (ulysses), or keys and values travel to the devices that need them."""
     axes = case.sharder.mesh_axes("act_length")
     if not axes:
         return
@@ -200,18 +200,33 @@ def sequence_transfers(case: Case) -> Iterator[Transfer]:
     compute = jnp.dtype(case.config.model.dtypes.compute.value).itemsize
     shards = math.prod(case.mesh[axis] for axis in axes)
     for kind, count in case.subject.kinds:
-        queries, keys = _head_widths(case, kind.mixer)
         exchanges = _exchanges_heads(case, kind.mixer, shards)
-        # An exchange moves queries, keys and values, and the output back; otherwise all others need the keys.
-        width = (2 * queries + keys) / shards if exchanges else float(keys)
-        sent = case.stream_tokens * (shards - 1) * width * compute * count * case.grad_accum
+        forward, backward = _numbers_sent(case, kind.mixer, shards)
         calls = count * case.grad_accum * (4 if exchanges else 2)
-        yield Transfer("keys", axes, sent, calls, Phase.forward, Overlap.none, is_all_to_all=exchanges)
-        # Backward: the same for the gradients; without an exchange keys travel again, next to their gradients.
-        passes = (1 if exchanges else 2) + again
-        yield Transfer(
-            "keys", axes, passes * sent, passes * calls, Phase.backward, Overlap.none, is_all_to_all=exchanges
-        )
+        for phase, sent in ((Phase.forward, forward), (Phase.backward, backward + again * forward)):
+            size = sent * compute * count * case.grad_accum
+            yield Transfer("keys", axes, size, calls, phase, Overlap.none, is_all_to_all=exchanges)
+
+
+def _numbers_sent(case: Case, mixer: object, shards: int) -> tuple[float, float]:
+    """Numbers that a device sends forward and backward for a layer over `sequence`; float32 gradients count twice."""
+    (queries, keys), tokens = _head_widths(case, mixer), case.stream_tokens
+    if _exchanges_heads(case, mixer, shards):
+        # Queries, keys and values, and the output back; the same for the gradients.
+        sent = tokens * (shards - 1) * (2 * queries + keys) / shards
+        return sent, sent
+    own = case.seq_len // shards
+    window = getattr(mixer, "window", None) or getattr(mixer, "chunk", None)
+    if window is not None and case.config.mesh.context is not ContextStrategy.ring:
+        # The tokens before those of a device, as kernels/attention/context.py counts them.
+        sent = tokens * min(-(-(window - 1) // 128) * 128, case.seq_len - own) / own * keys
+        return sent, sent
+    sent = tokens * (shards - 1) * keys
+    if case.config.mesh.context is ContextStrategy.all_gather:
+        return sent, 3 * sent
+    # Zigzag order moves queries, keys and the output; gradients of the keys take one step more, back to their device.
+    order = tokens * (2 * queries + keys)
+    return sent + order, sent + 2 * tokens * shards * keys + order
 
 
 def _exchanges_heads(case: Case, mixer: object, shards: int) -> bool:
