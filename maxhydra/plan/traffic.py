@@ -107,6 +107,11 @@ def _weight(case: Case, array: Array) -> Iterator[Transfer]:
             yield Transfer("weights", gathered, sent, layers, Phase.backward, Overlap.layer)
     if array.is_frozen:
         return
+    if array.is_expert and gathered and rest and case.sharder.num_shards("experts") > 1:
+        # The shard_map of layers/expert_parallel.py sums them over all axes at once; the shard is taken afterwards.
+        axes = (*rest, *gathered)
+        yield Transfer("gradients", axes, 2 * ring(case, axes, size), layers, Phase.backward, Overlap.layer)
+        return
     if gathered:
         yield Transfer("gradients", gathered, ring(case, gathered, size), layers, Phase.backward, Overlap.layer)
     if rest:
@@ -121,9 +126,15 @@ def _reduction(case: Case, array: Array, axes: tuple[str, ...]) -> float:
 
 
 def zero1_transfers(case: Case) -> Iterator[Transfer]:
-    """data, with ZeRO-1: all weights are gathered at the start of a step; only layers' matrices are cast before that."""
+    """data, with ZeRO-1: all weights are gathered at the start of a step.
+
+    Layers' matrices are cast before that, and a head that is gathered over other axes too; the embedding is not.
+    """
     arrays = [array for array in case.subject.weights if case.layout.is_over_data(array)]
-    size = sum(case.compute_shard_bytes(array) if array.is_block else case.shard_bytes(array) for array in arrays)
+    size = 0.0
+    for array in arrays:
+        is_cast = array.is_block or (case.split(array)[0] and not _is_table(array))
+        size += case.compute_shard_bytes(array) if is_cast else case.shard_bytes(array)
     yield Transfer("weights", (DATA,), ring(case, (DATA,), size), len(arrays), Phase.forward, Overlap.none)
 
 

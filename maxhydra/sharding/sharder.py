@@ -126,15 +126,16 @@ class Sharder:
         return PartitionSpec(*entries)
 
     def spec_over_data(self, axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
-        """The spec of a matrix with the axis `data` added to the first dimension that it divides.
+        """The spec of a matrix with the axis `data` added to the first dimension that it divides, a sharded one if any.
 
+        Sharded over two dimensions, gradients would be all-reduced: the compiler scatters them over one only.
         Vectors, matrices that no dimension of fits, and arrays that `data` shards already have the usual spec.
         """
         spec, size = self.dividing_spec(axes, shape), self.mesh.shape[DATA]
         is_matrix = sum(name != "layers" for name in axes) > 1
         if size == 1 or not is_matrix or any(DATA in _names(entry) for entry in spec):
             return spec
-        for dimension, entry in enumerate(spec):
+        for dimension, entry in sorted(enumerate(spec), key=lambda item: item[1] is None):
             names = (*_names(entry), DATA)
             if (
                 axes[dimension] != "layers"
