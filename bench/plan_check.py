@@ -2,7 +2,7 @@
 
 python bench/plan_check.py                  estimates beside the stored numbers of the compiler
 python bench/plan_check.py measured         estimated step times beside those measured on one H200
-python bench/plan_check.py held_out         the same with rates fitted to one half of the measurements, on the other half
+python bench/plan_check.py held_out         the same for measurements that the rates were not fitted to
 python bench/plan_check.py scale            table of docs/plan.md: the best setups of large models on many devices
 python bench/plan_check.py compile [NAME]   compile the cases that are not stored yet, and store their numbers
 
@@ -80,14 +80,16 @@ CASES = {
     "sequence8_ulysses": f"{LONG} mesh.context=ulysses",
     "windows_float32_logits": f"{DEFAULTS} model=gemma3-4b model.num_layers=6 mesh.fsdp=8",
     "zero1": f"{CUT} train.per_device_batch_size=1 mesh.data=8 mesh.shard_state_over_data=true {FULL}",
-    "zero1_fsdp4": f"{CUT} train.per_device_batch_size=1 mesh.data=2 mesh.fsdp=4 mesh.shard_state_over_data=true {MINIMAL}",
+    "zero1_fsdp4": f"{CUT} train.per_device_batch_size=1 mesh.data=2 mesh.fsdp=4 mesh.shard_state_over_data=true "
+    f"{MINIMAL}",
     "adam8": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 optimizer.moments=dynamic8 {FULL}",
     "offload": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 optimizer.offload=true {FULL}",
     "adafactor": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 optimizer=adafactor {MINIMAL}",
     "replica2_fsdp4": f"{CUT} train.per_device_batch_size=1 mesh.replica=2 mesh.fsdp=4 train.diloco.period=1 {FULL}",
     "custom_remat": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 model.remat.policy=custom "
     "model.remat.save=[query,key,value,context]",
-    "latent_expert8": f"model=deepseek2-16b model.num_layers=3 {BASE} train.per_device_batch_size=1 mesh.expert=8 {FULL}",
+    "latent_expert8": f"model=deepseek2-16b model.num_layers=3 {BASE} train.per_device_batch_size=1 mesh.expert=8 "
+    f"{FULL}",
     "latent_sequence4": f"model=deepseek2-16b model.num_layers=3 {BASE} train.per_device_batch_size=0.25 "
     f"mesh.sequence=4 mesh.fsdp=2 {FULL}",
     "windows_sequence2": f"model=gemma3-4b model.num_layers=12 {BASE} train.per_device_batch_size=0.5 mesh.fsdp=4 "
@@ -224,7 +226,10 @@ def held_out() -> Iterator[tuple[str, ...]]:
     seconds = np.array([case.step_tokens / tokens for case, tokens in cases])
     terms = np.array([time_terms(case) for case, _ in cases]) / seconds[:, None]
     names = [case.config.model.num_layers for case, _ in cases]
-    splits = {"every second": [i % 2 == 1 for i in range(len(cases))], "the others": [i % 2 == 0 for i in range(len(cases))]}
+    splits = {
+        "every second": [i % 2 == 1 for i in range(len(cases))],
+        "the others": [i % 2 == 0 for i in range(len(cases))],
+    }
     splits |= {f"{layers} layers": [name == layers for name in names] for layers in sorted(set(names))}
     for split, is_test in splits.items():
         test = np.array(is_test)
@@ -234,7 +239,12 @@ def held_out() -> Iterator[tuple[str, ...]]:
         rest = 1 - terms[~test][:, ~known].sum(1)
         scales[known] = nnls(terms[~test][:, known], rest)[0]
         error = terms[test] @ scales - 1
-        yield split, f"{(~test).sum()} of {len(test)}", f"{np.abs(error).mean():.1%}", f"{error[np.abs(error).argmax()]:+.1%}"
+        yield (
+            split,
+            f"{(~test).sum()} of {len(test)}",
+            f"{np.abs(error).mean():.1%}",
+            f"{error[np.abs(error).argmax()]:+.1%}",
+        )
 
 
 def scale_rows() -> Iterator[tuple[str, ...]]:

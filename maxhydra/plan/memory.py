@@ -1,9 +1,9 @@
 """Bytes per device by kind, and the peak of a training step.
 
 State is exact: shapes of the model and the optimizer, divided by the real sharding. Temporaries follow the points of a
-step at which XLA's buffer assignment peaks: the loss, when logits exist next to all saved activations, the backward pass
-of a layer, when its recomputed activations, gathered weights and their gradients exist, and with ZeRO-1 the start, when
-all weights have been gathered.
+step at which XLA's buffer assignment peaks: the loss, when logits exist next to all saved activations, the backward
+pass of a layer, when its recomputed activations, gathered weights and their gradients exist, and with ZeRO-1 the start,
+when all weights have been gathered.
 """
 
 import dataclasses
@@ -131,7 +131,7 @@ def _cast_bytes(case: Case) -> float:
 
 @per_mesh
 def _gradient_bytes(case: Case) -> float:
-    """Sharded gradients of the layers in the dtype in which they use the weights; with ZeRO-1, sharded over `data` too."""
+    """Sharded gradients of the layers in the dtype in which they use the weights; ZeRO-1 shards them over `data` too."""
     trained = [array for array in case.subject.trained if array.is_block]
     return sum(case.local_bytes(array) * array.compute_bytes / array.dtype.itemsize for array in trained)
 

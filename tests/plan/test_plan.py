@@ -105,7 +105,8 @@ def test_replicas_send_all_weights_once_per_period() -> None:
     overrides = ["model=llama3-tiny", "train.seq_len=32", "hardware=gpu-h200", "mesh.replica=4", "mesh.fsdp=2"]
     subject = subject_of(*overrides, "train.diloco.period=10")
     case = Case.of(subject, devices=8, slices=1)
-    numbers = sum(math.prod(array.shape) / case.sharder.num_shards("embed") for array in subject.weights if array.is_matrix)
+    shards = case.sharder.num_shards("embed")
+    numbers = sum(math.prod(array.shape) / shards for array in subject.weights if array.is_matrix)
     sent = bytes_by_axes(transfers(case))
     assert sent["replica",] == pytest.approx(2 * 3 / 4 * 4 * numbers / 10, rel=0.01)
     assert not any("replica" in axes for axes in sent if axes != ("replica",))
