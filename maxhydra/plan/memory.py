@@ -41,9 +41,9 @@ class Memory:
     activations: float
     """Saved for the backward pass by all layers."""
     layer: float
-    """Recomputed and intermediate activations of the layer in work."""
+    """Recomputed and intermediate activations of the layers in work."""
     gathered: float
-    """Weights of one layer, gathered for use."""
+    """Weights of the layers in work, gathered for use."""
     logits: float
     """Gradient of the logits: XLA computes the head's gradient from it after the backward pass of the layers."""
     loss: float
@@ -85,14 +85,17 @@ def memory(case: Case) -> Memory:
     accumulators = _trained_bytes(case) if case.grad_accum > 1 else 0
     stream = case.stream_tokens * case.config.model.emb_dim * _compute_bytes(case)
     layer, rows = _layer_work(case)
+    # The layers of one repetition of the pattern share a loop body, in which XLA gathers weights early and computes
+    # their gradients late: on average half of them are in work.
+    in_work = (len(case.subject.spec.pattern) + 1) / 2
     return Memory(
         weights=_weight_bytes(case),
         optimizer=0.0 if case.config.optimizer.offload else _moment_bytes(case),
         cast_weights=_cast_bytes(case),
         gradients=accumulators + _gradient_bytes(case),
         activations=case.ticks * sum(count * case.saved_bytes(kind) for kind, count in case.subject.kinds),
-        layer=layer,
-        gathered=_gathered_bytes(case),
+        layer=in_work * layer,
+        gathered=in_work * _gathered_bytes(case),
         logits=_logits_bytes(case, _compute_bytes(case)) if _loss_chunk(case) == case.seq_len else 0.0,
         loss=_loss_bytes(case, stream),
         experts=rows,
@@ -131,7 +134,7 @@ def _cast_bytes(case: Case) -> float:
 
 @per_mesh
 def _gradient_bytes(case: Case) -> float:
-    """Sharded gradients of the layers in the dtype in which they use the weights; ZeRO-1 shards them over `data` too."""
+    """Sharded gradients of the layers in the dtype in which they use the weights, over `data` too with ZeRO-1."""
     trained = [array for array in case.subject.trained if array.is_block]
     return sum(case.local_bytes(array) * array.compute_bytes / array.dtype.itemsize for array in trained)
 
