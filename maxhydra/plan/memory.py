@@ -152,8 +152,8 @@ def _gathered_bytes(case: Case) -> float:
     for array in case.subject.weights:
         if array.is_block and array.is_matrix and case.split(array)[0]:
             name = "/".join(array.path.split("/")[:2])
-            # The gradient of all experts exists before it is scattered; dense ones are scattered one by one.
-            layers[name] = layers.get(name, 0.0) + case.used_bytes(array) * (2 if array.is_expert else 1)
+            # The gradient of one of the three matrices of all experts exists before it is scattered.
+            layers[name] = layers.get(name, 0.0) + case.used_bytes(array) * (4 / 3 if array.is_expert else 1)
     return max(layers.values(), default=0.0)
 
 
