@@ -125,7 +125,7 @@ def advice(plan: Plan) -> Iterator[str]:
 def _less_memory(case: Case, used: Memory) -> Iterator[str]:
     """What to change if a setup does not fit, by the largest part of its memory."""
     config = case.config
-    if used.peak_point == "at the loss" and used.loss > 0.2 * used.temporaries:
+    if used.logits + used.loss > 0.15 * used.temporaries:
         if not config.train.loss_chunk:
             yield "logits are large: train.loss_chunk=1024"
         if config.model.dtypes.logits.value == "float32":
