@@ -209,7 +209,7 @@ def compare_measured() -> Iterator[tuple[str, ...]]:
 
 
 def time_terms(case: Case) -> list[float]:
-    """Seconds of the terms of the time model that each have a rate of their own, on one device."""
+    """Seconds of the terms of the time model that have separate rates, on one device."""
     time, is_float8 = compute_time(case), QuantizationKind.fp8 in case.config.quantization.kinds
     flops, tokens = case.subject.forward_flops, case.tokens * case.grad_accum
     head = 3 * tokens * flops.head / (case.config.hardware.peak_tflops["bfloat16"] * 1e12 * MATMUL_RATE[Platform.gpu])

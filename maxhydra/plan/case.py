@@ -184,7 +184,7 @@ class Layout:
         self._split: dict[LogicalAxes, tuple[tuple[str, ...], tuple[str, ...]]] = {}
 
     def local_bytes(self, array: Array) -> int:
-        """Bytes of an array's largest shard as it is stored."""
+        """Bytes of the largest shard of a stored array."""
         return self._stored_shard(array)[0]
 
     def is_over_data(self, array: Array) -> bool:

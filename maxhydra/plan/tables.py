@@ -75,7 +75,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 
 def memory_parts(used: Memory) -> dict[str, float]:
-    """Bytes at the peak by what they are."""
+    """Bytes at the peak by part."""
     parts = (*STATE, *POINTS[used.peak_point])
     return {name: getattr(used, part) for part, name in PARTS.items() if part in parts}
 
