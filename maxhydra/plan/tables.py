@@ -98,8 +98,8 @@ def _traffic_lines(plan: Plan) -> Iterator[str]:
     diloco = plan.case.config.train.diloco
     for item in plan.transfers:
         if item.axes == (REPLICA,) and diloco.period is not None:
-            total, parts = readable_bytes(item.bytes * diloco.period), f" in {diloco.fragments} parts"
-            yield f"replicas: {total} every {diloco.period} steps{parts * (diloco.fragments > 1)}; mean per step above"
+            sent, parts = readable_bytes(item.bytes * diloco.period), f" in {diloco.fragments} parts"
+            yield f"replicas: {sent} every {diloco.period} steps{parts * (diloco.fragments > 1)}; mean per step above"
 
 
 def time_parts(time: StepTime) -> dict[str, float]:
