@@ -2,6 +2,7 @@
 
 python bench/plan_check.py                  estimates beside the stored numbers of the compiler
 python bench/plan_check.py measured         estimated step times beside those measured on one H200
+python bench/plan_check.py held_out         the same for measurements that the rates were not fitted to
 python bench/plan_check.py scale            table of docs/plan.md: the best setups of large models on many devices
 python bench/plan_check.py compile [NAME]   compile the cases that are not stored yet, and store their numbers
 
@@ -19,12 +20,17 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
+import numpy as np
+from scipy.optimize import nnls
+
 from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.hardware import Platform
+from maxhydra.config.schema.quantization import QuantizationKind
 from maxhydra.plan.case import Case, Subject
 from maxhydra.plan.memory import memory
 from maxhydra.plan.search import Limits, search
 from maxhydra.plan.tables import mesh_text, table
-from maxhydra.plan.timing import step_time
+from maxhydra.plan.timing import MATMUL_RATE, compute_time, step_time
 from maxhydra.plan.traffic import bytes_by_axes, transfers
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -73,6 +79,21 @@ CASES = {
     "sequence8_ring": f"{LONG} mesh.context=ring",
     "sequence8_ulysses": f"{LONG} mesh.context=ulysses",
     "windows_float32_logits": f"{DEFAULTS} model=gemma3-4b model.num_layers=6 mesh.fsdp=8",
+    "zero1": f"{CUT} train.per_device_batch_size=1 mesh.data=8 mesh.shard_state_over_data=true {FULL}",
+    "zero1_fsdp4": f"{CUT} train.per_device_batch_size=1 mesh.data=2 mesh.fsdp=4 mesh.shard_state_over_data=true "
+    f"{MINIMAL}",
+    "adam8": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 optimizer.moments=dynamic8 {FULL}",
+    "offload": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 optimizer.offload=true {FULL}",
+    "adafactor": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 optimizer=adafactor {MINIMAL}",
+    "replica2_fsdp4": f"{CUT} train.per_device_batch_size=1 mesh.replica=2 mesh.fsdp=4 train.diloco.period=1 {FULL}",
+    "custom_remat": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 model.remat.policy=custom "
+    "model.remat.save=[query,key,value,context]",
+    "latent_expert8": f"model=deepseek2-16b model.num_layers=3 {BASE} train.per_device_batch_size=1 mesh.expert=8 "
+    f"{FULL}",
+    "latent_sequence4": f"model=deepseek2-16b model.num_layers=3 {BASE} train.per_device_batch_size=0.25 "
+    f"mesh.sequence=4 mesh.fsdp=2 {FULL}",
+    "windows_sequence2": f"model=gemma3-4b model.num_layers=12 {BASE} train.per_device_batch_size=0.5 mesh.fsdp=4 "
+    f"mesh.sequence=2 {FULL}",
     "experts_mixed": f"{QWEN} model.num_layers=4 mesh.data=2 mesh.fsdp=2 mesh.expert=2 {FULL}",
 }
 
@@ -187,6 +208,45 @@ def compare_measured() -> Iterator[tuple[str, ...]]:
         yield name, f"{measured * 1e3:.0f}", f"{time.seconds * 1e3:.0f}", f"{time.seconds / measured - 1:+.1%}"
 
 
+def time_terms(case: Case) -> list[float]:
+    """Seconds of the terms of the time model that have separate rates, on one device."""
+    time, is_float8 = compute_time(case), QuantizationKind.fp8 in case.config.quantization.kinds
+    flops, tokens = case.subject.forward_flops, case.tokens * case.grad_accum
+    head = 3 * tokens * flops.head / (case.config.hardware.peak_tflops["bfloat16"] * 1e12 * MATMUL_RATE[Platform.gpu])
+    layers = time.matmul + time.recomputed - head
+    by_dtype = [layers, 0.0, time.elementwise, 0.0] if not is_float8 else [0.0, layers, 0.0, time.elementwise]
+    by_dtype[0] += head
+    return [*by_dtype, time.attention, time.optimizer]
+
+
+def held_out() -> Iterator[tuple[str, ...]]:
+    """Rows of the table: for each split, deviations of the estimates with rates fitted to the other measurements."""
+    yield ("held out", "fitted to", "mean", "largest")
+    cases = [(case_of(overrides, 1), tokens) for overrides, tokens in measured_cases()]
+    seconds = np.array([case.step_tokens / tokens for case, tokens in cases])
+    terms = np.array([time_terms(case) for case, _ in cases]) / seconds[:, None]
+    names = [case.config.model.num_layers for case, _ in cases]
+    splits = {
+        "every second": [i % 2 == 1 for i in range(len(cases))],
+        "the others": [i % 2 == 0 for i in range(len(cases))],
+    }
+    splits |= {f"{layers} layers": [name == layers for name in names] for layers in sorted(set(names))}
+    for split, is_test in splits.items():
+        test = np.array(is_test)
+        # Terms that the fitted half does not have (float8, Adafactor) keep the shipped rate.
+        scales = np.ones(terms.shape[1])
+        known = terms[~test].any(0)
+        rest = 1 - terms[~test][:, ~known].sum(1)
+        scales[known] = nnls(terms[~test][:, known], rest)[0]
+        error = terms[test] @ scales - 1
+        yield (
+            split,
+            f"{(~test).sum()} of {len(test)}",
+            f"{np.abs(error).mean():.1%}",
+            f"{error[np.abs(error).argmax()]:+.1%}",
+        )
+
+
 def scale_rows() -> Iterator[tuple[str, ...]]:
     """Rows of the table in docs/plan.md: the best setup of each model on each number of devices."""
     yield ("model", "devices", "mesh", "remat", "batch, accumulated", "GiB", "step", "MFU")
@@ -231,4 +291,5 @@ if __name__ == "__main__":
         for row in scale_rows():
             print(f"| {' | '.join(row)} |", flush=True)
     else:
-        print("\n".join(table(list(compare_measured() if command == "measured" else compare_compiled()))))
+        rows = {"measured": compare_measured, "held_out": held_out}.get(command, compare_compiled)
+        print("\n".join(table(list(rows()))))

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 
 from maxhydra import model, optim
 from maxhydra.config import Config
-from maxhydra.config.schema.hardware import AXES, STAGE, Mesh, Platform
+from maxhydra.config.schema.hardware import AXES, DATA, REPLICA, STAGE, Mesh, Platform
 from maxhydra.config.schema.model import RematPolicy
 from maxhydra.kernels import rms_norm
 from maxhydra.kernels.dispatch import Capability
@@ -46,6 +46,8 @@ class Array:
     axes: LogicalAxes
     compute_bytes: int
     """Bytes of an element as layers use it, and of its gradient."""
+    is_frozen: bool = False
+    """Whether it is a weight that is not trained."""
 
     @property
     def layers(self) -> int:
@@ -73,16 +75,15 @@ class Subject:
     spec: DecoderSpec
     weights: tuple[Array, ...]
     moments: tuple[Array, ...]
-    frozen: frozenset[str]
-    """Paths of the weights that are not trained."""
     traced: HashedModel
-    layouts: dict[AxisSizes, "Layout"] = dataclasses.field(default_factory=dict)
+    layouts: dict[tuple[AxisSizes, bool], "Layout"] = dataclasses.field(default_factory=dict)
 
-    def layout(self, sizes: AxisSizes) -> "Layout":
+    def layout(self, sizes: AxisSizes, *, shards_over_data: bool) -> "Layout":
         """The layout on a mesh, made once."""
-        if sizes not in self.layouts:
-            self.layouts[sizes] = Layout(sizes, self.config.mesh)
-        return self.layouts[sizes]
+        key = (sizes, shards_over_data)
+        if key not in self.layouts:
+            self.layouts[key] = Layout(sizes, self.config.mesh, shards_over_data=shards_over_data)
+        return self.layouts[key]
 
     @classmethod
     def of(cls, config: Config) -> "Subject":
@@ -93,18 +94,21 @@ class Subject:
         state_shapes = jax.eval_shape(states.optimizer.transform.init, trainable)
         state_axes = optim.state_axes(states.optimizer, trainable, trainable_axes)
         compute = np.dtype(jax.numpy.dtype(config.model.dtypes.compute.value)).itemsize
+        untrained = {array.path for array in _arrays(frozen, model.split_trainable(decoder.axes)[1], compute)}
         return cls(
             config=config,
             spec=DecoderSpec.of(config.model),
-            weights=tuple(_arrays(decoder.shapes, decoder.axes, compute)),
+            weights=tuple(
+                dataclasses.replace(array, is_frozen=array.path in untrained)
+                for array in _arrays(decoder.shapes, decoder.axes, compute)
+            ),
             moments=tuple(_arrays(state_shapes, state_axes, compute)),
-            frozen=frozenset(array.path for array in _arrays(frozen, model.split_trainable(decoder.axes)[1], compute)),
             traced=HashedModel(config.model, config.quantization),
         )
 
     @cached_property
     def trained(self) -> list[Array]:
-        return [array for array in self.weights if array.path not in self.frozen]
+        return [array for array in self.weights if not array.is_frozen]
 
     @cached_property
     def kinds(self) -> list[tuple[BlockSpec, int]]:
@@ -169,32 +173,44 @@ def _arrays(shapes: Any, axes: Any, compute: int) -> list[Array]:
 class Layout:
     """How the arrays of a subject are sharded over one mesh; shared by all cases with this mesh."""
 
-    def __init__(self, sizes: AxisSizes, config: Mesh):
+    def __init__(self, sizes: AxisSizes, config: Mesh, *, shards_over_data: bool):
+        self.shards_over_data = shards_over_data
         mesh = AbstractMesh(sizes.total, AXES, axis_types=AXIS_TYPES)
         self.sharder = Sharder.from_config(config, mesh)
         self.mesh = dict(zip(AXES, sizes.total, strict=True))
         self.results: dict[Any, Any] = {}
         """Results of functions that depend on the mesh alone (`per_mesh`)."""
-        self._local: dict[int, int] = {}
-        self._split: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+        self._stored: dict[Any, tuple[int, bool]] = {}
+        self._split: dict[LogicalAxes, tuple[tuple[str, ...], tuple[str, ...]]] = {}
 
     def local_bytes(self, array: Array) -> int:
-        """Bytes of an array's largest shard."""
-        if id(array) not in self._local:
-            spec = self.sharder.spec(array.axes)
-            self._local[id(array)] = bytes_per_device(array.shape, array.dtype, spec, self.sharder.mesh)
-        return self._local[id(array)]
+        """Bytes of the largest shard of a stored array."""
+        return self._stored_shard(array)[0]
+
+    def is_over_data(self, array: Array) -> bool:
+        """Whether only ZeRO-1 shards an array over data, so that it is gathered over it for use."""
+        return self._stored_shard(array)[1]
+
+    def _stored_shard(self, array: Array) -> tuple[int, bool]:
+        """Bytes of the largest shard, and whether it is one of ZeRO-1; as StateFactory.spec. Once per kind of array."""
+        key = (array.axes, array.shape, array.dtype.itemsize, array.is_frozen)
+        if key not in self._stored:
+            spec = usual = self.sharder.dividing_spec(array.axes, array.shape)
+            if self.shards_over_data and not array.is_frozen:
+                spec = self.sharder.spec_over_data(array.axes, array.shape)
+            self._stored[key] = bytes_per_device(array.shape, array.dtype, spec, self.sharder.mesh), spec != usual
+        return self._stored[key]
 
     def split(self, array: Array) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Mesh axes over which a weight is gathered for use, and those over which it stays split."""
-        if id(array) not in self._split:
+        if array.axes not in self._split:
             gathered: list[str] = []
             unchanged: list[str] = []
             for name, entry in zip(array.axes, self.sharder.spec(array.axes), strict=True):
                 axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
                 (unchanged if name in SPLIT_IN_USE else gathered).extend(axes)
-            self._split[id(array)] = tuple(gathered), tuple(unchanged)
-        return self._split[id(array)]
+            self._split[array.axes] = tuple(gathered), tuple(unchanged)
+        return self._split[array.axes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +223,8 @@ class Case:
     rows: float
     """Sequences per device in one forward pass; a fraction if several devices share a sequence."""
     grad_accum: int
+    shards_over_data: bool = False
+    """ZeRO-1: weights and moments are sharded over `data` too."""
 
     @classmethod
     def of(cls, subject: Subject, *, devices: int, slices: int) -> "Case":
@@ -218,6 +236,7 @@ class Case:
             remat=Remat.of(config.model.remat),
             rows=config.train.per_device_batch_size,
             grad_accum=config.train.grad_accum,
+            shards_over_data=config.mesh.shard_state_over_data,
         )
 
     @property
@@ -226,7 +245,7 @@ class Case:
 
     @cached_property
     def layout(self) -> Layout:
-        return self.subject.layout(self.sizes)
+        return self.subject.layout(self.sizes, shards_over_data=self.shards_over_data)
 
     @property
     def sharder(self) -> Sharder:
@@ -279,7 +298,9 @@ class Case:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        return self.sharder.mesh_axes("act_batch") + self.sharder.mesh_axes("act_length")
+        """Mesh axes over which gradients are summed: DiLoCo replicas keep theirs."""
+        axes = self.sharder.mesh_axes("act_batch") + self.sharder.mesh_axes("act_length")
+        return tuple(axis for axis in axes if axis != REPLICA)
 
     def serves(self, backend: Capability[Any], *dimensions: str) -> bool:
         """Whether a GPU kernel serves an operation whose operands have these dimensions (kernels/placement.py)."""
@@ -289,6 +310,14 @@ class Case:
 
     def local_bytes(self, array: Array) -> int:
         return self.layout.local_bytes(array)
+
+    def shard_bytes(self, array: Array) -> float:
+        """Bytes of an array's shard as the forward pass reads it: that of ZeRO-1 gathered over `data`."""
+        return self.local_bytes(array) * (self.mesh[DATA] if self.layout.is_over_data(array) else 1)
+
+    def compute_shard_bytes(self, array: Array) -> float:
+        """As `shard_bytes`, in the compute dtype."""
+        return self.shard_bytes(array) * array.compute_bytes / array.dtype.itemsize
 
     def split(self, array: Array) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Mesh axes over which a weight is gathered for use, and those over which it stays split."""

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from maxhydra.config.schema.hardware import Platform
+from maxhydra.config.schema.hardware import DATA, REPLICA, Platform
 from maxhydra.config.schema.model import RematPolicy
+from maxhydra.config.schema.optimizer import USES
 from maxhydra.model import parameter_count
 from maxhydra.plan.case import Case
 from maxhydra.plan.memory import Memory, memory
@@ -40,6 +41,7 @@ class Plan:
         sizes = {key: size for key, size in {**within, **across}.items() if size > 1}
         return [
             *(f"{key}={size}" for key, size in sizes.items()),
+            *(["mesh.shard_state_over_data=true"] if case.shards_over_data else []),
             f"model.remat.policy={case.remat.policy.value}",
             f"train.per_device_batch_size={case.rows:g}",
             f"train.grad_accum={case.grad_accum}",
@@ -57,6 +59,7 @@ class Plan:
             "mesh": {axis: size for axis, size in case.mesh.items() if size > 1},
             "slices": {axis: n for axis, n in zip(case.mesh, case.sizes.across, strict=True) if n > 1},
             "parameters": parameter_count(list(case.subject.weights)),
+            "shard_state_over_data": case.shards_over_data,
             "remat": case.remat.policy.value,
             "per_device_batch_size": case.rows,
             "grad_accum": case.grad_accum,
@@ -83,12 +86,12 @@ class Plan:
 
 def make_plan(case: Case, *, memory_share: float) -> Plan:
     """The plan of a case."""
-    capacity = case.config.hardware.memory_gib
+    capacity, found = case.config.hardware.memory_gib, transfers(case)
     return Plan(
         case=case,
         memory=memory(case),
-        transfers=tuple(transfers(case)),
-        time=step_time(case),
+        transfers=tuple(found),
+        time=step_time(case, found),
         limit=None if capacity is None else capacity * GIB * memory_share,
     )
 
@@ -101,6 +104,8 @@ def advice(plan: Plan) -> Iterator[str]:
     time = plan.time
     if time is None:
         return
+    if used.host and case.config.hardware.links.host_gb_s is None:
+        yield "the step time lacks the copies of offloaded optimizer state: set hardware.links.host_gb_s"
     if time.exposed_weights > 0.1 * time.seconds:
         share = time.exposed_weights / time.seconds
         yield (
@@ -120,18 +125,32 @@ def advice(plan: Plan) -> Iterator[str]:
 def _less_memory(case: Case, used: Memory) -> Iterator[str]:
     """What to change if a setup does not fit, by the largest part of its memory."""
     config = case.config
-    if used.at_loss >= used.at_backward and used.loss > 0.2 * used.temporaries:
+    if used.logits + used.loss > 0.15 * used.temporaries:
         if not config.train.loss_chunk:
             yield "logits are large: train.loss_chunk=1024"
         if config.model.dtypes.logits.value == "float32":
             yield "logits are large: model.dtypes.logits=bfloat16"
     if case.remat.policy is not RematPolicy.full and used.activations > 0.2 * used.peak:
         yield "activations are large: model.remat.policy=full"
-    if used.state > 0.6 * used.peak and case.mesh["data"] > 1:
-        yield f"weights and moments are replicated: mesh.data=1 mesh.fsdp={case.mesh['data'] * case.mesh['fsdp']}"
-    elif used.state > 0.6 * used.peak:
-        yield f"weights and moments are large: task.devices={2 * case.devices}, optimizer.mu_dtype=bfloat16"
+    if used.state > 0.6 * used.peak:
+        yield from _less_state(case)
     if used.activations + used.layer > 0.3 * used.peak:
         yield f"activations are large: train.per_device_batch_size={case.rows / 2:g}"
         if config.hardware.platform is not Platform.cpu and case.mesh["tensor"] == 1:
             yield "or split them: mesh.tensor=2, mesh.sequence=2"
+
+
+def _less_state(case: Case) -> Iterator[str]:
+    """What to change if weights and optimizer state do not fit."""
+    data, has_replicas = case.mesh[DATA], case.mesh[REPLICA] > 1
+    if data > 1 and not case.shards_over_data and not has_replicas:
+        yield (
+            f"weights and moments are replicated: mesh.data=1 mesh.fsdp={data * case.mesh['fsdp']}, "
+            "or mesh.shard_state_over_data=true"
+        )
+    else:
+        yield f"weights and moments are large: task.devices={2 * case.devices}"
+    if case.config.optimizer.moments is None and "moments" in USES[case.config.optimizer.kind]:
+        yield "moments are large: optimizer.moments=dynamic8"
+    elif not case.config.optimizer.offload and not has_replicas:
+        yield "moments are large: optimizer.offload=true"

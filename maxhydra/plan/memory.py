@@ -1,20 +1,29 @@
 """Bytes per device by kind, and the peak of a training step.
 
-State is exact: shapes of the model and the optimizer, divided by the real sharding. Temporaries follow the two points
-of a step at which XLA's buffer assignment peaks: the loss, when logits exist next to all saved activations, and the
-backward pass of a layer, when its recomputed activations, gathered weights and their gradients exist.
+State is exact: shapes of the model and the optimizer, divided by the real sharding. Temporaries follow the points of a
+step at which XLA's buffer assignment peaks: the loss, when logits exist next to all saved activations, the backward
+pass of a layer, when its recomputed activations, gathered weights and their gradients exist, and with ZeRO-1 the start,
+when all weights have been gathered.
 """
 
 import dataclasses
+from collections.abc import Iterable
+from functools import lru_cache
 
 import jax.numpy as jnp
 
+from maxhydra.config.schema.hardware import REPLICA
 from maxhydra.kernels import linear_cross_entropy
 from maxhydra.plan.case import NOTHING_RECOMPUTED, Case, per_mesh
-from maxhydra.plan.traffic import FLOAT32, expert_rows, gathers_tokens
+from maxhydra.plan.traffic import FLOAT32, expert_rows, gathers_tokens, outer_bytes
 
-# Share of a layer's activations that exist at once while its backward pass runs, from compiled steps for H200.
-LIVE_SHARE = 0.9
+# Parts of Memory that always exist, and those that exist next to them at each point of a step.
+STATE = ("weights", "optimizer", "outer", "batch")
+POINTS = {
+    "in the gather of the weights": ("cast_weights", "tables"),
+    "at the loss": ("cast_weights", "gradients", "activations", "logits", "loss"),
+    "in the backward pass": ("cast_weights", "gradients", "activations", "logits", "layer", "gathered"),
+}
 # Bytes of the five int32 and float32 columns of a batch.
 COLUMN_BYTES = 20
 
@@ -28,55 +37,72 @@ class Memory:
     cast_weights: float
     """The copy of the layers' matrices in the compute dtype."""
     gradients: float
+    """Gradients of the layers, which the backward loop fills, and the sums of accumulated microbatches."""
     activations: float
     """Saved for the backward pass by all layers."""
     layer: float
-    """Recomputed and intermediate activations of the layer in work."""
+    """Recomputed and intermediate activations of the layers in work."""
     gathered: float
-    """Weights of one layer, gathered for use."""
+    """Weights of the layers in work, gathered for use."""
+    logits: float
+    """Gradient of the logits: XLA computes the head's gradient from it after the backward pass of the layers."""
     loss: float
-    """Logits and their gradient, and the gathered head."""
+    """Logits, if their gradient is not written over them, the gathered head, and hidden states."""
     experts: float
     """Routed rows of the layer in work, part of `layer`."""
     batch: float
+    tables: float = 0.0
+    """ZeRO-1: embedding and head, gathered in the dtype in which they are stored, and the shards they come from."""
+    outer: float = 0.0
+    """DiLoCo: the shared weights next to those of the replica, and the momentum of the outer step."""
+    host: float = 0.0
+    """Optimizer state in host memory (optimizer.offload); not part of the others."""
 
     @property
     def state(self) -> float:
-        return self.weights + self.optimizer + self.batch
-
-    @property
-    def at_loss(self) -> float:
-        return self.cast_weights + self.activations + self.loss
-
-    @property
-    def at_backward(self) -> float:
-        return self.cast_weights + self.activations + self.layer + self.gathered + self.gradients
+        return self.total(STATE)
 
     @property
     def temporaries(self) -> float:
-        return max(self.at_loss, self.at_backward)
+        return self.total(POINTS[self.peak_point])
 
     @property
     def peak(self) -> float:
         return self.state + self.temporaries
 
+    @property
+    def peak_point(self) -> str:
+        """The point of the step with the most temporaries, a key of POINTS."""
+        return max(POINTS, key=lambda point: self.total(POINTS[point]))
 
+    def total(self, parts: Iterable[str]) -> float:
+        return sum(getattr(self, part) for part in parts)
+
+
+@lru_cache(maxsize=8192)
 def memory(case: Case) -> Memory:
     """Memory of a training step on each device."""
     accumulators = _trained_bytes(case) if case.grad_accum > 1 else 0
     stream = case.stream_tokens * case.config.model.emb_dim * _compute_bytes(case)
     layer, rows = _layer_work(case)
+    # The layers of one repetition of the pattern share a loop body, in which XLA gathers weights early and computes
+    # their gradients late: on average half of them are in work.
+    in_work = (len(case.subject.spec.pattern) + 1) / 2
     return Memory(
         weights=_weight_bytes(case),
-        optimizer=_moment_bytes(case),
+        optimizer=0.0 if case.config.optimizer.offload else _moment_bytes(case),
         cast_weights=_cast_bytes(case),
         gradients=accumulators + _gradient_bytes(case),
         activations=case.ticks * sum(count * case.saved_bytes(kind) for kind, count in case.subject.kinds),
-        layer=layer,
-        gathered=_gathered_bytes(case),
-        loss=_loss_bytes(case) + 2 * stream + accumulators,
+        layer=in_work * layer,
+        gathered=in_work * _gathered_bytes(case),
+        logits=_logits_bytes(case, _compute_bytes(case)) if _loss_chunk(case) == case.seq_len else 0.0,
+        loss=_loss_bytes(case, stream),
         experts=rows,
         batch=COLUMN_BYTES * case.stream_tokens * case.grad_accum,
+        tables=_gathered_table_bytes(case),
+        outer=_trained_bytes(case) + outer_bytes(case) if case.mesh[REPLICA] > 1 else 0.0,
+        host=_moment_bytes(case) if case.config.optimizer.offload else 0.0,
     )
 
 
@@ -103,14 +129,20 @@ def _compute_bytes(case: Case) -> int:
 def _cast_bytes(case: Case) -> float:
     """Bytes of the sharded copy of the layers' matrices in the compute dtype; none of those that are stored in it."""
     arrays = [array for array in case.subject.weights if array.is_block and array.dtype.itemsize != array.compute_bytes]
-    return sum(case.local_bytes(array) * array.compute_bytes / array.dtype.itemsize for array in arrays)
+    return sum(map(case.compute_shard_bytes, arrays))
 
 
 @per_mesh
 def _gradient_bytes(case: Case) -> float:
-    """Sharded gradients in the dtype in which layers use the weights."""
-    trained = case.subject.trained
+    """Sharded gradients of the layers in the dtype in which they use the weights, over `data` too with ZeRO-1."""
+    trained = [array for array in case.subject.trained if array.is_block]
     return sum(case.local_bytes(array) * array.compute_bytes / array.dtype.itemsize for array in trained)
+
+
+@per_mesh
+def _gathered_table_bytes(case: Case) -> float:
+    arrays = [array for array in case.subject.weights if not array.is_block and case.layout.is_over_data(array)]
+    return sum(case.shard_bytes(array) + case.local_bytes(array) for array in arrays)
 
 
 @per_mesh
@@ -120,31 +152,42 @@ def _gathered_bytes(case: Case) -> float:
     for array in case.subject.weights:
         if array.is_block and array.is_matrix and case.split(array)[0]:
             name = "/".join(array.path.split("/")[:2])
-            # The gradient of all experts exists before it is scattered; dense ones are scattered one by one.
-            layers[name] = layers.get(name, 0.0) + case.used_bytes(array) * (2 if array.is_expert else 1)
+            # The gradient of one of the three matrices of all experts exists before it is scattered.
+            layers[name] = layers.get(name, 0.0) + case.used_bytes(array) * (4 / 3 if array.is_expert else 1)
     return max(layers.values(), default=0.0)
 
 
-def _loss_bytes(case: Case) -> float:
-    """Logits in their dtype, their gradient in the compute dtype, and the head."""
-    config, train = case.config.model, case.config.train
-    chunk = train.loss_chunk if 0 < train.loss_chunk < case.seq_len else case.seq_len
-    tokens = case.stream_tokens * chunk / case.seq_len
-    vocabulary = config.vocab_size / case.sharder.num_shards("act_vocab")
+def _loss_chunk(case: Case) -> int:
+    chunk = case.config.train.loss_chunk
+    return chunk if 0 < chunk < case.seq_len else case.seq_len
+
+
+def _logits_bytes(case: Case, item_bytes: int) -> float:
+    """Logits of one chunk of the loss."""
+    tokens = case.stream_tokens * _loss_chunk(case) / case.seq_len
+    return tokens * case.config.model.vocab_size / case.sharder.num_shards("act_vocab") * item_bytes
+
+
+def _loss_bytes(case: Case, stream: float) -> float:
+    """What exists at the loss next to the gradient of the logits of all positions."""
+    config, compute = case.config.model, _compute_bytes(case)
     logits = jnp.dtype(config.dtypes.logits.value).itemsize
-    head = config.emb_dim * vocabulary * _compute_bytes(case)
+    head = config.emb_dim * config.vocab_size / case.sharder.num_shards("act_vocab") * compute
     is_served = case.serves(linear_cross_entropy.BACKENDS["triton"], "batch", "length", "vocab")
-    is_whole = chunk == case.seq_len
-    # On all positions at once the kernel writes the gradient over the logits, next to the head and its gradient; a
-    # loop over chunks carries the gradient in float32.
-    in_place = is_whole and is_served and logits == _compute_bytes(case)
-    heads = 3 if not is_whole else 2 if in_place else 1
-    return tokens * vocabulary * (logits + (0 if in_place else _compute_bytes(case))) + heads * head
+    if _loss_chunk(case) < case.seq_len:
+        # A loop over chunks carries the gradient of the head in float32.
+        return _logits_bytes(case, logits + compute) + 3 * head + 2 * stream
+    if not is_served or logits != compute:
+        return _logits_bytes(case, logits) + head + 2 * stream
+    # The kernel writes the gradient over the logits. The head is freed before its gradient is computed, which is then
+    # scattered; the gradient of the final norm is computed in float32.
+    shards = case.sharder.num_shards("embed")
+    return head + (head / shards if shards > 1 else 0.0) + 4 * stream
 
 
 def _layer_work(case: Case) -> tuple[float, float]:
     """Bytes of the activations of the largest layer while it is in work, and of its routed rows among them."""
-    sizes = [LIVE_SHARE * case.saved_bytes(kind, NOTHING_RECOMPUTED) for kind, _ in case.subject.kinds]
+    sizes = [case.saved_bytes(kind, NOTHING_RECOMPUTED) for kind, _ in case.subject.kinds]
     rows = _row_bytes(case)
     return max(sizes) + max(0.0, rows), rows
 

@@ -1,11 +1,11 @@
-"""Search for the mesh, remat policy and batch with the highest estimated throughput that fits in memory."""
+"""Search for the mesh, ZeRO-1, remat policy and batch with the highest estimated throughput that fits in memory."""
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from maxhydra.config.schema.hardware import AXES
+from maxhydra.config.schema.hardware import AXES, DATA
 from maxhydra.config.schema.model import RematPolicy
 from maxhydra.model.block import Remat
 from maxhydra.plan.case import Case, Subject
@@ -43,7 +43,7 @@ def search(subject: Subject, limits: Limits) -> list[Plan]:
     ]
     if not first:
         return []
-    ranked = _ranked(first, limits)[:FINALISTS]
+    ranked = _ranked([case for each in first for case in _state_layouts(each, limits)], limits)[:FINALISTS]
     cases = [
         case
         for plan, sequences, remat in itertools.product(ranked, SEQUENCES, POLICIES)
@@ -77,6 +77,18 @@ def meshes(subject: Subject, limits: Limits) -> Iterator[AxisSizes]:
             yield found
 
 
+def _state_layouts(case: Case, limits: Limits) -> list[Case]:
+    """The case, and with ZeRO-1 if it has data parallelism and does not fit: ZeRO-1 saves memory and no time."""
+    if case.mesh[DATA] == 1 or _fits(case, limits):
+        return [case]
+    return [case, dataclasses.replace(case, shards_over_data=True)]
+
+
+def _fits(case: Case, limits: Limits) -> bool:
+    capacity = case.config.hardware.memory_gib or math.inf
+    return memory(case).peak <= capacity * 2**30 * limits.memory_share
+
+
 def _divisors(number: int, largest: int) -> list[int]:
     """Divisors up to a size: powers of two, and the number itself."""
     powers = [2**power for power in range(number.bit_length()) if number % 2**power == 0]
@@ -105,11 +117,9 @@ def _with_batch(case: Case, sequences: int, limits: Limits) -> Case | None:
 
 def _ranked(cases: Sequence[Case], limits: Limits) -> list[Plan]:
     """Plans of the cases that fit, fastest first; without any, those that need the least memory."""
-    capacity = cases[0].config.hardware.memory_gib or math.inf
-    peaks = {index: memory(case).peak for index, case in enumerate(cases)}
-    fitting = [cases[index] for index, peak in peaks.items() if peak <= capacity * 2**30 * limits.memory_share]
+    fitting = [case for case in cases if _fits(case, limits)]
     if not fitting:
-        smallest = [cases[index] for index in sorted(peaks, key=lambda index: peaks[index])[: limits.results]]
-        return [make_plan(case, memory_share=limits.memory_share) for case in smallest]
+        fitting = sorted(cases, key=lambda case: memory(case).peak)[: limits.results]
+        return [make_plan(case, memory_share=limits.memory_share) for case in fitting]
     plans = [make_plan(case, memory_share=limits.memory_share) for case in fitting]
     return sorted(plans, key=lambda plan: -(plan.time.tokens_per_second if plan.time else -plan.memory.peak))

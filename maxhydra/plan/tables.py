@@ -3,19 +3,24 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from maxhydra.config.schema.hardware import REPLICA
 from maxhydra.plan.estimate import Plan, advice
+from maxhydra.plan.memory import POINTS, STATE, Memory
 from maxhydra.plan.timing import StepTime
 
 # Parts of Memory in the order of the table, with what they are called there.
 PARTS = {
     "weights": "weights",
     "optimizer": "optimizer state",
+    "outer": "shared weights and outer momentum",
     "cast_weights": "weights in the compute dtype",
-    "gradients": "gradients",
+    "gradients": "gradients of the layers",
     "activations": "saved activations",
-    "layer": "layer in work",
-    "gathered": "gathered weights of a layer",
-    "loss": "logits, their gradient and the head",
+    "layer": "activations of layers in work",
+    "gathered": "gathered weights of layers in work",
+    "tables": "embedding and head of ZeRO-1",
+    "logits": "gradient of the logits",
+    "loss": "logits and head",
     "batch": "batch",
 }
 
@@ -40,9 +45,10 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def mesh_text(plan: Plan) -> str:
-    """`fsdp=64 x tensor=8`."""
+    """`fsdp=64 x tensor=8`, with `, ZeRO-1` if it is used."""
     sizes = {axis: size for axis, size in plan.case.mesh.items() if size > 1}
-    return " x ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one device"
+    text = " x ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one device"
+    return f"{text}, ZeRO-1" if plan.case.shards_over_data else text
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
@@ -53,10 +59,12 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         f"tokens a step ({case.rows:g} sequences of {case.seq_len:,} per device, {case.grad_accum} accumulated)"
     )
     yield "\nmemory per device"
-    yield from table([(name, readable_bytes(getattr(used, part))) for part, name in PARTS.items()])
+    shown = {name: getattr(used, part) for part, name in PARTS.items()}
+    yield from table([(name, readable_bytes(count)) for name, count in shown.items() if count])
     limit = "" if plan.limit is None else f" of {readable_bytes(plan.limit)}, {'fits' if plan.fits else 'DOES NOT FIT'}"
-    where = "at the loss" if used.at_loss >= used.at_backward else "in the backward pass"
-    yield f"peak {readable_bytes(used.peak)} {where}{limit}"
+    yield f"peak {readable_bytes(used.peak)} {used.peak_point}{limit}"
+    if used.host:
+        yield f"host memory per device: {readable_bytes(used.host)} of optimizer state"
     yield from _traffic_lines(plan)
     if plan.time is None:
         yield "\nno step time: the hardware option has no peak rates; choose one such as hardware=gpu-h200"
@@ -64,6 +72,12 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         yield from _time_lines(plan.time)
     for line in advice(plan):
         yield f"advice: {line}"
+
+
+def memory_parts(used: Memory) -> dict[str, float]:
+    """Bytes at the peak by part."""
+    parts = (*STATE, *POINTS[used.peak_point])
+    return {name: getattr(used, part) for part, name in PARTS.items() if part in parts}
 
 
 def _traffic_lines(plan: Plan) -> Iterator[str]:
@@ -81,6 +95,11 @@ def _traffic_lines(plan: Plan) -> Iterator[str]:
         rows.append(("+".join(axes), what, readable_bytes(near), readable_bytes(far), seconds))
     yield ""
     yield from table(rows)
+    diloco = plan.case.config.train.diloco
+    for item in plan.transfers:
+        if item.axes == (REPLICA,) and diloco.period is not None:
+            sent, parts = readable_bytes(item.bytes * diloco.period), f" in {diloco.fragments} parts"
+            yield f"replicas: {sent} every {diloco.period} steps{parts * (diloco.fragments > 1)}; mean per step above"
 
 
 def time_parts(time: StepTime) -> dict[str, float]:
@@ -91,6 +110,7 @@ def time_parts(time: StepTime) -> dict[str, float]:
         "elementwise": time.compute.elementwise,
         "recomputation": time.compute.recomputed,
         "optimizer": time.compute.optimizer,
+        "copies to and from host memory": time.compute.host,
         "waiting for weights": time.exposed_weights,
         "waiting for activations": time.exposed_activations,
     }
@@ -98,7 +118,7 @@ def time_parts(time: StepTime) -> dict[str, float]:
 
 def _time_lines(time: StepTime) -> Iterator[str]:
     yield "\nstep time"
-    yield from table([(name, readable_seconds(seconds)) for name, seconds in time_parts(time).items()])
+    yield from table([(name, readable_seconds(seconds)) for name, seconds in time_parts(time).items() if seconds])
     yield (
         f"step {readable_seconds(time.seconds)}, {time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%} "
         "(estimated, see docs/plan.md)"

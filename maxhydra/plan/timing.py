@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from maxhydra.config.schema.hardware import AXES, Platform
 from maxhydra.config.schema.model import RematPolicy
+from maxhydra.config.schema.optimizer import OptimizerKind
 from maxhydra.config.schema.quantization import QuantizationKind
 from maxhydra.plan.case import NOTHING_RECOMPUTED, Case, per_mesh
 from maxhydra.plan.traffic import FLOAT32, Overlap, Phase, Transfer, transfers
@@ -42,10 +43,12 @@ class Compute:
     optimizer: float
     recomputed: float
     """Matmuls and attention that run a second time; not part of the others."""
+    host: float
+    """Copies of offloaded optimizer state from host memory and back."""
 
     @property
     def total(self) -> float:
-        return self.matmul + self.attention + self.elementwise + self.optimizer + self.recomputed
+        return self.matmul + self.attention + self.elementwise + self.optimizer + self.recomputed + self.host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +82,13 @@ class StepTime:
         return self.compute.total + self.exposed_weights + self.exposed_activations
 
 
-def step_time(case: Case) -> StepTime | None:
-    """Estimate of the step time; None if the hardware option lacks peak rates."""
+def step_time(case: Case, found: list[Transfer] | None = None) -> StepTime | None:
+    """Estimate of the step time, given its transfers; None if the hardware option lacks peak rates."""
     hardware = case.config.hardware
     if not hardware.peak_tflops.get(case.config.model.dtypes.compute.value) or not hardware.bandwidth_gb_s:
         return None
     compute = compute_time(case)
-    found = transfers(case)
+    found = transfers(case) if found is None else found
     links = link_times(case, found)
     blocking = sum(_seconds(case, item) for item in found if item.overlap is Overlap.none)
     hidden = {phase: _hideable(case, compute, phase) for phase in Phase}
@@ -121,7 +124,16 @@ def compute_time(case: Case) -> Compute:
         optimizer=_optimizer_bytes(case) / bandwidth,
         recomputed=tokens
         * (again.projections * flops.layers / layer_rate + again.attention * flops.mixing / attention_rate),
+        host=_host_seconds(case),
     )
+
+
+def _host_seconds(case: Case) -> float:
+    """Optimizer state that is offloaded is copied to the device and back, one after the other."""
+    rate = case.config.hardware.links.host_gb_s
+    if not case.config.optimizer.offload or rate is None:
+        return 0.0
+    return 2 * sum(map(case.local_bytes, case.subject.moments)) / (rate * 1e9 * LINK_RATE)
 
 
 def _layer_rate(case: Case, rate: float) -> float:
@@ -174,7 +186,7 @@ def _optimizer_bytes(case: Case) -> float:
     """State is read and written once, gradients are read twice (norm and update); the layers' weights are cast."""
     weights = sum(map(case.local_bytes, case.subject.weights))
     moments = sum(map(case.local_bytes, case.subject.moments))
-    is_factored = moments < weights / 2
+    is_factored = case.config.optimizer.kind is OptimizerKind.adafactor
     numbers = sum(case.local_bytes(array) / array.dtype.itemsize for array in case.subject.weights)
     return 4.0 * weights + 2.0 * moments + is_factored * FACTORED_PASSES * FLOAT32 * numbers
 

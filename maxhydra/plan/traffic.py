@@ -11,7 +11,7 @@ from enum import Enum
 
 import jax.numpy as jnp
 
-from maxhydra.config.schema.hardware import STAGE, ContextStrategy
+from maxhydra.config.schema.hardware import DATA, REPLICA, STAGE, ContextStrategy
 from maxhydra.config.schema.model import Dispatch, RematPolicy
 from maxhydra.layers import MoeSpec
 from maxhydra.plan.case import Array, Case, per_mesh
@@ -105,13 +105,52 @@ def _weight(case: Case, array: Array) -> Iterator[Transfer]:
         if array.is_block:
             # The head is used once, together with its gradient: there is no second gather.
             yield Transfer("weights", gathered, sent, layers, Phase.backward, Overlap.layer)
-    if array.path in case.subject.frozen:
+    if array.is_frozen:
+        return
+    if array.is_expert and gathered and rest and case.sharder.num_shards("experts") > 1:
+        # The shard_map of layers/expert_parallel.py sums them over all axes at once; the shard is taken afterwards.
+        axes = (*rest, *gathered)
+        yield Transfer("gradients", axes, 2 * ring(case, axes, size), layers, Phase.backward, Overlap.layer)
         return
     if gathered:
         yield Transfer("gradients", gathered, ring(case, gathered, size), layers, Phase.backward, Overlap.layer)
     if rest:
         shards = math.prod(case.mesh[axis] for axis in gathered)
-        yield Transfer("gradients", rest, 2 * ring(case, rest, size / shards), layers, Phase.backward, Overlap.layer)
+        sent = _reduction(case, array, rest) * size / shards
+        yield Transfer("gradients", rest, sent, layers, Phase.backward, Overlap.layer)
+
+
+def _reduction(case: Case, array: Array, axes: tuple[str, ...]) -> float:
+    """Bytes sent per byte of a gradient that is summed: by an all-reduce, with ZeRO-1 by a reduce-scatter."""
+    return ring(case, axes, 1.0) * (1 if case.layout.is_over_data(array) else 2)
+
+
+def zero1_transfers(case: Case) -> Iterator[Transfer]:
+    """data, with ZeRO-1: all weights are gathered at the start of a step.
+
+    Layers' matrices are cast before that, and a head that is gathered over other axes too; the embedding is not.
+    """
+    arrays = [array for array in case.subject.weights if case.layout.is_over_data(array)]
+    size = 0.0
+    for array in arrays:
+        is_cast = array.is_block or (case.split(array)[0] and not _is_table(array))
+        size += case.compute_shard_bytes(array) if is_cast else case.shard_bytes(array)
+    yield Transfer("weights", (DATA,), ring(case, (DATA,), size), len(arrays), Phase.forward, Overlap.none)
+
+
+def replica_transfers(case: Case) -> Iterator[Transfer]:
+    """replica: once per period the replicas' weights are averaged in float32; the mean per step."""
+    diloco = case.config.train.diloco
+    if case.mesh[REPLICA] == 1 or diloco.period is None:
+        return
+    sent = 2 * ring(case, (REPLICA,), outer_bytes(case)) / diloco.period
+    calls = len(case.subject.trained) / diloco.period
+    yield Transfer("outer step", (REPLICA,), sent, calls, Phase.backward, Overlap.none)
+
+
+def outer_bytes(case: Case) -> float:
+    """Bytes of a device's shards of all trained weights in float32."""
+    return sum(case.shard_bytes(array) * FLOAT32 / array.dtype.itemsize for array in case.subject.trained)
 
 
 def _is_table(array: Array) -> bool:
@@ -128,7 +167,7 @@ def embedding_transfers(case: Case) -> Iterator[Transfer]:
         rest = tuple(axis for axis in case.batch_axes if axis not in gathered + sharded)
         shards = math.prod(case.mesh[axis] for axis in sharded)
         rows = case.stream_tokens * array.shape[-1] * array.compute_bytes
-        times, stored = case.grad_accum, case.local_bytes(array) * FLOAT32 / array.dtype.itemsize
+        times, stored = case.grad_accum, case.shard_bytes(array) * FLOAT32 / array.dtype.itemsize
         for phase in Phase:
             if gathered:
                 sent = ring(case, gathered, rows / shards) * times
@@ -136,7 +175,7 @@ def embedding_transfers(case: Case) -> Iterator[Transfer]:
             if sharded:
                 yield Transfer("embedding", sharded, ring(case, sharded, rows) * times, times, phase, Overlap.none)
         if rest:
-            sent = 2 * ring(case, rest, stored) * times
+            sent = _reduction(case, array, rest) * stored * times
             yield Transfer("embedding", rest, sent, times, Phase.backward, Overlap.layer)
         if case.subject.spec.is_tied and "per_layer" not in array.path and gathered:
             sent = ring(case, gathered, case.used_bytes(array)) * times
@@ -164,7 +203,7 @@ def tensor_transfers(case: Case) -> Iterator[Transfer]:
 
 
 def sequence_transfers(case: Case) -> Iterator[Transfer]:
-    """sequence: heads are exchanged (ulysses), or keys and values travel to all devices (ring, all_gather)."""
+    """sequence: heads are exchanged (ulysses), or keys and values travel to the devices that need them."""
     axes = case.sharder.mesh_axes("act_length")
     if not axes:
         return
@@ -172,18 +211,33 @@ def sequence_transfers(case: Case) -> Iterator[Transfer]:
     compute = jnp.dtype(case.config.model.dtypes.compute.value).itemsize
     shards = math.prod(case.mesh[axis] for axis in axes)
     for kind, count in case.subject.kinds:
-        queries, keys = _head_widths(case, kind.mixer)
         exchanges = _exchanges_heads(case, kind.mixer, shards)
-        # An exchange moves queries, keys and values, and the output back; otherwise all others need the keys.
-        width = (2 * queries + keys) / shards if exchanges else float(keys)
-        sent = case.stream_tokens * (shards - 1) * width * compute * count * case.grad_accum
+        forward, backward = _numbers_sent(case, kind.mixer, shards)
         calls = count * case.grad_accum * (4 if exchanges else 2)
-        yield Transfer("keys", axes, sent, calls, Phase.forward, Overlap.none, is_all_to_all=exchanges)
-        # Backward: the same for the gradients; without an exchange keys travel again, next to their gradients.
-        passes = (1 if exchanges else 2) + again
-        yield Transfer(
-            "keys", axes, passes * sent, passes * calls, Phase.backward, Overlap.none, is_all_to_all=exchanges
-        )
+        for phase, sent in ((Phase.forward, forward), (Phase.backward, backward + again * forward)):
+            size = sent * compute * count * case.grad_accum
+            yield Transfer("keys", axes, size, calls, phase, Overlap.none, is_all_to_all=exchanges)
+
+
+def _numbers_sent(case: Case, mixer: object, shards: int) -> tuple[float, float]:
+    """Numbers that a device sends forward and backward for a layer over `sequence`; float32 gradients count twice."""
+    (queries, keys), tokens = _head_widths(case, mixer), case.stream_tokens
+    if _exchanges_heads(case, mixer, shards):
+        # Queries, keys and values, and the output back; the same for the gradients.
+        sent = tokens * (shards - 1) * (2 * queries + keys) / shards
+        return sent, sent
+    own = case.seq_len // shards
+    window = getattr(mixer, "window", None) or getattr(mixer, "chunk", None)
+    if window is not None and case.config.mesh.context is not ContextStrategy.ring:
+        # The tokens before those of a device, as kernels/attention/context.py counts them.
+        sent = tokens * min(-(-(window - 1) // 128) * 128, case.seq_len - own) / own * keys
+        return sent, sent
+    sent = tokens * (shards - 1) * keys
+    if case.config.mesh.context is ContextStrategy.all_gather:
+        return sent, 3 * sent
+    # Zigzag order moves queries, keys and the output; gradients of the keys take one step more, back to their device.
+    order = tokens * (2 * queries + keys)
+    return sent + order, sent + 2 * tokens * shards * keys + order
 
 
 def _exchanges_heads(case: Case, mixer: object, shards: int) -> bool:
@@ -255,6 +309,8 @@ def stage_transfers(case: Case) -> Iterator[Transfer]:
 
 TRANSFERS: tuple[Callable[[Case], Iterator[Transfer]], ...] = (
     weight_transfers,
+    zero1_transfers,
+    replica_transfers,
     embedding_transfers,
     tensor_transfers,
     sequence_transfers,

@@ -10,7 +10,7 @@ from maxhydra.runs.summary import format_duration, format_number
 
 FILE = "plan.json"
 WIDTH, BAR, GAP = 1060, 34, 8
-# Parts of the memory that exist at the peak, in the order of the bar.
+# Parts of the memory in the order of the bar, for plans of older versions; newer ones store what exists at the peak.
 MEMORY = {
     "weights": "weights",
     "optimizer": "optimizer",
@@ -31,7 +31,8 @@ def plan_section(folder: Path) -> Html:
     except (OSError, ValueError):
         return Html()
     used: dict[str, float] = plan.get("bytes_per_device", {})
-    memory = {name: used.get(key, 0.0) / 2**30 for key, name in MEMORY.items()}
+    stored = plan.get("memory_parts") or {name: used.get(key, 0.0) for key, name in MEMORY.items()}
+    memory = {name: count / 2**30 for name, count in stored.items()}
     parts: dict[str, float] = plan.get("parts", {})
     step = plan.get("step") or {}
     seconds = f"{format_duration(step['seconds'])} a step, MFU {step['mfu']:.1%}" if step else ""

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -104,7 +104,12 @@ class Sharder:
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
         """Mesh axes of more than one device over which a logical axis is sharded."""
-        return tuple(axis for axis in dict(self.rules)[name] if self.mesh.shape[axis] > 1)
+        return self._mesh_axes[name]
+
+    @cached_property
+    def _mesh_axes(self) -> dict[str, tuple[str, ...]]:
+        sizes = self.mesh.shape
+        return {name: tuple(axis for axis in axes if sizes[axis] > 1) for name, axes in self.rules}
 
     def num_shards(self, name: str) -> int:
         """Number of shards of a logical axis; that of act_batch must divide the batch."""
@@ -121,15 +126,16 @@ class Sharder:
         return PartitionSpec(*entries)
 
     def spec_over_data(self, axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
-        """The spec of a matrix with the axis `data` added to the first dimension that it divides.
+        """The spec of a matrix with the axis `data` added to the first dimension that it divides, a sharded one if any.
 
+        Sharded over two dimensions, gradients would be all-reduced: the compiler scatters them over one only.
         Vectors, matrices that no dimension of fits, and arrays that `data` shards already have the usual spec.
         """
         spec, size = self.dividing_spec(axes, shape), self.mesh.shape[DATA]
         is_matrix = sum(name != "layers" for name in axes) > 1
         if size == 1 or not is_matrix or any(DATA in _names(entry) for entry in spec):
             return spec
-        for dimension, entry in enumerate(spec):
+        for dimension, entry in sorted(enumerate(spec), key=lambda item: item[1] is None):
             names = (*_names(entry), DATA)
             if (
                 axes[dimension] != "layers"

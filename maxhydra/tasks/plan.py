@@ -6,11 +6,12 @@ import shlex
 
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.schema.hardware import AXES
 from maxhydra.config.schema.tasks.analysis import Format, PlanTask
 from maxhydra.plan.case import Case, Subject
 from maxhydra.plan.estimate import Plan, make_plan
 from maxhydra.plan.search import Limits, search
-from maxhydra.plan.tables import plan_lines, search_lines, time_parts
+from maxhydra.plan.tables import memory_parts, plan_lines, search_lines, time_parts
 from maxhydra.record.atomic_io import replace_file, to_json
 from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, Outcome
@@ -19,7 +20,11 @@ from maxhydra.train.batches import plan_batches
 NEEDS_DEVICES, KEEPS_RUN = False, True
 FILE = "plan.json"
 # Keys that a search chooses.
-SEARCHED = ("mesh", "model.remat", "train.per_device_batch_size", "train.grad_accum", "task", "run")
+SEARCHED = (
+    *(f"{section}.{axis}=" for section in ("mesh", "mesh.dcn") for axis in AXES),
+    *("mesh=", "mesh.slices=", "mesh.shard_state_over_data=", "model.remat.", "task=", "task.", "run."),
+    *("train.per_device_batch_size=", "train.grad_accum="),
+)
 
 
 def run(job: Job) -> Outcome:
@@ -31,7 +36,12 @@ def run(job: Job) -> Outcome:
     plans = _search(subject, task) if task.search else [_plan(subject, task)]
     best = plans[0]
     command = _command(job, best) if task.search else None
-    facts = {**best.to_json(), "parts": time_parts(best.time) if best.time else {}, "command": command}
+    facts = {
+        **best.to_json(),
+        "parts": time_parts(best.time) if best.time else {},
+        "memory_parts": memory_parts(best.memory),
+        "command": command,
+    }
     if task.search:
         facts["found"] = [plan.to_json() for plan in plans]
     if job.run.writes:

@@ -120,7 +120,8 @@ class StateFactory:
         weights = self.model.cast(params)
         if not self.shards_over_data:
             return weights
-        return self._constrain(weights, lambda axes, shape: self.sharder.spec(axes))
+        # The first constraint keeps the cast before the gather: the compiler would gather float32.
+        return self._constrain(self._constrain(weights, self.spec), lambda axes, shape: self.sharder.spec(axes))
 
     def shard_gradients(self, grads: Tree) -> Tree:
         """Gradients in the sharding of the optimizer state: a sum over `data` becomes a reduce-scatter."""

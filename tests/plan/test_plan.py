@@ -2,15 +2,18 @@
 
 import json
 import math
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from jax.sharding import AbstractMesh
 
 from maxhydra.cli.main import run
 from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.hardware import AXES
 from maxhydra.config.schema.model import RematPolicy
 from maxhydra.kernels import dispatch
 from maxhydra.measure import hlo
@@ -22,7 +25,9 @@ from maxhydra.plan.memory import memory
 from maxhydra.plan.search import Limits, meshes, search
 from maxhydra.plan.timing import near_members, step_time
 from maxhydra.plan.traffic import bytes_by_axes, transfers
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding import Sharder, axis_sizes, build_mesh
+from maxhydra.sharding.mesh import AXIS_TYPES
+from maxhydra.train import plan_states
 from maxhydra.train.compile import trace_pretraining_step
 from tests.support.cli import bench_script
 
@@ -72,6 +77,51 @@ def test_state_and_gathered_weights_of_a_step_compiled_here() -> None:
     gathered = sum(one.wire_bytes * one.count for one in found if one.kind == "all-gather")
     weights = [item.bytes for item in transfers(case) if item.what == "weights"]
     assert gathered == pytest.approx(sum(weights), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "mesh.shard_state_over_data=true"],
+        ["mesh.fsdp=8", "optimizer.moments=dynamic8", "model.emb_dim=512", "model.head_dim=32"],
+        ["mesh.fsdp=8", "optimizer.offload=true"],
+        ["mesh.replica=2", "mesh.fsdp=4", "train.diloco.period=10"],
+    ],
+    ids=["zero1", "dynamic8", "offload", "diloco"],
+)
+def test_state_is_that_of_the_training_state(overrides: list[str]) -> None:
+    config = compose(["model=llama3-tiny", "train.seq_len=32", *overrides]).config
+    mesh = AbstractMesh(axis_sizes(config.mesh, devices=8, slices=1).total, AXES, axis_types=AXIS_TYPES)
+    state = plan_states(config, Sharder.from_config(config.mesh, mesh)).abstract()
+    by_memory: dict[str, int] = {"device": 0, "pinned_host": 0}
+    for leaf in jax.tree.leaves(state):
+        size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        by_memory[leaf.sharding.memory_kind or "device"] += size
+    used = memory(Case.of(Subject.of(config), devices=8, slices=1))
+    # Counters and statistics of the guard are not counted.
+    assert used.state - used.batch == pytest.approx(by_memory["device"], abs=512)
+    assert used.host == pytest.approx(by_memory["pinned_host"], abs=512)
+
+
+def test_replicas_send_all_weights_once_per_period() -> None:
+    overrides = ["model=llama3-tiny", "train.seq_len=32", "hardware=gpu-h200", "mesh.replica=4", "mesh.fsdp=2"]
+    subject = subject_of(*overrides, "train.diloco.period=10")
+    case = Case.of(subject, devices=8, slices=1)
+    shards = case.sharder.num_shards("embed")
+    numbers = sum(math.prod(array.shape) / shards for array in subject.weights if array.is_matrix)
+    sent = bytes_by_axes(transfers(case))
+    assert sent["replica",] == pytest.approx(2 * 3 / 4 * 4 * numbers / 10, rel=0.01)
+    assert not any("replica" in axes for axes in sent if axes != ("replica",))
+
+
+def test_offloaded_moments_cost_two_copies() -> None:
+    overrides = ["model=llama3.1-8b", "train.seq_len=4096", "hardware=gpu-h200", "mesh.fsdp=8"]
+    usual, offloaded = (
+        Case.of(subject_of(*overrides, *extra), devices=8, slices=1) for extra in ([], ["optimizer.offload=true"])
+    )
+    seconds = [time.seconds for time in map(step_time, (usual, offloaded)) if time is not None]
+    assert memory(usual).optimizer == memory(offloaded).host
+    assert seconds[1] - seconds[0] == pytest.approx(2 * memory(usual).optimizer / (64e9 * 0.8))
 
 
 def test_residuals_of_a_layer_by_hand() -> None:
@@ -156,5 +206,11 @@ def test_plan_and_search_write_a_report(tmp_path: Path, capsys: pytest.CaptureFi
     facts = json.loads((tmp_path / "plan" / "plan.json").read_text())
     assert '"mesh"' in printed and facts["fits"] and facts["command"].startswith("maxhydra ")
     assert math.prod(facts["mesh"].values()) == 8
+    # The command can be pasted: it composes, and gives the mesh that was found.
+    config = compose(shlex.split(facts["command"])[1:]).config
+    found = axis_sizes(config.mesh, devices=8, slices=1).total
+    assert {axis: size for axis, size in zip(AXES, found, strict=True) if size > 1} == facts["mesh"]
+    assert config.mesh.shard_state_over_data == facts["shard_state_over_data"]
+    assert config.train.per_device_batch_size == facts["per_device_batch_size"]
     page = (tmp_path / "plan" / "report.html").read_text()
     assert page.count("<svg") >= 3 and "Mesh of 8 devices" in page

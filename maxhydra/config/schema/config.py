@@ -18,7 +18,7 @@ from maxhydra.config.schema.reward import Reward
 from maxhydra.config.schema.run import Checkpoint, Run, Task, Tracker, Train
 
 # Tasks whose batches do not depend on the weights, so that each replica can train on its own rows of them.
-DILOCO_TASKS = ("pretrain", "sft")
+DILOCO_TASKS = ("pretrain", "sft", "plan")
 
 
 def parameter_estimate(model: Model) -> int:

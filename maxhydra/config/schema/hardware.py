@@ -72,6 +72,8 @@ class Links(Schema):
     """Dimensions of the torus that the fast links form; 0: a switch."""
     network_gb_s: float | None = option(None, gt=0)
     """A device's share of the network between nodes or slices, in 10^9 bytes per second."""
+    host_gb_s: float | None = option(None, gt=0)
+    """Link to host memory, in 10^9 bytes per second, for optimizer.offload."""
 
 
 @schema
@@ -224,8 +226,8 @@ class Mesh(Axes):
     all_gather for windows, chunks and the sparse indexer, otherwise ulysses if the heads can be divided, else ring."""
     shard_state_over_data: bool = False
     """Shard optimizer moments and stored weights over data too (ZeRO-1): gradients are reduce-scattered, the weights
-    of a step all-gathered once in model.dtypes.compute. The bytes sent equal those of an all-reduce of the gradients,
-    but the gather does not overlap with the backward pass."""
+    of a step all-gathered once, those of layers in model.dtypes.compute. The bytes sent for layers equal those of an
+    all-reduce of the gradients, but the gather does not overlap with the backward pass."""
     rules: dict[str, list[str]] = option(RULES)
     """Mesh axes over which each logical axis is sharded, in order."""
 
