@@ -141,6 +141,8 @@ class Capability(Generic[Call]):
     """Dimensions that may be split over devices: the backend then runs under shard_map on the local part of each.
     None: any; the compiler partitions it."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    slow_on: tuple[str, ...] = ()
+    """Platforms on which the fastest backend takes less than half the time; `auto` warns if it selects this one."""
     tile_extents: Callable[[Call], Mapping[str, int]] | None = None
     """The array extent that each tile size must divide, by name; None: the backend has no configurable tile."""
 
@@ -199,7 +201,8 @@ class Operation(Generic[Call, Row]):
             raise UnsupportedError(self.name, backend, all_reasons, supported)
         faster = list(reasons)[: list(reasons).index(supported[0])]
         skipped = tuple(f"{name} {reasons[name][0]}" for name in faster)
-        _log_choice(self.name, supported[0], skipped)
+        is_slow = call.platform in self.backends[supported[0]].slow_on
+        _log_choice(self.name, supported[0], skipped, logging.WARNING if is_slow else logging.INFO)
         return _record_choice(Choice(self.name, supported[0], skipped))
 
     def select(self, backend: str, call: Call) -> Row:
@@ -232,9 +235,10 @@ def either(names: Iterable[object]) -> str:
 
 
 @functools.cache
-def _log_choice(operation: str, backend: str, skipped: tuple[str, ...]) -> None:
+def _log_choice(operation: str, backend: str, skipped: tuple[str, ...], level: int) -> None:
     """Log once which backend `auto` selected, and the first reason against each faster one."""
-    logger.info("%s runs on %s%s", operation, backend, f" ({'; '.join(skipped)})" if skipped else "")
+    slow = ", more than twice as slow as the fastest" if level == logging.WARNING else ""
+    logger.log(level, "%s runs on %s%s%s", operation, backend, slow, f" ({'; '.join(skipped)})" if skipped else "")
 
 
 def _cell(value: Any) -> str:
