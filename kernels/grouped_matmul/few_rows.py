@@ -5,7 +5,7 @@ matrix, or with few of those a split of their terms, by the rows of that expert.
 the first and applies bias, activation and the rows' factors as it reads its input.
 
 Shapes: M tokens, K experts per token, R = M * K rows sorted by expert, G groups of rows, one per expert that is hit, E
-experts, D residual stream, F hidden, P splits, C terms and N columns of a matmul.
+experts, D residual stream, F hidden, P splits, N columns of a matmul.
 """
 
 import math
@@ -45,7 +45,7 @@ class Experts(NamedTuple):
     gate: Matrices
     up: Matrices
     down: Matrices
-    """Without a bias."""
+    """Its bias is not added."""
 
 
 class Groups(NamedTuple):
@@ -93,7 +93,7 @@ def _choose_tile(tokens: int, groups: int, terms: int, columns: int) -> Tile:
 def is_supported(tokens: int, experts: Experts, dtype: str) -> bool:
     """Whether the kernels support these sizes on the current devices."""
     values = experts.gate.values
-    E, D, F = values.shape
+    _, D, F = values.shape
     fits = math.gcd(D, F) % LEAST_SIZE == 0 and values.size < 2**31
     is_stored = all(matrices.values.dtype in (jnp.bfloat16, jnp.int8) for matrices in experts)
     return jax.default_backend() == "gpu" and tokens <= MOST_TOKENS and fits and is_stored and dtype == "bfloat16"
@@ -117,7 +117,7 @@ def group_rows(ids_MK: jax.Array, experts: int) -> Groups:
     first_E = jnp.sum(ids_R < expert_E[:, None], axis=1, dtype=jnp.int32)
     count_E = jnp.sum(ids_R == expert_E[:, None], axis=1, dtype=jnp.int32)
     table = jnp.stack([expert_E, first_E, count_E], axis=1)
-    if R < experts:
+    if experts > R:
         # The groups are fewer than the experts: leave out those that no row hits.
         group_E = jnp.sum((count_E > 0) & (expert_E < expert_E[:, None]), axis=1, dtype=jnp.int32)
         table = jnp.zeros((R, 3), jnp.int32).at[jnp.where(count_E > 0, group_E, R)].set(table, mode="drop")
@@ -201,7 +201,7 @@ def _stream(
     interpret: bool,
 ) -> jax.Array:
     """[H, P, R, N] in float32: splits of the products of the rows that `read` returns with each of H matrices."""
-    _, C, N = matrices[0].values.shape
+    N = matrices[0].values.shape[2]
     scales = [array.scales_EN for array in matrices if array.scales_EN is not None]
     kernel = partial(
         _kernel, read=read, num_inputs=len(inputs), num_matrices=len(matrices), tile=tile, interpret=interpret

@@ -106,7 +106,7 @@ class Experts(nnx.Module):
 
     def _decode(self, tokens: Tokens, is_real_BT: jax.Array, ctx: Context) -> jax.Array | None:
         """[M, D] in float32, by kernels that read only the experts of real tokens; None if they do not apply."""
-        if ctx.cache is None or ctx.place.platform != "gpu" or not self.spec.is_fused or self.spec.scales_input:
+        if ctx.cache is None or not self.spec.is_fused or self.spec.scales_input:
             return None
         experts = few_rows.Experts(self.gate.stored, self.up.stored, self.down.stored)
         if not few_rows.is_supported(tokens.x_MD.shape[0], experts, tokens.x_MD.dtype.name):
