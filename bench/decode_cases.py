@@ -117,13 +117,14 @@ def check_few_rows(case: Case) -> Check:
     ids = jax.lax.top_k(jax.random.normal(jax.random.key(9), (M, E)), K)[1]
     ids = ids if M == 1 else ids.at[-1].set(-1)
     shapes = ((E, D, F), (E, D, F), (E, F, D))
-    codes = [jax.random.randint(jax.random.key(i), shape, -127, 128, jnp.int8) for i, shape in enumerate(shapes)]
     scales = [jnp.linspace(0.0001, 0.0005, shape[0] * shape[2]).reshape(shape[0], shape[2]) for shape in shapes]
 
     def matrices(weights: Any, biases: Any) -> few_rows.Experts:
         biases = (*biases, None) if options["bias"] else (None,) * 3
-        values = zip(codes, scales, strict=True) if options["int8"] else ((weight, None) for weight in weights)
-        return few_rows.Experts(*(few_rows.Matrices(*pair, bias) for pair, bias in zip(values, biases, strict=True)))
+        if not options["int8"]:
+            return few_rows.Experts(*(few_rows.Matrices(w, None, b) for w, b in zip(weights, biases, strict=True)))
+        parts = zip(weights, scales, biases, strict=True)
+        return few_rows.Experts(*(few_rows.Matrices(w.astype(jnp.int8), s, b) for w, s, b in parts))
 
     def activation(gate: jax.Array, up: jax.Array) -> jax.Array:
         return jax.nn.silu(gate) * up
@@ -140,7 +141,9 @@ def check_few_rows(case: Case) -> Check:
         factors_ME = jnp.sum(jnp.where(ids[..., None] == jnp.arange(E), factors[..., None], 0), axis=1)
         return jnp.einsum("med,me->md", outs, factors_ME)
 
-    weights = tuple(0.02 * case.sample(i, *shape) for i, shape in enumerate(shapes))
+    size = 40 if options["int8"] else 0.02
+    weights = tuple(jnp.clip(size * case.sample(i, *shape), -127, 127) for i, shape in enumerate(shapes))
+    weights = tuple(map(jnp.round, weights)) if options["int8"] else weights
     arrays = (case.sample(5, M, D), case.sample(6, M, K), weights, (case.sample(7, E, F), case.sample(8, E, F)))
     is_supported = few_rows.is_supported(M, matrices(weights, arrays[3]), case.dtype)
     return Check(single_backend("triton", is_supported, kernel), reference_call, arrays, has_gradients=False)

@@ -225,7 +225,7 @@ class Operation(Generic[Call, Row]):
             if field.name not in FUNCTION_FIELDS:
                 values = (_cell(getattr(row, field.name)) for row in backends.values())
                 rows.append((field.name.replace("_", " "), *values))
-        rows = [row for row in rows if set(row[1:]) != {"any"}]
+        rows = [row for row in rows if set(row[1:]) != {"any"} and (row[0] != "slow on" or set(row[1:]) != {"none"})]
         return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
