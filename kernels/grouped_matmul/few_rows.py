@@ -1,8 +1,8 @@
 """The experts of a few tokens for GPUs, in Pallas for Triton: only the experts that are hit are read, and only once.
 
 Two kernels stream the weights: gate and up together, and down. A program multiplies some columns of one expert's
-matrix, or with few of those a split of their terms, by the rows of that expert. The second kernel adds up the splits of
-the first and applies bias, activation and the rows' factors as it reads its input.
+matrix, or with few of those a split of their terms, by the rows of that expert. In between, XLA adds up the splits and
+applies bias, activation and the rows' factors: the programs of down would repeat that for every block of columns.
 
 Shapes: M tokens, K experts per token, R = M * K rows sorted by expert, G groups of rows, one per expert that is hit, E
 experts, D residual stream, F hidden, P splits, N columns of a matmul.
@@ -23,9 +23,12 @@ from maxhydra.kernels.tiles import power_of_two_divisor
 
 # Number of tokens up to which reading the weights takes longer than the arithmetic.
 MOST_TOKENS = 64
-# Programs of a kernel that keep the memory of an H200 busy.
-PROGRAMS = 512
+# Programs of a kernel that keep the memory of an H200 busy: two per multiprocessor.
+PROGRAMS = 264
+# Bytes of shared memory for the stages of a program, so that a multiprocessor has room for two.
+MEMORY = 104 << 10
 LEAST_SIZE = 64
+MOST_STAGES = 4
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
 """Hidden values in float32, from those of gate and up."""
@@ -53,10 +56,14 @@ class Groups(NamedTuple):
 
     table_G3: jax.Array
     """Expert, its first row, and the number of its rows; zero rows in unused entries."""
-    tokens_R: jax.Array
-    """Token of each row."""
+    pairs_R: jax.Array
+    """Pair of a token and one of its experts that each row belongs to."""
     rows_MK: jax.Array
     """Row of each token's experts; R for ids out of range."""
+
+    @property
+    def tokens_R(self) -> jax.Array:
+        return self.pairs_R // self.rows_MK.shape[1]
 
 
 class Tile(NamedTuple):
@@ -77,17 +84,20 @@ class Tiles(NamedTuple):
     out: Tile
 
 
-def choose_tiles(tokens: int, groups: int, D: int, F: int) -> Tiles:
-    return Tiles(_choose_tile(tokens, groups, D, F), _choose_tile(tokens, groups, F, D))
+def choose_tiles(tokens: int, groups: int, D: int, F: int, *, itemsize: int = 2) -> Tiles:
+    """`itemsize`: bytes of a weight."""
+    choose = partial(_choose_tile, 16 if tokens <= 16 else 32, groups, itemsize=itemsize)
+    return Tiles(choose(D, F, matrices=2), choose(F, D, matrices=1))
 
 
-def _choose_tile(tokens: int, groups: int, terms: int, columns: int) -> Tile:
-    """With as few splits as keep the GPU busy, if the terms can be split so."""
-    width, step = min(64, power_of_two_divisor(columns)), min(64, power_of_two_divisor(terms))
+def _choose_tile(rows: int, groups: int, terms: int, columns: int, *, matrices: int, itemsize: int) -> Tile:
+    """With as few splits as keep the GPU busy, if the terms can be split so, and the stages that fit in memory."""
+    width, step = min(128, power_of_two_divisor(columns)), min(64, power_of_two_divisor(terms))
     steps, programs = terms // step, groups * (columns // width)
     splits = [n for n in range(1, 17) if steps % n == 0]
     enough = [n for n in splits if programs * n >= PROGRAMS]
-    return Tile(16 if tokens <= 16 else 32, width, step, min(enough, default=splits[-1]), warps=4, stages=4)
+    stages = MEMORY // (step * (matrices * width * itemsize + rows * 2))
+    return Tile(rows, width, step, min(enough, default=splits[-1]), warps=4, stages=min(MOST_STAGES, stages))
 
 
 def is_supported(tokens: int, experts: Experts, dtype: str) -> bool:
@@ -107,12 +117,12 @@ def group_rows(ids_MK: jax.Array, experts: int) -> Groups:
         is_valid_K = (ids_MK[0] >= 0) & (ids_MK[0] < experts)
         row_K = jnp.arange(K, dtype=jnp.int32)
         table_K3 = jnp.stack([jnp.where(is_valid_K, ids_MK[0], 0), row_K, is_valid_K], axis=1).astype(jnp.int32)
-        return Groups(table_K3, jnp.zeros(K, jnp.int32), jnp.where(is_valid_K, row_K, R)[None])
+        return Groups(table_K3, row_K, jnp.where(is_valid_K, row_K, R)[None])
     ids_R, row_R = ids_MK.reshape(-1), jnp.arange(R, dtype=jnp.int32)
     ids_R = jnp.where((ids_R >= 0) & (ids_R < experts), ids_R, experts)
     is_before_RR = (ids_R < ids_R[:, None]) | ((ids_R == ids_R[:, None]) & (row_R < row_R[:, None]))
     rows_R = jnp.sum(is_before_RR, axis=1, dtype=jnp.int32)
-    tokens_R = jnp.zeros(R, jnp.int32).at[rows_R].set(row_R // K, unique_indices=True)
+    pairs_R = jnp.zeros(R, jnp.int32).at[rows_R].set(row_R, unique_indices=True)
     expert_E = jnp.arange(experts, dtype=jnp.int32)
     first_E = jnp.sum(ids_R < expert_E[:, None], axis=1, dtype=jnp.int32)
     count_E = jnp.sum(ids_R == expert_E[:, None], axis=1, dtype=jnp.int32)
@@ -121,7 +131,7 @@ def group_rows(ids_MK: jax.Array, experts: int) -> Groups:
         # The groups are fewer than the experts: leave out those that no row hits.
         group_E = jnp.sum((count_E > 0) & (expert_E < expert_E[:, None]), axis=1, dtype=jnp.int32)
         table = jnp.zeros((R, 3), jnp.int32).at[jnp.where(count_E > 0, group_E, R)].set(table, mode="drop")
-    return Groups(table, tokens_R, jnp.where(ids_R < experts, rows_R, R).reshape(M, K))
+    return Groups(table, pairs_R, jnp.where(ids_R < experts, rows_R, R).reshape(M, K))
 
 
 def apply_experts(
@@ -137,15 +147,17 @@ def apply_experts(
     """[M, D] in float32: the sum over each token's experts of down(activation(gate(x), up(x))) by weight."""
     (M, D), R, (E, _, F) = x_MD.shape, ids_MK.size, experts.gate.values.shape
     groups = group_rows(ids_MK, E)
-    into, out = tiles or choose_tiles(M, groups.table_G3.shape[0], D, F)
-    factors_R = weights_MK.astype(jnp.float32).reshape(-1)
-    if M > 1:
-        factors_R = jnp.zeros(R).at[groups.rows_MK.reshape(-1)].set(factors_R, mode="drop", unique_indices=True)
+    itemsize = experts.gate.values.dtype.itemsize
+    into, out = tiles or choose_tiles(M, groups.table_G3.shape[0], D, F, itemsize=itemsize)
     stream = partial(_stream, table_G3=groups.table_G3, R=R, interpret=interpret)
-    halves_2PRF = stream(_read_tokens, (x_MD, groups.tokens_R), (experts.gate, experts.up), tile=into)
-    biases = () if experts.gate.bias_EN is None else (experts.gate.bias_EN, experts.up.bias_EN)
-    read_hidden = partial(_read_hidden, activation=activation, dtype=x_MD.dtype)
-    (sums_PRD,) = stream(read_hidden, (halves_2PRF, factors_R, *biases), (experts.down,), tile=out)
+    halves_2RF = jnp.sum(stream(x_MD, groups.tokens_R, (experts.gate, experts.up), tile=into), axis=1)
+    pairs_R = groups.pairs_R
+    if experts.gate.bias_EN is not None and experts.up.bias_EN is not None:
+        expert_R = ids_MK.reshape(-1)[pairs_R]
+        halves_2RF += jnp.stack([experts.gate.bias_EN[expert_R], experts.up.bias_EN[expert_R]])
+    hidden_RF = activation(*halves_2RF) * weights_MK.reshape(-1)[pairs_R][:, None]
+    row_R = jnp.arange(R, dtype=jnp.int32)
+    (sums_PRD,) = stream(hidden_RF.astype(x_MD.dtype), row_R, (experts.down,), tile=out)
     # Rows that no group has are not written.
     by_pair = sums_PRD.at[:, groups.rows_MK].get(mode="fill", fill_value=0)
     return jnp.sum(by_pair, axis=(0, 2))
@@ -154,45 +166,20 @@ def apply_experts(
 class _Rows(NamedTuple):
     """Rows of a group that a program multiplies at a time."""
 
-    expert: jax.Array
-    first: jax.Array
     index: jax.Array
     is_valid: jax.Array
 
 
 def _block(rows: _Rows, across: jax.Array, index: jax.Array | None = None) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Indices of a block, of the rows themselves or of others, and the mask of its valid rows."""
+    """Indices of a block, of the rows themselves or of others, and the mask of the valid rows."""
     shape = (rows.index.size, across.size)
     down = jnp.broadcast_to((rows.index if index is None else index)[:, None], shape)
     return (down, jnp.broadcast_to(across[None, :], shape)), jnp.broadcast_to(rows.is_valid[:, None], shape)
 
 
-def _read_tokens(refs: Any, rows: _Rows, across: jax.Array) -> jax.Array:
-    x_ref, tokens_ref = refs
-    token = plt.load(tokens_ref.at[rows.index], mask=rows.is_valid, other=0)
-    at, mask = _block(rows, across, token)
-    return plt.load(x_ref.at[at], mask=mask, other=0.0)
-
-
-def _read_hidden(refs: Any, rows: _Rows, across: jax.Array, *, activation: Activation, dtype: Any) -> jax.Array:
-    """Hidden values of the rows, from the splits of gate and up."""
-    halves_ref, factors_ref, *bias_refs = refs
-    at, mask = _block(rows, across)
-    both = []
-    for half in range(2):
-        value = jnp.zeros(mask.shape, jnp.float32)
-        for split in range(halves_ref.shape[1]):
-            value += plt.load(halves_ref.at[(jnp.int32(half), jnp.int32(split), *at)], mask=mask, other=0.0)
-        if bias_refs:
-            value += plt.load(bias_refs[half].at[rows.expert, across]).astype(jnp.float32)[None, :]
-        both.append(value)
-    factor = plt.load(factors_ref.at[rows.index], mask=rows.is_valid, other=0.0)
-    return (activation(*both) * factor[:, None]).astype(dtype)
-
-
 def _stream(
-    read: Callable[[Any, _Rows, jax.Array], jax.Array],
-    inputs: Any,
+    x: jax.Array,
+    index_R: jax.Array,
     matrices: tuple[Matrices, ...],
     *,
     table_G3: jax.Array,
@@ -200,12 +187,10 @@ def _stream(
     tile: Tile,
     interpret: bool,
 ) -> jax.Array:
-    """[H, P, R, N] in float32: splits of the products of the rows that `read` returns with each of H matrices."""
+    """[H, P, R, N] in float32: splits of the products of row index_R[r] of x with each of H matrices."""
     N = matrices[0].values.shape[2]
     scales = [array.scales_EN for array in matrices if array.scales_EN is not None]
-    kernel = partial(
-        _kernel, read=read, num_inputs=len(inputs), num_matrices=len(matrices), tile=tile, interpret=interpret
-    )
+    kernel = partial(_kernel, num_matrices=len(matrices), tile=tile, interpret=interpret)
     return pl.pallas_call(
         kernel,
         grid=(N // tile.columns, tile.splits, table_G3.shape[0]),
@@ -213,20 +198,13 @@ def _stream(
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="few_row_experts",
-    )(table_G3, *inputs, *(array.values for array in matrices), *scales)
+    )(table_G3, x, index_R, *(array.values for array in matrices), *scales)
 
 
 def _kernel(
-    table_ref: Any,
-    *refs: Any,
-    read: Callable[..., jax.Array],
-    num_inputs: int,
-    num_matrices: int,
-    tile: Tile,
-    interpret: bool,
+    table_ref: Any, x_ref: Any, index_ref: Any, *refs: Any, num_matrices: int, tile: Tile, interpret: bool
 ) -> None:
-    input_refs, weight_refs = refs[:num_inputs], refs[num_inputs : num_inputs + num_matrices]
-    *scale_refs, out_ref = refs[num_inputs + num_matrices :]
+    weight_refs, (*scale_refs, out_ref) = refs[:num_matrices], refs[num_matrices:]
     column, split, group = (pl.program_id(axis) for axis in range(3))
     expert, first, count = (table_ref[group, i] for i in range(3))
     columns = pl.ds(column * tile.columns, tile.columns)
@@ -234,11 +212,13 @@ def _kernel(
 
     def multiply(block: jax.Array, carry: jax.Array) -> jax.Array:
         index = first + block * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
-        rows = _Rows(expert, first, index, index < first + count)
+        rows = _Rows(index, index < first + count)
+        source = plt.load(index_ref.at[index], mask=rows.is_valid, other=0)
 
         def add(step: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
             start = (split * steps + step) * tile.terms
-            x = read(input_refs, rows, start + jnp.arange(tile.terms, dtype=jnp.int32))
+            at, mask = _block(rows, start + jnp.arange(tile.terms, dtype=jnp.int32), source)
+            x = plt.load(x_ref.at[at], mask=mask, other=0.0)
             weights = [ref[expert, pl.ds(start, tile.terms), columns] for ref in weight_refs]
             return [
                 _add_product(x, weight, total, interpret=interpret) for weight, total in zip(weights, sums, strict=True)

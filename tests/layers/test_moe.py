@@ -10,7 +10,7 @@ import pytest
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.hardware import Mesh
 from maxhydra.kernels.grouped_matmul import BACKENDS, UnsupportedError, few_rows, grouped_matmul
-from maxhydra.layers import with_aux_losses
+from maxhydra.layers import moe, with_aux_losses
 from maxhydra.sharding import Sharder, build_mesh
 from tests.support.mixtures import Mixture, expert, softmax_top_k
 from tests.support.skips import import_optional
@@ -94,6 +94,14 @@ def test_balance_loss_equals_transformers():
     found = with_aux_losses(mixture(mixture.weights, x, segments=jnp.asarray(real)).aux)
     np.testing.assert_allclose(found["loss"], loss.item(), rtol=1e-5)
     assert found["load"].sum() == real.sum() * 2
+
+
+def test_experts_are_chosen_as_by_top_k(monkeypatch):
+    """With ties, and without a number, whose order is that of top_k."""
+    scores = jnp.abs(jnp.round(4 * jax.random.normal(jax.random.key(0), (2, 3, 16)))).at[0, 1, 5].set(jnp.nan)
+    compared = moe._best(scores, 5)
+    monkeypatch.setattr(moe, "MOST_PAIRS", 0)
+    np.testing.assert_array_equal(compared, moe._best(scores, 5))
 
 
 FULL = {"experts": 8, "top_k": 3, "bias": True, "clamp": 2.0, "shared": config.Shared(dim=8, gate=config.Gate.sigmoid)}

@@ -16,7 +16,7 @@ from maxhydra.kernels.placement import num_multiprocessors
 # there and write nothing.
 MULTIPLE = 64
 # Widths of a tile. A tile of c columns takes about as long as c + FIXED: its left operand is loaded for any width.
-WIDTHS, FIXED = (256, 192, 128, 64), 64
+WIDTHS, FIXED = (256, 192, 128, 64), 48
 # Bytes of shared memory for the operands and the result of a tile.
 MEMORY = 13 << 14
 
