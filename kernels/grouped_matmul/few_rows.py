@@ -26,7 +26,7 @@ MOST_TOKENS = 64
 # Programs of a kernel that keep the memory of an H200 busy: two per multiprocessor.
 PROGRAMS = 264
 # Bytes of shared memory for the stages of a program, so that a multiprocessor has room for two.
-MEMORY = 104 << 10
+MEMORY = 112 << 10
 LEAST_SIZE = 64
 MOST_STAGES = 4
 
