@@ -187,7 +187,7 @@ def _stream(
     tile: Tile,
     interpret: bool,
 ) -> jax.Array:
-    """[H, P, R, N] in float32: splits of the products of row index_R[r] of x with each of H matrices."""
+    """[H, P, R, N] in float32: row index_R[r] of x times each of H matrices, in splits of the sum."""
     N = matrices[0].values.shape[2]
     scales = [array.scales_EN for array in matrices if array.scales_EN is not None]
     kernel = partial(_kernel, num_matrices=len(matrices), tile=tile, interpret=interpret)
@@ -221,7 +221,7 @@ def _kernel(
             x = plt.load(x_ref.at[at], mask=mask, other=0.0)
             weights = [ref[expert, pl.ds(start, tile.terms), columns] for ref in weight_refs]
             return [
-                _add_product(x, weight, total, interpret=interpret) for weight, total in zip(weights, sums, strict=True)
+                _add_matmul(x, weight, total, interpret=interpret) for weight, total in zip(weights, sums, strict=True)
             ]
 
         shape = (tile.terms if tile.rows == 1 else tile.rows, tile.columns)
@@ -238,7 +238,7 @@ def _kernel(
     jax.lax.fori_loop(0, pl.cdiv(count, tile.rows), multiply, jnp.int32(0))
 
 
-def _add_product(x: jax.Array, weight: jax.Array, total: jax.Array, *, interpret: bool) -> jax.Array:
+def _add_matmul(x: jax.Array, weight: jax.Array, total: jax.Array, *, interpret: bool) -> jax.Array:
     if weight.dtype == jnp.int8:
         weight = weight.astype(x.dtype) if interpret else convert_int8(AS_BFLOAT16, x.dtype, weight)
     if x.shape[0] == 1:
