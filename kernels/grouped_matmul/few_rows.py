@@ -166,14 +166,14 @@ def apply_experts(
 class _Rows(NamedTuple):
     """Rows of a group that a program multiplies at a time."""
 
-    index: jax.Array
+    position: jax.Array
     is_valid: jax.Array
 
 
 def _block(rows: _Rows, across: jax.Array, index: jax.Array | None = None) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Indices of a block, of the rows themselves or of others, and the mask of the valid rows."""
-    shape = (rows.index.size, across.size)
-    down = jnp.broadcast_to((rows.index if index is None else index)[:, None], shape)
+    shape = (rows.position.size, across.size)
+    down = jnp.broadcast_to((rows.position if index is None else index)[:, None], shape)
     return (down, jnp.broadcast_to(across[None, :], shape)), jnp.broadcast_to(rows.is_valid[:, None], shape)
 
 
