@@ -24,6 +24,7 @@ from maxhydra.kernels.fused_linear import (
     split_k_reduce,
     swiglu_prefill,
 )
+from maxhydra.kernels.grouped_matmul import few_rows
 from maxhydra.kernels.int8_weight_matmul import triton as int8_triton
 from maxhydra.kernels.paged_attention import Pages, find_backend, paged_attention, write_prompts
 from maxhydra.kernels.placement import Placement
@@ -101,6 +102,50 @@ def check_small_batch(case: Case) -> Check:
         return new_residual, NormParams(next_scale, 1.0, EPS)(new_residual)
 
     is_supported = small_batch.is_supported(M, N, K, case.dtype, is_gated=is_gated) and split_k_reduce.is_supported(N)
+    return Check(single_backend("triton", is_supported, kernel), reference_call, arrays, has_gradients=False)
+
+
+def few_rows_cases() -> Iterator[Case]:
+    """One token, fewer rows than experts, and more; the last token is padding."""
+    sizes = ((8, 4, 320, 576), (16, 2, 512, 768))
+    for M, (E, K, D, F), codes in itertools.product((1, 3, 64), sizes, (True, False)):
+        yield Case("few_rows", "bfloat16", (M, E, K, D, F), (("int8", codes), ("bias", E == 8)))
+
+
+def check_few_rows(case: Case) -> Check:
+    (M, E, K, D, F), options = case.sizes, dict(case.options)
+    ids = jax.lax.top_k(jax.random.normal(jax.random.key(9), (M, E)), K)[1]
+    ids = ids if M == 1 else ids.at[-1].set(-1)
+    shapes = ((E, D, F), (E, D, F), (E, F, D))
+    scales = [jnp.linspace(0.0001, 0.0005, shape[0] * shape[2]).reshape(shape[0], shape[2]) for shape in shapes]
+
+    def matrices(weights: Any, biases: Any) -> few_rows.Experts:
+        biases = (*biases, None) if options["bias"] else (None,) * 3
+        if not options["int8"]:
+            return few_rows.Experts(*(few_rows.Matrices(w, None, b) for w, b in zip(weights, biases, strict=True)))
+        parts = zip(weights, scales, biases, strict=True)
+        return few_rows.Experts(*(few_rows.Matrices(w.astype(jnp.int8), s, b) for w, s, b in parts))
+
+    def activation(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return jax.nn.silu(gate) * up
+
+    def kernel(x: Any, factors: Any, weights: Any, biases: Any) -> Any:
+        return few_rows.apply_experts(x, ids, factors, matrices(weights, biases), activation)
+
+    def reference_call(x: Any, factors: Any, weights: Any, biases: Any) -> Any:
+        experts = matrices(weights, biases)
+        wide = [m.values.astype(jnp.float32) * (1 if m.scales_EN is None else m.scales_EN[:, None]) for m in experts]
+        added = [0 if m.bias_EN is None else m.bias_EN[:, None] for m in experts]
+        gate, up = (jnp.einsum("md,edf->emf", x, w) + bias for w, bias in zip(wide[:2], added[:2], strict=True))
+        outs = jnp.einsum("emf,efd->med", activation(gate, up), wide[2])
+        factors_ME = jnp.sum(jnp.where(ids[..., None] == jnp.arange(E), factors[..., None], 0), axis=1)
+        return jnp.einsum("med,me->md", outs, factors_ME)
+
+    size = 40 if options["int8"] else 0.02
+    weights = tuple(jnp.clip(size * case.sample(i, *shape), -127, 127) for i, shape in enumerate(shapes))
+    weights = tuple(map(jnp.round, weights)) if options["int8"] else weights
+    arrays = (case.sample(5, M, D), case.sample(6, M, K), weights, (case.sample(7, E, F), case.sample(8, E, F)))
+    is_supported = few_rows.is_supported(M, matrices(weights, arrays[3]), case.dtype)
     return Check(single_backend("triton", is_supported, kernel), reference_call, arrays, has_gradients=False)
 
 
@@ -269,6 +314,7 @@ def check_prefill_write(case: Case) -> Check:
 KERNELS = {
     "gemv": Kernel(gemv_cases, check_gemv),
     "small_batch": Kernel(small_batch_cases, check_small_batch),
+    "few_rows": Kernel(few_rows_cases, check_few_rows),
     "embed_norm": Kernel(embed_norm_cases, check_embed_norm),
     "argmax": Kernel(argmax_cases, check_argmax),
     "swiglu_prefill": Kernel(swiglu_prefill_cases, check_swiglu_prefill),

@@ -3,8 +3,9 @@
 python bench/profile_step.py model=llama3.2-1b train.seq_len=4096 model.scan_unroll=16 [--keep FOLDER]
 
 Kernels are attributed to the HLO instruction that launched them, and so to its named scope (embedding, norm, attention,
-mlp, loss, update) and pass; a fusion is attributed to its last operation. Command buffers hide that link, so they are
-disabled: `idle` is larger than in training, the kernels are the same. `--keep` saves the HLO and all kernels.
+mlp, router, moe, loss, update) and pass; a fusion is attributed to its last operation. Command buffers hide that link,
+so they are disabled: `idle` is larger than in training, the kernels are the same. `--keep` saves the HLO and all
+kernels.
 """
 
 import collections
@@ -16,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 STEPS, WARM_UP, TOP = 4, 3, 25
-SCOPES = ("embedding", "norm", "attention", "mlp", "loss", "update")
+SCOPES = ("embedding", "norm", "attention", "mlp", "router", "moe", "loss", "update")
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\S+|\(.*?\)) ([\w-]+)\(")
 
 
@@ -106,7 +107,7 @@ def group(kernels: list, known: dict[str, tuple[str, str, str]]) -> tuple[dict, 
         direction = "backward" if "transpose(" in operation else "forward" if "jvp(" in operation else "update"
         if "fmha" in what or re.search("cudnn|attention_(forward|backward)", kernel.lower()):
             kind = "flash attention"
-        elif "gemm" in what or "matmul" in what or re.search("gemm|nvjet|xmma", kernel):
+        elif "gemm" in what or "matmul" in what or re.search("gemm|matmul|nvjet|xmma", kernel):
             kind = "matmul"
         else:
             kind = "copy" if re.search("copy|transpose|Memcpy|Memset|concatenate", kernel) else "elementwise"

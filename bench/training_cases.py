@@ -61,7 +61,9 @@ def check_attention(case: Case) -> Check:
 
 
 def grouped_cases() -> Iterator[Case]:
-    for dtype, sizes in itertools.product(HALF_DTYPES, ((512, 4, 256, 512), (1024, 8, 384, 128), (640, 1, 128, 256))):
+    """Also sizes that the tiles do not divide."""
+    all_sizes = ((512, 4, 256, 512), (1024, 8, 384, 128), (640, 1, 128, 256), (724, 8, 320, 2880), (100, 4, 208, 48))
+    for dtype, sizes in itertools.product(HALF_DTYPES, all_sizes):
         yield Case("grouped_matmul", dtype, sizes)
 
 

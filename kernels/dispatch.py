@@ -154,6 +154,8 @@ class Capability(Generic[Call]):
     """Dimensions that may be split over devices: the backend then runs under shard_map on the local part of each.
     None: any; the compiler partitions it."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    slow_on: tuple[str, ...] = ()
+    """Platforms on which the fastest backend takes less than half the time; `auto` warns if it selects this one."""
     tile_extents: Callable[[Call], Mapping[str, int]] | None = None
     """The array extent that each tile size must divide, by name; None: the backend has no configurable tile."""
 
@@ -213,7 +215,8 @@ class Operation(Generic[Call, Row]):
         faster = list(reasons)[: list(reasons).index(supported[0])]
         skipped = tuple(f"{name} {reasons[name][0]}" for name in faster)
         if _logs_choices.get():
-            _log_choice(self.name, supported[0], skipped)
+            is_slow = call.platform in self.backends[supported[0]].slow_on
+            _log_choice(self.name, supported[0], skipped, logging.WARNING if is_slow else logging.INFO)
         return _record_choice(Choice(self.name, supported[0], skipped))
 
     def select(self, backend: str, call: Call) -> Row:
@@ -236,7 +239,7 @@ class Operation(Generic[Call, Row]):
             if field.name not in FUNCTION_FIELDS:
                 values = (_cell(getattr(row, field.name)) for row in backends.values())
                 rows.append((field.name.replace("_", " "), *values))
-        rows = [row for row in rows if set(row[1:]) != {"any"}]
+        rows = [row for row in rows if set(row[1:]) != {"any"} and (row[0] != "slow on" or set(row[1:]) != {"none"})]
         return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -246,9 +249,10 @@ def either(names: Iterable[object]) -> str:
 
 
 @functools.cache
-def _log_choice(operation: str, backend: str, skipped: tuple[str, ...]) -> None:
+def _log_choice(operation: str, backend: str, skipped: tuple[str, ...], level: int) -> None:
     """Log once which backend `auto` selected, and the first reason against each faster one."""
-    logger.info("%s runs on %s%s", operation, backend, f" ({'; '.join(skipped)})" if skipped else "")
+    slow = ", more than twice as slow as the fastest" if level == logging.WARNING else ""
+    logger.log(level, "%s runs on %s%s%s", operation, backend, slow, f" ({'; '.join(skipped)})" if skipped else "")
 
 
 def _cell(value: Any) -> str:

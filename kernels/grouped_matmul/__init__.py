@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from maxhydra.kernels.dispatch import CallSpec, Capability, Operation, UnsupportedError
+from maxhydra.kernels.grouped_matmul import few_rows as few_rows
 from maxhydra.kernels.grouped_matmul import megablox, mosaic, reference, triton
 from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.tiles import Sizes, with_sizes
@@ -39,16 +40,17 @@ class Backend(Capability[Call]):
 
     run: Callable[..., jax.Array]
     multiple: int = 1
-    """Rows, inputs and outputs must be multiples of this."""
+    """Inputs and outputs must be multiples of this."""
+    padded_to: int = 1
+    """Rows, inputs and outputs are padded with zeros to multiples of this, those of the tiles."""
     max_size: int | None = None
     """Elements of the largest array; None: any number."""
 
     def requirements(self, call: Call) -> tuple[tuple[bool, str], ...]:
         return (
             (
-                all(size % self.multiple == 0 for size in (call.rows, call.inputs, call.outputs)),
-                f"takes rows, inputs and outputs in multiples of {self.multiple}, "
-                f"not {call.rows}, {call.inputs}, {call.outputs}",
+                call.inputs % self.multiple == call.outputs % self.multiple == 0,
+                f"takes inputs and outputs in multiples of {self.multiple}, not {call.inputs} and {call.outputs}",
             ),
             (
                 self.max_size is None or call.largest <= self.max_size,
@@ -56,11 +58,18 @@ class Backend(Capability[Call]):
             ),
         )
 
+    def pad(self, *sizes: int) -> tuple[int, ...]:
+        """The sizes, rounded up to multiples of `padded_to`."""
+        return tuple(-(-size // self.padded_to) * self.padded_to for size in sizes)
+
 
 def _ragged_dot(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """XLA's grouped matmul: a loop over tiles on a TPU; on a CPU one masked matmul over all groups."""
     return jax.lax.ragged_dot(x_MD, w_EDF, sizes_E.astype(jnp.int32))
 
+
+# Inputs and outputs of the GPU kernels: padding smaller ones would multiply their size.
+MULTIPLE = 16
 
 # Fastest first.
 BACKENDS: dict[str, Backend] = {
@@ -69,25 +78,28 @@ BACKENDS: dict[str, Backend] = {
         platforms=("gpu",),
         capabilities=("9.0",),
         dtypes=("bfloat16",),
-        multiple=mosaic.MULTIPLE,
+        multiple=MULTIPLE,
+        padded_to=mosaic.MULTIPLE,
         max_size=2**31 - 1,
     ),
     "triton": Backend(
         run=triton.grouped_matmul,
         platforms=("gpu",),
         dtypes=("bfloat16", "float16"),
-        multiple=triton.MULTIPLE,
+        multiple=MULTIPLE,
+        padded_to=triton.MULTIPLE,
         max_size=2**31 - 1,
-        tile_extents=lambda call: triton.tile_extents(call.rows, call.inputs, call.outputs),
+        tile_extents=lambda call: triton.tile_extents(*BACKENDS["triton"].pad(call.rows, call.inputs, call.outputs)),
     ),
     "megablox": Backend(
         run=megablox.grouped_matmul,
         platforms=("tpu",),
         dtypes=("float32", "bfloat16"),
         multiple=megablox.MULTIPLE,
+        padded_to=megablox.MULTIPLE,
     ),
-    "xla": Backend(run=_ragged_dot),
-    "reference": Backend(run=reference.grouped_matmul),
+    "xla": Backend(run=_ragged_dot, slow_on=("gpu",)),
+    "reference": Backend(run=reference.grouped_matmul, slow_on=("gpu",)),
 }
 OPERATION: Operation[Call, Backend] = Operation("grouped_matmul", BACKENDS)
 
@@ -122,4 +134,12 @@ def grouped_matmul(
         inputs=D,
         outputs=F,
     )
-    return with_sizes(OPERATION.select(backend, call).run, sizes)(x_MD, w_EDF, sizes_E)
+    row = OPERATION.select(backend, call)
+    rows, inputs, outputs = row.pad(M, D, F)
+    x_MD, w_EDF = _padded(x_MD, rows, inputs), _padded(w_EDF, E, inputs, outputs)
+    return with_sizes(row.run, sizes)(x_MD, w_EDF, sizes_E)[:M, :F]
+
+
+def _padded(x: jax.Array, *shape: int) -> jax.Array:
+    """The array with zeros after the end of each dimension."""
+    return x if x.shape == shape else jnp.pad(x, [(0, size - own) for own, size in zip(x.shape, shape, strict=True)])

@@ -52,7 +52,7 @@ CANDIDATE_TILES = (
     Tile(128, 256, 32, 8, 4, 8),
 )
 # Tiles are reduced to divisors of the sizes; smaller ones than this underuse the tensor cores.
-MULTIPLE = 64
+MULTIPLE = 128
 
 
 @dataclasses.dataclass(frozen=True)

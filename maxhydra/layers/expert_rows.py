@@ -19,7 +19,7 @@ from maxhydra.config.schema import model as config
 from maxhydra.kernels.grouped_matmul import grouped_matmul
 from maxhydra.kernels.placement import Placement
 from maxhydra.layers.context import KernelChoice, kernel_errors_as_config_errors
-from maxhydra.layers.mlp import gated
+from maxhydra.layers.mlp import ACTIVATIONS, gated
 from maxhydra.layers.params import Dtypes, residual_scale
 
 
@@ -36,6 +36,8 @@ class ExpertsSpec:
     clamp_slope: float
     scales_input: bool
     kernel: KernelChoice
+    is_fused: bool
+    """Whether a few tokens are decoded by the kernels of grouped_matmul/few_rows.py."""
     init_scale: float
     out_scale: float
     compute: np.dtype
@@ -54,6 +56,7 @@ class ExpertsSpec:
             clamp_slope=moe.clamp_slope,
             scales_input=moe.router.scaled is config.Scaled.input,
             kernel=KernelChoice(model.kernels.grouped_matmul.value, model.kernels.sizes("grouped_matmul")),
+            is_fused=model.kernels.fused_linear is config.FusedLinearBackend.auto,
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             compute=Dtypes.of(model.dtypes).compute,
@@ -64,9 +67,15 @@ class ExpertsSpec:
         """The input of the down projection: activation(gate) * up, or the clamped SwiGLU of GPT-OSS."""
         if self.clamp is None:
             return gated(self.activation, gate, up)
-        wide_gate = jnp.minimum(gate.astype(jnp.float32), self.clamp)
-        wide_up = jnp.clip(up.astype(jnp.float32), -self.clamp, self.clamp)
-        return ((wide_up + 1) * wide_gate * jax.nn.sigmoid(self.clamp_slope * wide_gate)).astype(gate.dtype)
+        return self.wide_hidden(gate, up).astype(gate.dtype)
+
+    def wide_hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """`hidden` in float32."""
+        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+        if self.clamp is None:
+            return ACTIVATIONS[self.activation](gate) * up
+        gate, up = jnp.minimum(gate, self.clamp), jnp.clip(up, -self.clamp, self.clamp)
+        return (up + 1) * gate * jax.nn.sigmoid(self.clamp_slope * gate)
 
 
 class RoutedTokens(NamedTuple):
@@ -123,10 +132,14 @@ class RowOrder:
 
 
 def dropless(weights: Weights, tokens: Tokens, spec: ExpertsSpec, place: Placement) -> jax.Array:
-    """[M, D] in float32: weighted outputs of experts that are all on this device."""
+    """[M, D] in float32: weighted outputs of experts that are all on this device.
+
+    The weight of a row scales the input of the down projection, so that the backward pass does not need its output.
+    """
     order, sizes_E = sort_by_expert(tokens.ids_MK, spec.experts)
-    out_RD = apply_experts(weights, rows_of(tokens, order, spec), sizes_E, spec, place)
-    return combine(out_RD, tokens, order, spec)
+    weights_R = None if spec.scales_input else tokens.weights_MK.reshape(-1)[order.pairs_R]
+    out_RD = apply_experts(weights, rows_of(tokens, order, spec), sizes_E, spec, place, weights_R=weights_R)
+    return _sum_rows(out_RD, order)
 
 
 def sort_by_expert(ids_MK: jax.Array, experts: int, rows: int | None = None) -> tuple[RowOrder, jax.Array]:
@@ -136,13 +149,22 @@ def sort_by_expert(ids_MK: jax.Array, experts: int, rows: int | None = None) -> 
     """
     ids_R = ids_MK.reshape(-1)
     ids_R = jnp.where((ids_R >= 0) & (ids_R < experts), ids_R, experts)
-    pairs_R = jnp.argsort(ids_R, stable=True)
-    rows_R = jnp.argsort(pairs_R)
+    pairs_R = _stable_argsort(ids_R, experts + 1)
+    rows_R = jnp.zeros_like(pairs_R).at[pairs_R].set(jnp.arange(pairs_R.size, dtype=pairs_R.dtype), unique_indices=True)
     sizes_E = jnp.sum(ids_R[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
     if rows is not None:
         pairs_R = jnp.pad(pairs_R, (0, max(0, rows - pairs_R.size)))[:rows]
         rows_R = jnp.where(ids_R < experts, rows_R, rows)
     return RowOrder(pairs_R, rows_R.reshape(ids_MK.shape), is_complete=rows is None), sizes_E
+
+
+def _stable_argsort(ids_R: jax.Array, bound: int) -> jax.Array:
+    """The stable order of ids below a bound, by sorting one array of ids with positions instead of two arrays."""
+    R = ids_R.size
+    if bound * R > jnp.iinfo(jnp.int32).max:
+        return jnp.argsort(ids_R, stable=True)
+    keys_R = ids_R.astype(jnp.int32) * R + jnp.arange(R, dtype=jnp.int32)
+    return jax.lax.sort(keys_R, is_stable=False) % R
 
 
 def rows_of(tokens: Tokens, order: RowOrder, spec: ExpertsSpec) -> jax.Array:
@@ -154,21 +176,55 @@ def rows_of(tokens: Tokens, order: RowOrder, spec: ExpertsSpec) -> jax.Array:
 
 
 def apply_experts(
-    weights: Weights, rows_RD: jax.Array, sizes_E: jax.Array, spec: ExpertsSpec, place: Placement
+    weights: Weights,
+    rows_RD: jax.Array,
+    sizes_E: jax.Array,
+    spec: ExpertsSpec,
+    place: Placement,
+    *,
+    weights_R: jax.Array | None = None,
 ) -> jax.Array:
-    """[R, D] output of each row's expert, without the down projection's bias. Rows after the last are unspecified."""
+    """[R, D] output of each row's expert, without the down projection's bias. Rows after the last are unspecified.
+
+    `weights_R`: factors of the rows.
+    """
     matmul = partial(_grouped_matmul, sizes_E=sizes_E, kernel=spec.kernel, place=place)
     gate_RF, up_RF = (matmul(rows_RD, kernel_EDF) for kernel_EDF in (weights.gate_EDF, weights.up_EDF))
     if weights.gate_EF is not None and weights.up_EF is not None:
-        expert_R = jnp.searchsorted(jnp.cumsum(sizes_E), jnp.arange(rows_RD.shape[0]), side="right")
-        is_row_R1 = (expert_R < sizes_E.size)[:, None]
-        # The gradients of rows after the last are unspecified too, and must not enter that of the bias.
-        gate_RF, up_RF = (
-            jnp.where(is_row_R1, x_RF + bias_EF[expert_R], 0)
-            for x_RF, bias_EF in ((gate_RF, weights.gate_EF), (up_RF, weights.up_EF))
-        )
+        ends_E, row_R1 = jnp.cumsum(sizes_E), jnp.arange(rows_RD.shape[0])[:, None]
+        is_of_RE = (row_R1 >= ends_E - sizes_E) & (row_R1 < ends_E)
+        gate_RF, up_RF = _add_bias(gate_RF, weights.gate_EF, is_of_RE), _add_bias(up_RF, weights.up_EF, is_of_RE)
     gate_RF, up_RF = checkpoint_name(gate_RF, "mlp_gate"), checkpoint_name(up_RF, "mlp_up")
-    return matmul(spec.hidden(gate_RF, up_RF), weights.down_EFD)
+    hidden_RF = spec.hidden(gate_RF, up_RF)
+    if weights_R is not None:
+        hidden_RF = (hidden_RF * weights_R[:, None]).astype(hidden_RF.dtype)
+    return matmul(hidden_RF, weights.down_EFD)
+
+
+@jax.custom_vjp
+def _add_bias(x_RF: jax.Array, bias_EF: jax.Array, is_of_RE: jax.Array) -> jax.Array:
+    """Add the bias of each row's expert; zero for rows without one, whose x and gradient are unspecified.
+
+    The gradient is a matmul: XLA would add rows one by one, with atomics that all write to the few rows of the bias.
+    """
+    bias_RF = bias_EF[jnp.argmax(is_of_RE, axis=1)]
+    return jnp.where(jnp.any(is_of_RE, axis=1, keepdims=True), x_RF + bias_RF, 0)
+
+
+def _add_bias_forward(
+    x_RF: jax.Array, bias_EF: jax.Array, is_of_RE: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _add_bias(x_RF, bias_EF, is_of_RE), (bias_EF[:0], is_of_RE)
+
+
+def _add_bias_backward(saved: tuple[jax.Array, jax.Array], d_RF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    empty_bias, is_of_RE = saved
+    d_RF = jnp.where(jnp.any(is_of_RE, axis=1, keepdims=True), d_RF, 0)
+    d_bias_EF = jnp.einsum("RE,RF->EF", is_of_RE.astype(d_RF.dtype), d_RF, preferred_element_type=jnp.float32)
+    return d_RF, d_bias_EF.astype(empty_bias.dtype), None
+
+
+_add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
 def combine(out_RD: jax.Array, tokens: Tokens, order: RowOrder, spec: ExpertsSpec) -> jax.Array:
@@ -202,6 +258,25 @@ def _repeat_backward(order: RowOrder, d_RD: jax.Array) -> tuple[jax.Array, None]
 
 
 _repeat.defvjp(_repeat_forward, _repeat_backward)
+
+
+@jax.custom_vjp
+def _sum_rows(out_RD: jax.Array, order: RowOrder) -> jax.Array:
+    """[M, D] in float32: sum over each token's rows."""
+    return jnp.sum(order.by_pair(out_RD), axis=1, dtype=jnp.float32)
+
+
+def _sum_rows_forward(out_RD: jax.Array, order: RowOrder) -> tuple[jax.Array, tuple[jax.Array, RowOrder]]:
+    return _sum_rows(out_RD, order), (out_RD[:0], order)
+
+
+def _sum_rows_backward(saved: tuple[jax.Array, RowOrder], d_MD: jax.Array) -> tuple[jax.Array, None]:
+    # The block adds the output to a stream of this dtype, so the cotangent has no more digits.
+    empty_out, order = saved
+    return d_MD.astype(empty_out.dtype)[order.tokens_R], None
+
+
+_sum_rows.defvjp(_sum_rows_forward, _sum_rows_backward)
 
 
 @jax.custom_vjp

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.kernels.grouped_matmul import few_rows
 from maxhydra.layers.context import Context
 from maxhydra.layers.expert_parallel import expert_parallel
-from maxhydra.layers.expert_rows import ExpertsSpec, RoutedTokens, Weights, dropless
+from maxhydra.layers.expert_rows import ExpertsSpec, RoutedTokens, Tokens, Weights, dropless
 from maxhydra.layers.params import ParamBuilder
 from maxhydra.layers.quant.int4 import Int4
 from maxhydra.layers.quant.int8 import Int8
@@ -48,6 +49,14 @@ class ExpertLinear(nnx.Module):
         if self.format is not None and is_qat(self.format):
             return straight_through(rounding(self.format, inputs=1, leading=1, name=self.name), self.kernel[...])
         return self.kernel[...]
+
+    @property
+    def stored(self) -> few_rows.Matrices:
+        """INT8 codes with their scales, or `weight`, and the bias."""
+        bias_EN = None if self.bias is None else self.bias[...]
+        if isinstance(self.kernel, Int8):
+            return few_rows.Matrices(self.kernel.parts.codes, self.kernel.parts.scales, bias_EN)
+        return few_rows.Matrices(self.weight, None, bias_EN)
 
 
 class ExpertsOutput(NamedTuple):
@@ -80,7 +89,9 @@ class Experts(nnx.Module):
             out_BTD = self._with_capacity(routed, jnp.where(fits_BTK, slots_BTK, capacity), ctx, capacity=capacity)
             out_BTD = ctx.to_stream(out_BTD)
         elif not ctx.place.free_axes:
-            out_MD = dropless(self._weights(), routed.flat(), self.spec, ctx.place)
+            out_MD = self._decode(routed.flat(), is_real_BT, ctx)
+            if out_MD is None:
+                out_MD = dropless(self._weights(), routed.flat(), self.spec, ctx.place)
             out_BTD = out_MD.reshape(routed.x_BTD.shape)
         else:
             out_BTD, fits_BTK = expert_parallel(self._weights(), routed, is_real_BT, self.spec, ctx)
@@ -92,6 +103,16 @@ class Experts(nnx.Module):
         weights_BTE = jnp.sum(jnp.where(is_routed_BTKE, routed.weights_BTK[..., None], 0), axis=2)
         bias_ED = self.down.bias[...].astype(jnp.float32)
         return ExpertsOutput(out_BTD + jnp.einsum("BTE,ED->BTD", weights_BTE, bias_ED), dropped)
+
+    def _decode(self, tokens: Tokens, is_real_BT: jax.Array, ctx: Context) -> jax.Array | None:
+        """[M, D] in float32, by kernels that read only the experts of real tokens; None if they do not apply."""
+        if ctx.cache is None or not self.spec.is_fused or self.spec.scales_input:
+            return None
+        experts = few_rows.Experts(self.gate.stored, self.up.stored, self.down.stored)
+        if not few_rows.is_supported(tokens.x_MD.shape[0], experts, tokens.x_MD.dtype.name):
+            return None
+        ids_MK = jnp.where(is_real_BT.reshape(-1, 1), tokens.ids_MK, -1)
+        return few_rows.apply_experts(tokens.x_MD, ids_MK, tokens.weights_MK, experts, self.spec.wide_hidden)
 
     def _weights(self) -> Weights:
         biases = [None if linear.bias is None else linear.bias[...] for linear in (self.gate, self.up)]

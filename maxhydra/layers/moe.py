@@ -26,6 +26,8 @@ from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
 
 # Added to a sum of scores before dividing by it.
 TINY = 1e-20
+# Pairs of scores up to which comparing them all is faster than sorting: 64 tokens with 256 experts.
+MOST_PAIRS = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +137,7 @@ class Router(nnx.Module):
             scores_BTE = scores_BTE + jax.lax.stop_gradient(self.correction[...]).astype(jnp.float32)
         if self.spec.groups > 1:
             scores_BTE = self._limit_to_groups(scores_BTE)
-        return jax.lax.top_k(scores_BTE, self.spec.top_k)[1]
+        return _best(scores_BTE, self.spec.top_k)
 
     def _limit_to_groups(self, scores_BTE: jax.Array) -> jax.Array:
         """The scores, with -inf for experts outside the best groups."""
@@ -143,9 +145,24 @@ class Router(nnx.Module):
         by_group_BTGE = scores_BTE.reshape(*scores_BTE.shape[:2], spec.groups, -1)
         counted = 1 if spec.group_score is config.GroupScore.max else 2
         groups_BTG = jnp.sum(jax.lax.top_k(by_group_BTGE, counted)[0], axis=-1)
-        best_BTg = jax.lax.top_k(groups_BTG, spec.top_groups)[1]
+        best_BTg = _best(groups_BTG, spec.top_groups)
         is_best_BTG = jnp.any(best_BTg[..., None] == jnp.arange(spec.groups), axis=2)
         return jnp.where(is_best_BTG[..., None], by_group_BTGE, -jnp.inf).reshape(scores_BTE.shape)
+
+
+def _best(scores: jax.Array, k: int) -> jax.Array:
+    """[..., k] indices of the largest scores, as jax.lax.top_k returns them.
+
+    Of few scores every pair is compared, which XLA compiles for a GPU to fewer and faster kernels than a sort.
+    """
+    if scores.size * scores.shape[-1] > MOST_PAIRS:
+        return jax.lax.top_k(scores, k)[1]
+    index = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
+    own, other = scores[..., :, None], scores[..., None, :]
+    is_before = (other > own) | ((other == own) & (index < index[:, None]))
+    rank = jnp.sum(is_before, axis=-1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(rank[..., None, :] == jnp.arange(k)[:, None], index, 0), axis=-1, dtype=jnp.int32)
 
 
 def _normalized(scores: jax.Array) -> jax.Array:

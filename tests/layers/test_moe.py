@@ -1,5 +1,7 @@
 """Mixtures of experts: routing, dispatch and balance, against dense evaluation of every expert."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,8 @@ import pytest
 
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.hardware import Mesh
-from maxhydra.kernels.grouped_matmul import BACKENDS, UnsupportedError, grouped_matmul
-from maxhydra.layers import with_aux_losses
+from maxhydra.kernels.grouped_matmul import BACKENDS, UnsupportedError, few_rows, grouped_matmul
+from maxhydra.layers import moe, with_aux_losses
 from maxhydra.sharding import Sharder, build_mesh
 from tests.support.mixtures import Mixture, expert, softmax_top_k
 from tests.support.skips import import_optional
@@ -94,7 +96,32 @@ def test_balance_loss_equals_transformers():
     assert found["load"].sum() == real.sum() * 2
 
 
+def test_experts_are_chosen_as_by_top_k(monkeypatch):
+    """With ties, and without a number, whose order is that of top_k."""
+    scores = jnp.abs(jnp.round(4 * jax.random.normal(jax.random.key(0), (2, 3, 16)))).at[0, 1, 5].set(jnp.nan)
+    compared = moe._best(scores, 5)
+    monkeypatch.setattr(moe, "MOST_PAIRS", 0)
+    np.testing.assert_array_equal(compared, moe._best(scores, 5))
+
+
 FULL = {"experts": 8, "top_k": 3, "bias": True, "clamp": 2.0, "shared": config.Shared(dim=8, gate=config.Gate.sigmoid)}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_kernels_of_few_tokens_equal_the_grouped_matmuls(batch, monkeypatch):
+    """The last of several tokens is padding."""
+    mixture = Mixture(config.Moe(**FULL), emb=64, hidden=128)
+    x, is_real = mixture.inputs(batch, 1), jnp.arange(batch)[:, None] < max(batch - 1, 1)
+    run = jax.jit(lambda weights, x: mixture(weights, x, segments=is_real.astype(int), cache=()).out_BTD)
+    expected = run(mixture.weights, x)
+    monkeypatch.setattr(few_rows, "is_supported", lambda *_: True)
+    monkeypatch.setattr(few_rows, "apply_experts", partial(few_rows.apply_experts, interpret=True))
+    jax.clear_caches()
+    found = run(mixture.weights, x)
+    assert "few_row_experts" in str(run.trace(mixture.weights, x).jaxpr)
+    np.testing.assert_allclose(found[is_real], expected[is_real], rtol=1e-5, atol=1e-5)
+
+
 SPLIT = [(None, {"expert": 2, "sequence": 2, "tensor": 2}), (1.0, {"fsdp": 2, "expert": 2, "tensor": 2})]
 
 

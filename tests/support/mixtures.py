@@ -36,11 +36,17 @@ class Mixture:
         self.weights = jax.tree.unflatten(tree, perturbed)
 
     def __call__(
-        self, weights: Any, x: jax.Array, *, segments: jax.Array | None = None, sharder: Sharder | None = None
+        self,
+        weights: Any,
+        x: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        sharder: Sharder | None = None,
+        cache: Any = None,
     ) -> Any:
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
         sharder = sharder or Sharder.single()
-        ctx = Context(positions=positions, segments=segments, sharder=sharder, cache=None, dropout_key=None)
+        ctx = Context(positions=positions, segments=segments, sharder=sharder, cache=cache, dropout_key=None)
         return nnx.merge(self._graph, weights)(x, ctx)
 
     def inputs(self, batch: int, length: int, seed: int = 2) -> jax.Array:

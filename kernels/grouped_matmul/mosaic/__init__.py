@@ -6,15 +6,19 @@ Shapes: M rows, E groups, K inputs, N outputs; in the gradient of x, outputs pla
 """
 
 import dataclasses
-import math
 
 import jax
 
 from maxhydra.kernels.grouped_matmul.tiles import grouped_matmul_vjp
 from maxhydra.kernels.placement import num_multiprocessors
 
-# Rows, inputs and outputs must be multiples of this.
-MULTIPLE = 128
+# Rows, inputs and outputs must be multiples of this. A tile may extend beyond the end of an array: copies read zeros
+# there and write nothing.
+MULTIPLE = 64
+# Widths of a tile. A tile of c columns takes about as long as c + FIXED: its left operand is loaded for any width.
+WIDTHS, FIXED = (256, 192, 128, 64), 48
+# Bytes of shared memory for the operands and the result of a tile.
+MEMORY = 13 << 14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +35,14 @@ class KernelParams:
     """Streaming multiprocessors of the GPU: the number of persistent programs."""
 
     def fitted(self, columns: int) -> "KernelParams":
-        """Reduce the tile to a divisor of the columns."""
-        return dataclasses.replace(self, columns=math.gcd(self.columns, columns))
+        """Choose the width of a tile, at most `self.columns`, for which this many columns take the least time.
+
+        A narrower tile leaves memory for more stages.
+        """
+        widths = [width for width in WIDTHS if width <= self.columns]
+        width = min(widths, key=lambda width: -(-columns // width) * (width + FIXED))
+        stages = (MEMORY - 256 * width) // (128 * (128 + width))
+        return dataclasses.replace(self, columns=width, stages=self.stages if width == self.columns else stages)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,9 @@ def matmul(params: KernelParams, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Arr
     memory = Memory.of(params, (ROWS, WIDTH), right, dtype=x_MK.dtype)
     # Rows of no group form an extra group without steps.
     sizes_G = jnp.append(sizes_E, M - jnp.sum(sizes_E))
-    tiles, num_tiles = schedule(sizes_G, M, rows=TILE, columns=N // params.columns, align=ALIGN, band=params.band)
+    tiles, num_tiles = schedule(
+        sizes_G, M, rows=TILE, columns=pl.cdiv(N, params.columns), align=ALIGN, band=params.band
+    )
     out = jax.ShapeDtypeStruct((M, N), x_MK.dtype)
     kind = _TransposedMatmul if transposed else _Matmul
     return launch(kind, params, memory, out, Refs(tiles, num_tiles, x_MK, w), name=kind.name, copies=WORKERS + 1)

@@ -60,7 +60,7 @@ class _WeightGrad(Program):
     def sizes(self) -> tuple[int, int]:
         """Tiles of a matrix, by rows and by columns."""
         _, K, N = self.out_ref.shape
-        return K // TILE, N // self.params.columns
+        return pl.cdiv(K, TILE), pl.cdiv(N, self.params.columns)
 
     @property
     def count(self) -> Any:

@@ -1,0 +1,246 @@
+"""The experts of a few tokens for GPUs, in Pallas for Triton: only the experts that are hit are read, and only once.
+
+Two kernels stream the weights: gate and up together, and down. A program multiplies some columns of one expert's
+matrix, or with few of those a split of their terms, by the rows of that expert. In between, XLA adds up the splits and
+applies bias, activation and the rows' factors: the programs of down would repeat that for every block of columns.
+
+Shapes: M tokens, K experts per token, R = M * K rows sorted by expert, G groups of rows, one per expert that is hit, E
+experts, D residual stream, F hidden, P splits, N columns of a matmul.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from maxhydra.kernels.ptx import AS_BFLOAT16, convert_int8
+from maxhydra.kernels.tiles import power_of_two_divisor
+
+# Number of tokens up to which reading the weights takes longer than the arithmetic.
+MOST_TOKENS = 64
+# Programs of a kernel that keep the memory of an H200 busy: two per multiprocessor.
+PROGRAMS = 264
+# Bytes of shared memory for the stages of a program, so that a multiprocessor has room for two.
+MEMORY = 112 << 10
+LEAST_SIZE = 64
+MOST_STAGES = 4
+
+Activation = Callable[[jax.Array, jax.Array], jax.Array]
+"""Hidden values in float32, from those of gate and up."""
+
+
+class Matrices(NamedTuple):
+    """One matrix per expert."""
+
+    values: jax.Array
+    """[E, inputs, outputs], in the dtype of the rows or int8."""
+    scales_EN: jax.Array | None = None
+    """Factors of the outputs."""
+    bias_EN: jax.Array | None = None
+
+
+class Experts(NamedTuple):
+    gate: Matrices
+    up: Matrices
+    down: Matrices
+    """Its bias is not added."""
+
+
+class Groups(NamedTuple):
+    """The rows of each expert that is hit."""
+
+    table_G3: jax.Array
+    """Expert, its first row, and the number of its rows; zero rows in unused entries."""
+    pairs_R: jax.Array
+    """Pair of a token and one of its experts that each row belongs to."""
+    rows_MK: jax.Array
+    """Row of each token's experts; R for ids out of range."""
+
+    @property
+    def tokens_R(self) -> jax.Array:
+        return self.pairs_R // self.rows_MK.shape[1]
+
+
+class Tile(NamedTuple):
+    rows: int
+    """Rows multiplied at a time. One row is multiplied without the tensor cores."""
+    columns: int
+    terms: int
+    """Terms of the sum per step."""
+    splits: int
+    """Programs that share the terms of a column."""
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    into: Tile
+    """Gate and up."""
+    out: Tile
+
+
+def choose_tiles(tokens: int, groups: int, D: int, F: int, *, itemsize: int = 2) -> Tiles:
+    """`itemsize`: bytes of a weight."""
+    choose = partial(_choose_tile, 16 if tokens <= 16 else 32, groups, itemsize=itemsize)
+    return Tiles(choose(D, F, matrices=2), choose(F, D, matrices=1))
+
+
+def _choose_tile(rows: int, groups: int, terms: int, columns: int, *, matrices: int, itemsize: int) -> Tile:
+    """With as few splits as keep the GPU busy, if the terms can be split so, and the stages that fit in memory."""
+    width, step = min(128, power_of_two_divisor(columns)), min(64, power_of_two_divisor(terms))
+    steps, programs = terms // step, groups * (columns // width)
+    splits = [n for n in range(1, 17) if steps % n == 0]
+    enough = [n for n in splits if programs * n >= PROGRAMS]
+    stages = MEMORY // (step * (matrices * width * itemsize + rows * 2))
+    return Tile(rows, width, step, min(enough, default=splits[-1]), warps=4, stages=min(MOST_STAGES, stages))
+
+
+def is_supported(tokens: int, experts: Experts, dtype: str) -> bool:
+    """Whether the kernels support these sizes on the current devices."""
+    values = experts.gate.values
+    _, D, F = values.shape
+    fits = math.gcd(D, F) % LEAST_SIZE == 0 and values.size < 2**31
+    is_stored = all(matrices.values.dtype in (jnp.bfloat16, jnp.int8) for matrices in experts)
+    return jax.default_backend() == "gpu" and tokens <= MOST_TOKENS and fits and is_stored and dtype == "bfloat16"
+
+
+def group_rows(ids_MK: jax.Array, experts: int) -> Groups:
+    """Rows in stable order by expert. Sorted by counting: of so few rows every pair can be compared."""
+    (M, K), R = ids_MK.shape, ids_MK.size
+    if M == 1:
+        # The experts of a token differ, and any order serves.
+        is_valid_K = (ids_MK[0] >= 0) & (ids_MK[0] < experts)
+        row_K = jnp.arange(K, dtype=jnp.int32)
+        table_K3 = jnp.stack([jnp.where(is_valid_K, ids_MK[0], 0), row_K, is_valid_K], axis=1).astype(jnp.int32)
+        return Groups(table_K3, row_K, jnp.where(is_valid_K, row_K, R)[None])
+    ids_R, row_R = ids_MK.reshape(-1), jnp.arange(R, dtype=jnp.int32)
+    ids_R = jnp.where((ids_R >= 0) & (ids_R < experts), ids_R, experts)
+    is_before_RR = (ids_R < ids_R[:, None]) | ((ids_R == ids_R[:, None]) & (row_R < row_R[:, None]))
+    rows_R = jnp.sum(is_before_RR, axis=1, dtype=jnp.int32)
+    pairs_R = jnp.zeros(R, jnp.int32).at[rows_R].set(row_R, unique_indices=True)
+    expert_E = jnp.arange(experts, dtype=jnp.int32)
+    first_E = jnp.sum(ids_R < expert_E[:, None], axis=1, dtype=jnp.int32)
+    count_E = jnp.sum(ids_R == expert_E[:, None], axis=1, dtype=jnp.int32)
+    table = jnp.stack([expert_E, first_E, count_E], axis=1)
+    if experts > R:
+        # The groups are fewer than the experts: leave out those that no row hits.
+        group_E = jnp.sum((count_E > 0) & (expert_E < expert_E[:, None]), axis=1, dtype=jnp.int32)
+        table = jnp.zeros((R, 3), jnp.int32).at[jnp.where(count_E > 0, group_E, R)].set(table, mode="drop")
+    return Groups(table, pairs_R, jnp.where(ids_R < experts, rows_R, R).reshape(M, K))
+
+
+def apply_experts(
+    x_MD: jax.Array,
+    ids_MK: jax.Array,
+    weights_MK: jax.Array,
+    experts: Experts,
+    activation: Activation,
+    *,
+    interpret: bool = False,
+    tiles: Tiles | None = None,
+) -> jax.Array:
+    """[M, D] in float32: the sum over each token's experts of down(activation(gate(x), up(x))) by weight."""
+    (M, D), R, (E, _, F) = x_MD.shape, ids_MK.size, experts.gate.values.shape
+    groups = group_rows(ids_MK, E)
+    itemsize = experts.gate.values.dtype.itemsize
+    into, out = tiles or choose_tiles(M, groups.table_G3.shape[0], D, F, itemsize=itemsize)
+    stream = partial(_stream, table_G3=groups.table_G3, R=R, interpret=interpret)
+    halves_2RF = jnp.sum(stream(x_MD, groups.tokens_R, (experts.gate, experts.up), tile=into), axis=1)
+    pairs_R = groups.pairs_R
+    if experts.gate.bias_EN is not None and experts.up.bias_EN is not None:
+        expert_R = ids_MK.reshape(-1)[pairs_R]
+        halves_2RF += jnp.stack([experts.gate.bias_EN[expert_R], experts.up.bias_EN[expert_R]])
+    hidden_RF = activation(*halves_2RF) * weights_MK.reshape(-1)[pairs_R][:, None]
+    row_R = jnp.arange(R, dtype=jnp.int32)
+    (sums_PRD,) = stream(hidden_RF.astype(x_MD.dtype), row_R, (experts.down,), tile=out)
+    # Rows that no group has are not written.
+    by_pair = sums_PRD.at[:, groups.rows_MK].get(mode="fill", fill_value=0)
+    return jnp.sum(by_pair, axis=(0, 2))
+
+
+class _Rows(NamedTuple):
+    """Rows of a group that a program multiplies at a time."""
+
+    position: jax.Array
+    is_valid: jax.Array
+
+
+def _block(rows: _Rows, across: jax.Array, index: jax.Array | None = None) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Indices of a block, of the rows themselves or of others, and the mask of the valid rows."""
+    shape = (rows.position.size, across.size)
+    down = jnp.broadcast_to((rows.position if index is None else index)[:, None], shape)
+    return (down, jnp.broadcast_to(across[None, :], shape)), jnp.broadcast_to(rows.is_valid[:, None], shape)
+
+
+def _stream(
+    x: jax.Array,
+    index_R: jax.Array,
+    matrices: tuple[Matrices, ...],
+    *,
+    table_G3: jax.Array,
+    R: int,
+    tile: Tile,
+    interpret: bool,
+) -> jax.Array:
+    """[H, P, R, N] in float32: row index_R[r] of x times each of H matrices, in splits of the sum."""
+    N = matrices[0].values.shape[2]
+    scales = [array.scales_EN for array in matrices if array.scales_EN is not None]
+    kernel = partial(_kernel, num_matrices=len(matrices), tile=tile, interpret=interpret)
+    return pl.pallas_call(
+        kernel,
+        grid=(N // tile.columns, tile.splits, table_G3.shape[0]),
+        out_shape=jax.ShapeDtypeStruct((len(matrices), tile.splits, R, N), jnp.float32),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=interpret,
+        name="few_row_experts",
+    )(table_G3, x, index_R, *(array.values for array in matrices), *scales)
+
+
+def _kernel(
+    table_ref: Any, x_ref: Any, index_ref: Any, *refs: Any, num_matrices: int, tile: Tile, interpret: bool
+) -> None:
+    weight_refs, (*scale_refs, out_ref) = refs[:num_matrices], refs[num_matrices:]
+    column, split, group = (pl.program_id(axis) for axis in range(3))
+    expert, first, count = (table_ref[group, i] for i in range(3))
+    columns = pl.ds(column * tile.columns, tile.columns)
+    steps = weight_refs[0].shape[1] // tile.terms // tile.splits
+
+    def multiply(block: jax.Array, carry: jax.Array) -> jax.Array:
+        index = first + block * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
+        rows = _Rows(index, index < first + count)
+        source = plt.load(index_ref.at[index], mask=rows.is_valid, other=0)
+
+        def add(step: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+            start = (split * steps + step) * tile.terms
+            at, mask = _block(rows, start + jnp.arange(tile.terms, dtype=jnp.int32), source)
+            x = plt.load(x_ref.at[at], mask=mask, other=0.0)
+            weights = [ref[expert, pl.ds(start, tile.terms), columns] for ref in weight_refs]
+            return [
+                _add_matmul(x, weight, total, interpret=interpret) for weight, total in zip(weights, sums, strict=True)
+            ]
+
+        shape = (tile.terms if tile.rows == 1 else tile.rows, tile.columns)
+        sums = jax.lax.fori_loop(0, steps, add, [jnp.zeros(shape, jnp.float32)] * num_matrices)
+        for half, total in enumerate(sums):
+            out = jnp.sum(total, axis=0, keepdims=True) if tile.rows == 1 else total
+            if scale_refs:
+                out = out * scale_refs[half][expert, columns][None, :]
+            across = column * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32)
+            target, mask = _block(rows, across)
+            plt.store(out_ref.at[(jnp.int32(half), split, *target)], out, mask=mask)
+        return carry
+
+    jax.lax.fori_loop(0, pl.cdiv(count, tile.rows), multiply, jnp.int32(0))
+
+
+def _add_matmul(x: jax.Array, weight: jax.Array, total: jax.Array, *, interpret: bool) -> jax.Array:
+    if weight.dtype == jnp.int8:
+        weight = weight.astype(x.dtype) if interpret else convert_int8(AS_BFLOAT16, x.dtype, weight)
+    if x.shape[0] == 1:
+        return total + x.reshape(-1, 1).astype(jnp.float32) * weight.astype(jnp.float32)
+    return total + jnp.dot(x, weight, preferred_element_type=jnp.float32)
