@@ -37,7 +37,7 @@ MAX_WASTED_STEPS = 16
 
 
 class CompileCache(Generic[Key]):
-    """Compiles each program once; a quarter of the cores at a time, since compilers use more than one themselves."""
+    """Compiles each program once; half as many as cores at a time, since compilers use several themselves."""
 
     def __init__(self, compile: Callable[[Key], Program], *, deterministic: bool):
         """`deterministic`: never substitute a larger program, since which ones are ready depends on timing."""
@@ -47,7 +47,7 @@ class CompileCache(Generic[Key]):
         self._num_substitutions = 0
         self._is_warm = False
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 4), thread_name_prefix="decode-compile")
+        self._threads = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2), thread_name_prefix="decode-compile")
 
     def start(self, key: Key) -> Future[Program]:
         """Start compiling a program, unless that happened before."""

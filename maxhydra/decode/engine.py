@@ -305,8 +305,8 @@ class Engine:
     def _decode_multi(self, rows: list[Sequence]) -> bool:
         """Dispatch several decode steps in one call; False while that program is being compiled.
 
-        All calls have the same number of steps. Steps beyond a row's last token are masked, which costs less than a program
-        for every number of steps, and makes the calls a function of the requests alone.
+        All calls have the same number of steps. Steps beyond a row's last token are masked, which costs less than a
+        program for every number of steps, and makes the calls a function of the requests alone.
         """
         if self._multi_steps == 1:
             return False

@@ -34,7 +34,7 @@ MIN_CONTEXT = 128
 MIN_PREFILL = 16
 # Coarse buckets: tokens of the smallest context bucket, and the ratio of each bucket to the one before it. Attention
 # kernels for accelerators read the pages that a row has, so a longer page table costs little.
-COARSE_CONTEXT, CONTEXT_RATIO = 512, 16
+COARSE_CONTEXT, CONTEXT_RATIO, LAST_RATIO = 512, 16, 4
 # Coarse buckets: up to here, row counts are powers of four; a step with few rows takes the time of reading the weights.
 FEW_ROWS = 64
 # Coarse buckets: row count of a prefill call between 1 and the most that fit, and tokens of context that a call with
@@ -94,10 +94,11 @@ class Buckets:
     def round_pages(self, tokens: int) -> int:
         """Return the pages of the bucket for a context of `tokens` tokens."""
         if self.is_coarse:
-            size = COARSE_CONTEXT
+            size, longest = COARSE_CONTEXT, self.max_pages * self.page_size
             while size < tokens:
                 size *= CONTEXT_RATIO
-            return min(-(-size // self.page_size), self.max_pages)
+            # The last bucket replaces one that is not much shorter.
+            return self.max_pages if longest <= LAST_RATIO * size else -(-size // self.page_size)
         needed = -(-max(tokens, MIN_CONTEXT) // self.page_size)
         return min(power_of_two(needed), self.max_pages)
 
