@@ -167,6 +167,7 @@ def sampling_features(sequences: Iterable[Sequence | None]) -> SamplingFeatures:
         filters=any(sequence.has_filters for sequence in present),
         penalties=any(sequence.has_penalty for sequence in present),
         logprobs=any(sequence.request.logprobs is not None for sequence in present),
+        alternatives=any(sequence.request.logprobs for sequence in present),
     )
 
 

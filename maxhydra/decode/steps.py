@@ -34,7 +34,7 @@ COMMAND_BUFFER_LIMIT = 1024
 
 
 # Sampling features that a warm-up compiles for every bucket, and for the largest batch only.
-GREEDY = SamplingFeatures(random=False, filters=False, penalties=False, logprobs=False)
+GREEDY = SamplingFeatures(random=False, filters=False, penalties=False, logprobs=False, alternatives=False)
 COMMON_FEATURES = (GREEDY, dataclasses.replace(GREEDY, random=True))
 RARE_FEATURES = (
     dataclasses.replace(GREEDY, random=True, filters=True),
