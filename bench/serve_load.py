@@ -1,84 +1,123 @@
-"""Load test of task=serve: requests, failures, latency and the server's memory. Prints one JSON line.
+"""Load test of task=serve: requests, failures, latency, time to first token, CPU time and memory. Prints JSON lines.
 
-python bench/serve_load.py [--seconds 60] [--clients 64] [--tokens 16] [OVERRIDES ...]
+python bench/serve_load.py [--seconds 60] [--clients 64,256] [--tokens 16] [--random-weights] [OVERRIDES ...]
 
-Without overrides it serves model=tiny, trained for one step. Half of the clients stream; one request in twenty is
-aborted by the client, which does not count as lost. A request is lost if its response is missing, truncated or not 200.
+Without overrides it serves model=tiny, trained for one step; --random-weights serves random weights of the model in the
+overrides, with a made-up vocabulary of its size. Clients run in several processes, each waiting for its response before
+it sends the next request. Half of them stream; one request in twenty is aborted by the client, which does not count as
+lost. A request is lost if its response is missing, truncated or not 200.
 """
 
 import argparse
-import http.client
+import asyncio
 import json
 import os
+import random
 import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
-# New batch shapes compile new programs, which stay in memory: it levels off once the common ones are compiled.
-WARM_SECONDS, WARM_ROUNDS, LEVEL_MIB = 10, 9, 1.0
+CLIENTS_PER_PROCESS, MAX_PROCESSES, WARM_SECONDS = 32, 8, 4
+HEAD = (
+    "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+)
+# Serves random weights: replaces the function that loads them. argv: the overrides of task=serve.
+RANDOM_WEIGHTS = """
+import runpy
+from maxhydra.decode import open as opened
+from maxhydra.measure import decoding
+opened.load_params = decoding._random_params
+opened.check_weights_source = lambda config, processes: None
+runpy.run_module("maxhydra", run_name="__main__", alter_sys=True)
+"""
 
 
-class Load:
-    """Request counters, shared by all client threads."""
+class Clients:
+    """Concurrent clients of one process; every figure is a list with one entry per request."""
 
     def __init__(self, port: int, tokens: int, until: float):
         self.port, self.tokens, self.until = port, tokens, until
         self.latencies: list[float] = []
-        self.hung_up = self.lost = 0
+        self.first_tokens: list[float] = []
         self.reasons: list[str] = []
-        self._lock = threading.Lock()
+        self.hung_up = 0
 
-    def client(self, number: int) -> None:
-        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        count = 0
+    async def run(self, numbers: range) -> "Clients":
+        await asyncio.gather(*(self._client(number) for number in numbers))
+        return self
+
+    async def _client(self, number: int) -> None:
+        link, count = None, 0
         while time.monotonic() < self.until:
             count += 1
-            start = time.monotonic()
             try:
+                link = link or await asyncio.open_connection("127.0.0.1", self.port, limit=2**20)
                 if (number + count) % 20 == 0:
-                    self._hang_up(number)
+                    await self._send(link[1], number, is_stream=True)
+                    await link[0].readexactly(1)
+                    self.hung_up += 1
+                    link[1].close()
+                    link = None
                     continue
-                self._request(link, number, is_stream=number % 2 == 0)
-            except (OSError, http.client.HTTPException, ValueError, AssertionError) as error:
-                with self._lock:
-                    self.lost += 1
-                    self.reasons.append(repr(error)[:200])
-                link.close()
-                continue
-            with self._lock:
+                start = time.monotonic()
+                async with asyncio.timeout(120):
+                    await self._request(*link, number, is_stream=number % 2 == 0)
                 self.latencies.append(time.monotonic() - start)
+            except (OSError, EOFError, ValueError, AssertionError) as error:
+                self.reasons.append(repr(error)[:200])
+                link = None
 
-    def _request(self, link: http.client.HTTPConnection, number: int, *, is_stream: bool) -> None:
-        link.request("POST", "/v1/completions", self._body(number, is_stream=is_stream), self._headers)
-        response = link.getresponse()
-        data = response.read()
-        assert response.status == 200, (response.status, data[:200])
-        if is_stream:
-            events = data.decode().strip().split("\n\n")
-            assert events[-1] == "data: [DONE]", events[-1]
-            usage = json.loads(events[-2].removeprefix("data: "))["usage"]
-        else:
-            usage = json.loads(data)["usage"]
-        assert usage["completion_tokens"] == self.tokens, usage
-
-    def _hang_up(self, number: int) -> None:
-        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        link.request("POST", "/v1/completions", self._body(number, is_stream=True), self._headers)
-        link.getresponse().read(1)
-        link.close()
-        with self._lock:
-            self.hung_up += 1
-
-    _headers = {"Content-Type": "application/json"}  # noqa: RUF012
-
-    def _body(self, number: int, *, is_stream: bool) -> str:
+    async def _send(self, writer: asyncio.StreamWriter, number: int, *, is_stream: bool) -> None:
         body = {"prompt": f"Client {number} asks:", "max_tokens": self.tokens, "ignore_eos": True, "temperature": 0.8}
         body |= {"stream": True, "stream_options": {"include_usage": True}} if is_stream else {}
-        return json.dumps(body)
+        data = json.dumps(body).encode()
+        writer.write(HEAD.format(len(data)).encode() + data)
+
+    async def _request(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int, *, is_stream: bool
+    ) -> None:
+        start = time.monotonic()
+        await self._send(writer, number, is_stream=is_stream)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b" 200 " in head.split(b"\r\n")[0], head
+        if not is_stream:
+            length = re.search(rb"Content-Length: (\d+)", head)
+            assert length, head
+            usage = json.loads(await reader.readexactly(int(length[1])))["usage"]
+        else:
+            chunks = [await _read_chunk(reader)]
+            self.first_tokens.append(time.monotonic() - start)
+            while chunks[-1]:
+                chunks.append(await _read_chunk(reader))
+            events = b"".join(chunks).decode().strip().split("\n\n")
+            assert events[-1] == "data: [DONE]", events[-1]
+            usage = json.loads(events[-2].removeprefix("data: "))["usage"]
+        assert usage["completion_tokens"] == self.tokens, usage
+
+
+async def _read_chunk(reader: asyncio.StreamReader) -> bytes:
+    size = int((await reader.readuntil(b"\r\n"))[:-2], 16)
+    return (await reader.readexactly(size + 2))[:-2]
+
+
+def run_clients(port: int, tokens: int, until: float, numbers: range) -> Clients:
+    return asyncio.run(Clients(port, tokens, until).run(numbers))
+
+
+def run_load(port: int, *, clients: int, tokens: int, seconds: float) -> list[Clients]:
+    processes = min(MAX_PROCESSES, -(-clients // CLIENTS_PER_PROCESS))
+    until = time.monotonic() + seconds
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        parts = [
+            pool.submit(run_clients, port, tokens, until, range(first, clients, processes))
+            for first in range(processes)
+        ]
+        return [part.result() for part in parts]
 
 
 def memory_mib(process: int) -> float:
@@ -87,84 +126,108 @@ def memory_mib(process: int) -> float:
     return int(match[1]) / 1024
 
 
+def cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def metrics(port: int) -> dict[str, float]:
-    link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    link.request("GET", "/metrics")
-    lines = link.getresponse().read().decode().splitlines()
+    command = ["curl", "-s", f"http://127.0.0.1:{port}/metrics"]
+    lines = subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()
     return {line.split()[0].removeprefix("maxhydra_"): float(line.split()[1]) for line in lines}
 
 
-def run_load(port: int, *, clients: int, tokens: int, seconds: float) -> Load:
-    load = Load(port, tokens, time.monotonic() + seconds)
-    threads = [threading.Thread(target=load.client, args=(number,)) for number in range(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return load
+def percentile(values: list[float], share: float) -> float | None:
+    return round(sorted(values)[int(len(values) * share)], 4) if values else None
 
 
-def warm_up(port: int, process: int, options: argparse.Namespace) -> float:
-    """Run load until three rounds in a row have not increased the server's memory; returns it."""
-    levels = [memory_mib(process)]
-    for _ in range(WARM_ROUNDS):
-        run_load(port, clients=options.clients, tokens=options.tokens, seconds=WARM_SECONDS)
-        levels.append(memory_mib(process))
-        if len(levels) > 3 and levels[-1] - levels[-3] < LEVEL_MIB:
-            break
-    return levels[-1]
-
-
-def measure(process: subprocess.Popen[str], options: argparse.Namespace) -> dict[str, object]:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    port = int(line.rsplit(":", 1)[1].split("/")[0])
-    before = warm_up(port, process.pid, options)
-    tokens_before = metrics(port)["engine_tokens_written"]
-    load = run_load(port, clients=options.clients, tokens=options.tokens, seconds=options.seconds)
-    time.sleep(1)
+def measure(port: int, process: int, clients: int, options: argparse.Namespace) -> dict[str, object]:
+    run_load(port, clients=clients, tokens=options.tokens, seconds=min(WARM_SECONDS, options.seconds))
+    memory, before, cpu, start = memory_mib(process), metrics(port), cpu_seconds(process), time.monotonic()
+    parts = run_load(port, clients=clients, tokens=options.tokens, seconds=options.seconds)
+    seconds, cpu = time.monotonic() - start, cpu_seconds(process) - cpu
     after = metrics(port)
-    latencies = sorted(load.latencies)
+    latencies = [value for part in parts for value in part.latencies]
+    first_tokens = [value for part in parts for value in part.first_tokens]
+    reasons = [reason for part in parts for reason in part.reasons]
+    # Requests of one duration keep the server busy until the last ones, which start just before the end.
+    tokens = after["engine_tokens_written"] - before["engine_tokens_written"]
     return {
-        "clients": options.clients,
-        "seconds": options.seconds,
-        "requests": len(latencies) + load.lost,
-        "lost": load.lost,
-        "reasons": load.reasons[:3],
-        "hung_up": load.hung_up,
-        "p50_s": round(latencies[len(latencies) // 2], 3),
-        "p95_s": round(latencies[len(latencies) * 95 // 100], 3),
-        "tokens_per_second": round((after["engine_tokens_written"] - tokens_before) / options.seconds, 1),
-        "memory_start_mib": round(before, 1),
-        "memory_end_mib": round(memory_mib(process.pid), 1),
+        "clients": clients,
+        "seconds": round(seconds, 2),
+        "requests": len(latencies) + len(reasons),
+        "lost": len(reasons),
+        "reasons": reasons[:3],
+        "hung_up": sum(part.hung_up for part in parts),
+        **{f"p{100 * share:.0f}_s": percentile(latencies, share) for share in (0.5, 0.95, 0.99)},
+        **{f"first_token_p{100 * share:.0f}_s": percentile(first_tokens, share) for share in (0.5, 0.95)},
+        "tokens_per_second": round(tokens / options.seconds, 1),
+        "cpu_us_per_token": round(1e6 * cpu / max(tokens, 1), 2),
+        "programs_compiled": after["engine_programs_compiled"],
+        "programs_compiled_under_load": after["engine_programs_compiled"] - before["engine_programs_compiled"],
+        "memory_start_mib": round(memory, 1),
+        "memory_end_mib": round(memory_mib(process), 1),
         "left_running": after["server_sequences"],
     }
+
+
+def write_tokenizer(folder: str, vocab_size: int) -> None:
+    """Write a byte-level tokenizer with tokens of a few random letters, so that random tokens decode to text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    choose, vocabulary = random.Random(0), dict.fromkeys(letters)
+    while len(vocabulary) < vocab_size - 1:
+        vocabulary["".join(choose.choices("abcdefghijklmnopqrstuvwxyz", k=choose.randrange(2, 8)))] = None
+    tokenizer = Tokenizer(models.BPE({token: id for id, token in enumerate(vocabulary)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(f"{folder}/tokenizer.json")
+    Path(folder, "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+
+
+def serve_command(folder: str, options: argparse.Namespace) -> list[str]:
+    command = [sys.executable, "-m", "maxhydra"]
+    serve = ["task=serve", "task.port=0"]
+    if options.random_weights:
+        write_tokenizer(folder, options.vocab_size)
+        tokenizer = ["data.tokenizer.kind=hf", f"data.tokenizer.path={folder}"]
+        return [sys.executable, "-c", RANDOM_WEIGHTS, *serve, *tokenizer, *options.overrides]
+    overrides = options.overrides
+    if not overrides:
+        train = ["run.name=run", "train.steps=1", "train.eval_batches=0", "train.sample.tokens=0"]
+        quiet = subprocess.DEVNULL
+        subprocess.run([*command, *train], cwd=folder, check=True, stdout=quiet, stderr=quiet)
+        overrides = ["checkpoint.load_parameters=outputs/run"]
+    return [*command, *serve, *overrides]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--clients", default="64")
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--random-weights", action="store_true")
+    parser.add_argument("--vocab-size", type=int, default=128256)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "maxhydra"]
-        overrides = options.overrides
-        if not overrides:
-            train = ["run.name=run", "train.steps=1", "train.eval_batches=0", "train.sample.tokens=0"]
-            quiet = subprocess.DEVNULL
-            subprocess.run([*command, *train], cwd=folder, check=True, stdout=quiet, stderr=quiet)
-            overrides = ["checkpoint.load_parameters=outputs/run"]
-        serve = [*command, "task=serve", "task.port=0", *overrides]
-        process = subprocess.Popen(serve, cwd=folder, stdout=subprocess.PIPE, text=True)
+        command, start = serve_command(folder, options), time.monotonic()
+        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
         try:
-            figures = measure(process, options)
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            port = int(line.rsplit(":", 1)[1].split("/")[0])
+            serving = round(time.monotonic() - start, 1)
+            for clients in map(int, options.clients.split(",")):
+                figures = measure(port, process.pid, clients, options)
+                print(json.dumps({"bench": "serve_load", "start_s": serving, **figures}), flush=True)
         finally:
             process.terminate()
             code = process.wait()
-    print(json.dumps({"bench": "serve_load", **figures, "exit_code": code}))
+    print(json.dumps({"bench": "serve_load", "exit_code": code}))
 
 
 if __name__ == "__main__":

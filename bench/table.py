@@ -31,6 +31,13 @@ def share(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
 
 
+def mfu(line: Line) -> str:
+    """The MFU, with the dtype of the peak that it is relative to if matmuls are quantized."""
+    facts = line.get("settings", {})
+    is_quantized = facts.get("quantization") in ("fp8", "int8")
+    return share(line["mfu"]) + (f" of {line.get('mfu_dtype', facts['compute'])}" if is_quantized else "")
+
+
 def settings(line: Line) -> str:
     """The overrides other than the model, or the peer and its sizes."""
     if peer := line.get("peer") or line.get("engine"):
@@ -70,7 +77,7 @@ TABLES: dict[str, tuple[str, dict[str, Column]]] = {
             "tokens/s": lambda line: number(line["tokens_per_second"]),
             "step ms": lambda line: number(line["step_ms"], 1),
             "TFLOP/s": lambda line: number(line["tflops_per_device"], 0 if line["tflops_per_device"] >= 10 else 3),
-            "MFU": lambda line: share(line["mfu"]),
+            "MFU": mfu,
             "peak GiB": lambda line: number(line["peak_memory_gib"], 1),
             "compile s": lambda line: number(line["compile_s"]),
         },

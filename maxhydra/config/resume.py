@@ -44,7 +44,7 @@ FREE_KEYS = (
     *("mesh.*", "task.rollout_mesh", "task.teacher.mesh", "train.per_device_batch_size", "train.grad_accum"),
     *("train.loss_chunk", "model.kernels.*", "model.remat.*", "model.scan_unroll", "model.expert_parallel.*"),
     *("task.engine.max_batch", "task.engine.cache_tokens", "task.engine.page_size", "task.engine.max_context"),
-    *("task.engine.prefill_chunk", "task.engine.burst", "task.engine.prefix_cache"),
+    *("task.engine.prefill_chunk", "task.engine.burst", "task.engine.warm_up", "task.engine.prefix_cache"),
     *("data.workers", "data.prefetch", "data.cache", "data.fingerprint", "reward.workers", "reward.timeout"),
     *("reward.memory_limit_gib", "train.allow_no_learning"),
     # Reactions to faults that end a session: the next one may continue past them.

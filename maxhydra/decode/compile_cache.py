@@ -1,11 +1,13 @@
 """Compile cache: compiled programs by key, compiled on first use or earlier in a background thread.
 
 Compiling takes longer than many steps. So a compiled program for a larger bucket is used while the exact one does not
-exist; once it has wasted enough work, the exact one is compiled in the background.
+exist; once it has wasted enough work, the exact one is compiled in the background. After a warm-up, which compiles a
+program for every batch in advance, nothing is compiled any more.
 """
 
+import os
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -35,7 +37,7 @@ MAX_WASTED_STEPS = 16
 
 
 class CompileCache(Generic[Key]):
-    """Compiles each program once; two at a time, since compilers use more than one core themselves."""
+    """Compiles each program once; half as many as cores at a time, since compilers use several themselves."""
 
     def __init__(self, compile: Callable[[Key], Program], *, deterministic: bool):
         """`deterministic`: never substitute a larger program, since which ones are ready depends on timing."""
@@ -43,8 +45,9 @@ class CompileCache(Generic[Key]):
         self._programs: dict[Key, Future[Program]] = {}
         self._wasted_steps: dict[Key, float] = {}
         self._num_substitutions = 0
+        self._is_warm = False
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="decode-compile")
+        self._threads = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2), thread_name_prefix="decode-compile")
 
     def start(self, key: Key) -> Future[Program]:
         """Start compiling a program, unless that happened before."""
@@ -56,6 +59,15 @@ class CompileCache(Generic[Key]):
     def get(self, key: Key) -> Program:
         """Return the program, waiting for its compilation."""
         return self.start(key).result()
+
+    def warm_up(self, keys: Iterable[Key]) -> list[Future[Program]]:
+        """Start compiling these programs; from now on, the smallest of them that covers a batch is used."""
+        self._is_warm = True
+        return [self.start(key) for key in keys]
+
+    @property
+    def num_programs(self) -> int:
+        return len(self._programs)
 
     def choose(self, key: Key, *, eventual: Key) -> Key:
         """Return the key of the program to use for a batch of this key.
@@ -69,6 +81,8 @@ class CompileCache(Generic[Key]):
         if not ready:
             return key if key in self._programs or not eventual.covers(key) else eventual
         smallest = min(ready, key=lambda other: other.size)
+        if self._is_warm:
+            return smallest
         self._num_substitutions += 1
         self._wasted_steps[key] = self._wasted_steps.get(key, 0) + key.num_steps * (smallest.size / key.size - 1)
         if self._wasted_steps[key] > MAX_WASTED_STEPS:

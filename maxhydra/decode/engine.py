@@ -9,6 +9,8 @@ overwritten before anyone reads them.
 import threading
 from collections import deque
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as List
+from concurrent.futures import as_completed
 from typing import Any, NamedTuple
 
 import jax
@@ -17,16 +19,18 @@ import numpy as np
 
 from maxhydra.config.schema.decode import CacheDtype
 from maxhydra.config.schema.decode import Engine as Config
+from maxhydra.config.schema.run import Progress
 from maxhydra.data import Tokenizer
 from maxhydra.decode.request import Handle, Request, RequestRejectedError, TokenLogprob
 from maxhydra.decode.sampler import MAX_LOGPROBS, SampledTokens
-from maxhydra.decode.scheduler import Scheduler
+from maxhydra.decode.scheduler import PrefillChunk, Scheduler
 from maxhydra.decode.sequence import Sequence, find_problem
 from maxhydra.decode.step_inputs import Buckets, StepShape, decode_inputs, prefill_inputs, sampling_features
 from maxhydra.decode.steps import CompiledSteps, MultiStepKey
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.layers import PagedCacheSpec
 from maxhydra.model import ModelDef
+from maxhydra.runtime.progress import open_item_progress
 from maxhydra.sharding import Sharder
 
 Tree = Any
@@ -40,6 +44,8 @@ CACHE_DTYPES = {
 # Default number of steps per multi-step call on an accelerator, where a single step takes less time than the host's
 # work for it.
 MULTI_STEPS = 8
+# Default maximum number of tokens per prefill call, on a CPU and on an accelerator.
+PREFILL_CHUNK = {True: 256, False: 1024}
 # Pages before the end of the current context bucket at which the next bucket is compiled.
 PRECOMPILE_PAGES = 2
 
@@ -83,16 +89,26 @@ class Engine:
         self._max_context = config.max_context or model.config.context_length
         num_pages = -(-config.cache_tokens // config.page_size)
         prefix_cache = not model.config.is_recurrent if config.prefix_cache is None else config.prefix_cache
-        self._scheduler = Scheduler(config, num_pages, prefix_cache=prefix_cache)
+        is_cpu = jax.default_backend() == "cpu"
+        prefill_chunk = config.prefill_chunk or PREFILL_CHUNK[is_cpu]
+        self._buckets = Buckets(
+            sharder.num_shards("act_batch"),
+            config.page_size,
+            min(-(-self._max_context // config.page_size), num_pages),
+            prefill_chunk=prefill_chunk,
+            is_coarse=bool(config.warm_up) or not is_cpu,
+        )
+        self._scheduler = Scheduler(
+            config,
+            num_pages,
+            prefix_cache=prefix_cache,
+            prefill_chunk=prefill_chunk,
+            round_tokens=self._buckets.round_tokens,
+        )
         cache_spec = PagedCacheSpec(
             num_pages, config.page_size, slots=config.max_batch, storage=CACHE_DTYPES[config.cache_dtype]
         )
-        self._buckets = Buckets(
-            sharder.num_shards("act_batch"), config.page_size, -(-self._max_context // config.page_size)
-        )
-        # Multi-step decoding starts when its program is compiled and no prompt waits, which depends on timing.
-        is_single_step = config.deterministic or jax.default_backend() == "cpu"
-        self._multi_steps = config.burst or (1 if is_single_step else MULTI_STEPS)
+        self._multi_steps = config.burst or (1 if is_cpu else MULTI_STEPS)
         self._layout = choose_weight_layout(model, sharder, jax.default_backend())
         self._params = self._layout.keep(params)
         self._programs = CompiledSteps(
@@ -109,8 +125,18 @@ class Engine:
         self._end_reason: str | None = None
         """Why the engine accepts no more requests; None while it runs."""
         self._is_closing = False
+        if config.warm_up:
+            self._warm_up()
         self._thread = threading.Thread(target=self._run, name="decode-engine", daemon=True)
         self._thread.start()
+
+    def _warm_up(self) -> None:
+        """Compile a program for every batch, with a progress bar."""
+        futures = self._programs.warm_up(self._buckets.all_shapes(self._max_batch), self._multi_steps)
+        with open_item_progress(Progress.auto, total=len(futures), start=0, verb="compiled") as progress:
+            for completed, future in enumerate(as_completed(futures), 1):
+                future.result()
+                progress.update(completed, 0)
 
     def submit(self, request: Request) -> Handle:
         """Queue a request; raise RequestRejectedError at once if it can never be served."""
@@ -154,6 +180,7 @@ class Engine:
             "pages_kept": scheduler.pool.num_cached,
             "tokens_written": self._num_generated,
             "prompt_tokens_read": self._num_prefilled,
+            "programs_compiled": self._programs.num_programs,
         }
 
     def update_params(self, params: Tree) -> None:
@@ -233,24 +260,30 @@ class Engine:
         """Dispatch one prefill call and one decode call, then emit the tokens of the previous iteration."""
         self._scheduler.drop_cancelled()
         num_earlier = len(self._pending)
-        self._prefill()
+        # As many prefill calls as decode steps, so that free slots are soon in use.
+        for _ in range(self._multi_steps):
+            if not self._prefill():
+                break
         self._decode()
         for _ in range(num_earlier):
             self._emit(self._pending.popleft())
 
-    def _prefill(self) -> None:
+    def _prefill(self) -> bool:
         """Dispatch prompt chunks; a prompt that is complete with its chunk gets its first token sampled."""
         chunks = self._scheduler.next_chunks()
-        if not chunks:
-            return
+        self._scheduler.mark_prefilled(chunks)
+        for call in self._buckets.split_prefill(chunks) if chunks else ():
+            self._prefill_chunks(call)
+        return bool(chunks)
+
+    def _prefill_chunks(self, chunks: List[PrefillChunk]) -> None:
         needed = self._buckets.prefill_shape(chunks)
         shape = self._programs.choose_shape(needed, eventual=needed)
-        self._scheduler.mark_prefilled(chunks)
         completed = [chunk.sequence if chunk.is_last else None for chunk in chunks]
         for sequence in completed:
             if sequence is not None and sequence.has_penalty:
                 self._slot_state = self._programs.mark_prompt(self._slot_state, sequence.slot, sequence.request.prompt)
-        if rows := self._scheduler.next_rows():
+        if self._multi_steps == 1 and (rows := self._scheduler.next_rows()):
             self._programs.precompile(self._decode_shape(rows), sampling_features(rows))
         self._num_prefilled += sum(chunk.length for chunk in chunks)
         logits_BV, head_BC = self._forward(shape, prefill_inputs(chunks, shape, self._programs.padding_slot))
@@ -270,11 +303,15 @@ class Engine:
         self._sample(list(rows), logits_BV, head_BC)
 
     def _decode_multi(self, rows: list[Sequence]) -> bool:
-        """Dispatch several decode steps in one call, if no prompt would have to wait and most steps are needed."""
-        remaining = max(sequence.remaining for sequence in rows)
-        if self._multi_steps == 1 or 2 * remaining <= self._multi_steps or not self._scheduler.is_decode_only:
+        """Dispatch several decode steps in one call; False while that program is being compiled.
+
+        All calls have the same number of steps. Steps beyond a row's last token are masked, which costs less than a
+        program for every number of steps, and makes the calls a function of the requests alone.
+        """
+        if self._multi_steps == 1:
             return False
-        key = self._choose_multi_step(rows, min(remaining, self._multi_steps))
+        shape = self._buckets.decode_shape(rows, lookahead=self._multi_steps - 1, extra_rows=0)
+        key = self._programs.choose_multi_step(MultiStepKey(shape, sampling_features(rows), self._multi_steps))
         if key is None:
             return False
         resident, num_computed = self._resident, [sequence.num_computed for sequence in rows]
@@ -292,24 +329,6 @@ class Engine:
         self._resident = ResidentInputs(key, rows, [sequence.num_computed for sequence in rows], inputs_BC)
         self._enqueue(PendingTokens(list(rows), sampled, counts))
         return True
-
-    def _choose_multi_step(self, rows: list[Sequence], num_steps: int) -> MultiStepKey | None:
-        """Return a compiled multi-step program for `num_steps` steps, or None while it is being compiled.
-
-        The next context bucket is compiled before it is needed.
-        """
-        features, most = sampling_features(rows), self._multi_steps
-        shape = self._buckets.decode_shape(rows, lookahead=num_steps - 1, extra_rows=0)
-        eventual_shape = self._buckets.decode_shape(rows, lookahead=most - 1, extra_rows=0)
-        key = self._programs.choose_multi_step(
-            MultiStepKey(shape, features, num_steps), eventual=MultiStepKey(eventual_shape, features, most)
-        )
-        if key is not None:
-            next_shape = self._buckets.decode_shape(rows, lookahead=2 * most, extra_rows=0)
-            if next_shape.pages > key.shape.pages:
-                next_key = MultiStepKey(next_shape, features, most)
-                self._programs.choose_multi_step(next_key, eventual=next_key)
-        return key
 
     def _decode_shape(self, rows: list[Sequence]) -> StepShape:
         """Return the bucket for decoding these rows; while others are about to join, preferably one for all."""

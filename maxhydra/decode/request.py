@@ -24,6 +24,8 @@ class Request:
     ignore_eos: bool
     logprobs: int | None = None
     """Number of most likely tokens to report with each token's log-probability; None: no log-probabilities."""
+    stream: bool = True
+    """Emit deltas while the sequence runs. False: one delta at the end, which takes a fraction of the host's time."""
 
 
 @dataclasses.dataclass(frozen=True)

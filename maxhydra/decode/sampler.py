@@ -43,6 +43,8 @@ class SamplingFeatures:
     """A row has a repetition penalty."""
     logprobs: bool
     """A row requests log-probabilities."""
+    alternatives: bool = True
+    """With log-probabilities: a row requests those of the most likely tokens too, which takes a top-k of the logits."""
 
     @property
     def is_greedy(self) -> bool:
@@ -88,7 +90,10 @@ def sample(
     if not features.logprobs:
         return SampledTokens(token_B, None, None, None)
     logprobs_BV = jax.nn.log_softmax(raw_BV, axis=-1)
-    top_BA, alternatives_BA = jax.lax.top_k(logprobs_BV, min(MAX_LOGPROBS, raw_BV.shape[1]))
+    if features.alternatives:
+        top_BA, alternatives_BA = jax.lax.top_k(logprobs_BV, min(MAX_LOGPROBS, raw_BV.shape[1]))
+    else:
+        top_BA, alternatives_BA = logprobs_BV[:, :0], jnp.zeros((raw_BV.shape[0], 0), jnp.int32)
     logprob_B = jnp.take_along_axis(logprobs_BV, jnp.maximum(token_B, 0)[:, None], axis=1)[:, 0]
     return SampledTokens(token_B, logprob_B, alternatives_BA, top_BA)
 

@@ -7,6 +7,7 @@ the cost of a step depends only on the sequences that wait, are prefilled or run
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from maxhydra.config.schema.decode import Engine as Config
@@ -33,18 +34,22 @@ class PrefillChunk(NamedTuple):
 class Scheduler:
     """Owns the queue, the batch slots and the page pool."""
 
-    def __init__(self, config: Config, num_pages: int, *, prefix_cache: bool):
+    def __init__(
+        self,
+        config: Config,
+        num_pages: int,
+        *,
+        prefix_cache: bool,
+        prefill_chunk: int,
+        round_tokens: Callable[[int], int],
+    ):
+        """`round_tokens`: tokens per row of the bucket for a chunk of this length."""
         self.pool = PagePool(num_pages, config.page_size, prefix_cache=prefix_cache)
-        self.prefill_chunk = config.prefill_chunk
+        self.prefill_chunk, self._round_tokens = prefill_chunk, round_tokens
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
         self._free_slots = list(reversed(range(config.max_batch)))
-
-    @property
-    def is_decode_only(self) -> bool:
-        """True if no sequence waits or is being prefilled."""
-        return not (self.waiting or self.prefilling)
 
     @property
     def is_idle(self) -> bool:
@@ -119,7 +124,7 @@ class Scheduler:
     def _fits(self, sequence: Sequence, longest: int, rows: int) -> bool:
         """Return True if adding this row keeps the padded call within `prefill_chunk` tokens; one row always fits."""
         length = min(len(sequence.request.prompt) - sequence.num_computed, self.prefill_chunk)
-        return rows == 0 or max(longest, length) * (rows + 1) <= self.prefill_chunk
+        return rows == 0 or self._round_tokens(max(longest, length)) * (rows + 1) <= self.prefill_chunk
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give the first waiting sequence its pages and a slot; return False if there are not enough pages."""

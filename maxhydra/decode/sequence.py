@@ -14,6 +14,8 @@ from maxhydra.decode.detokenize import Detokenizer, StopMatcher
 from maxhydra.decode.page_pool import PageLease
 from maxhydra.decode.request import Delta, Handle, Request, TokenLogprob
 
+NOT_FINITE = "the model's logits are NaN or infinite: its weights are corrupt or overflow their dtype"
+
 
 class Sequence:
     """A request, its handle and its progress.
@@ -39,6 +41,10 @@ class Sequence:
         """Page numbers, 4 bytes each."""
         self._detokenizer: Detokenizer | None = None
         self._stop_matcher = StopMatcher(request.stop)
+        # A stop string is only found in text.
+        self._is_streamed = request.stream or bool(request.stop)
+        self._logprobs: list[TokenLogprob] = []
+        """Of tokens that were not emitted yet."""
 
     @property
     def remaining(self) -> int:
@@ -81,10 +87,12 @@ class Sequence:
         self, tokens: List[int], logprobs: List[TokenLogprob], *, tokenizer: Tokenizer, eos: frozenset[int]
     ) -> int:
         """Append sampled tokens up to the last valid one and emit a delta; return how many were appended."""
+        eos = frozenset() if self.request.ignore_eos else eos
+        if not self._is_streamed:
+            return self._append_silently(tokens, logprobs, tokenizer=tokenizer, eos=eos)
         if self._detokenizer is None:
             self._detokenizer = Detokenizer(tokenizer, self.request.prompt)
         text, finish, count = "", None, 0
-        eos = frozenset() if self.request.ignore_eos else eos
         for piece in self._split(tokens, eos):
             new_text, finish = self._append_piece(piece, self._detokenizer, eos)
             text, count = text + new_text, count + len(piece)
@@ -94,8 +102,26 @@ class Sequence:
         if count:
             self.handle.put(Delta(text, tuple(tokens[:count]), tuple(logprobs[:count]), finish))
         if finish is None and count < len(tokens):
-            self.fail("the model's logits are NaN or infinite: its weights are corrupt or overflow their dtype")
+            self.fail(NOT_FINITE)
         return count
+
+    def _append_silently(
+        self, tokens: List[int], logprobs: List[TokenLogprob], *, tokenizer: Tokenizer, eos: frozenset[int]
+    ) -> int:
+        """Append sampled tokens, and emit all of the sequence once it is finished."""
+        valid = next(self._split(tokens, eos), [])
+        self.tokens += valid
+        self._logprobs += logprobs[: len(valid)]
+        is_eos = bool(valid) and valid[-1] in eos
+        self.is_finished = is_eos or self.num_generated >= self.budget
+        if self.is_finished:
+            generated = self.tokens[len(self.request.prompt) :]
+            detokenizer = Detokenizer(tokenizer, self.request.prompt)
+            text = detokenizer.add(generated[:-1] if is_eos else generated) + detokenizer.flush()
+            self.handle.put(Delta(text, tuple(generated), tuple(self._logprobs), "stop" if is_eos else "length"))
+        elif len(valid) < len(tokens):
+            self.fail(NOT_FINITE)
+        return len(valid)
 
     def _split(self, tokens: List[int], eos: frozenset[int]) -> Iterator[List[int]]:
         """Split new tokens into pieces to detokenize, cut at EOS or an invalid token.

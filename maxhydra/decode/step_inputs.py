@@ -15,7 +15,7 @@ B rows, T tokens per row, W pages per row, C columns.
 import dataclasses
 import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
@@ -32,6 +32,14 @@ from maxhydra.layers import PageTable
 MIN_CONTEXT = 128
 # Tokens per row of the smallest prefill bucket.
 MIN_PREFILL = 16
+# Coarse buckets: tokens of the smallest context bucket, and the ratio of each bucket to the one before it. Attention
+# kernels for accelerators read the pages that a row has, so a longer page table costs little.
+COARSE_CONTEXT, CONTEXT_RATIO, LAST_RATIO = 512, 16, 4
+# Coarse buckets: up to here, row counts are powers of four; a step with few rows takes the time of reading the weights.
+FEW_ROWS = 64
+# Coarse buckets: row count of a prefill call between 1 and the most that fit, and tokens of context that a call with
+# several rows may attend to, since prefill gathers the pages of its rows.
+PREFILL_ROWS, PREFILL_CONTEXT = 16, 16384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,24 +80,78 @@ class Buckets:
     page_size: int
     max_pages: int
     """Pages of the longest sequence."""
+    prefill_chunk: int
+    """Maximum number of tokens of a prefill call."""
+    is_coarse: bool
+    """Few buckets, which can all be compiled in advance; otherwise powers of two."""
 
     def round_rows(self, count: int) -> int:
-        return self.row_multiple * power_of_two(-(-count // self.row_multiple))
+        units = power_of_two(-(-count // self.row_multiple))
+        if self.is_coarse and units <= FEW_ROWS and units.bit_length() % 2 == 0:
+            units *= 2
+        return self.row_multiple * units
 
     def round_pages(self, tokens: int) -> int:
         """Return the pages of the bucket for a context of `tokens` tokens."""
+        if self.is_coarse:
+            size, longest = COARSE_CONTEXT, self.max_pages * self.page_size
+            while size < tokens:
+                size *= CONTEXT_RATIO
+            # The last bucket replaces one that is not much shorter.
+            return self.max_pages if longest <= LAST_RATIO * size else -(-size // self.page_size)
         needed = -(-max(tokens, MIN_CONTEXT) // self.page_size)
         return min(power_of_two(needed), self.max_pages)
 
+    def round_tokens(self, length: int) -> int:
+        """Return the tokens per row of the bucket for a prefill of `length` tokens."""
+        tokens = power_of_two(max(length, MIN_PREFILL))
+        if self.is_coarse and tokens.bit_length() % 2 == 0:
+            tokens *= 2
+        return min(tokens, power_of_two(max(self.prefill_chunk, MIN_PREFILL)))
+
     def prefill_shape(self, chunks: List[PrefillChunk]) -> StepShape:
         """Return the bucket for one prefill call."""
-        longest = max(chunk.length for chunk in chunks)
-        rows, tokens = self.round_rows(len(chunks)), power_of_two(max(longest, MIN_PREFILL))
+        tokens = self.round_tokens(max(chunk.length for chunk in chunks))
         pages, is_fresh = (
             self.round_pages(max(chunk.stop for chunk in chunks)),
             all(chunk.start == 0 for chunk in chunks),
         )
+        rows = self.round_rows(len(chunks))
+        if self.is_coarse:
+            rows = next(size for size in (*self._prefill_rows(tokens), rows) if size >= len(chunks))
         return StepShape(rows, tokens, pages, is_prefill=True, is_fresh=is_fresh)
+
+    def split_prefill(self, chunks: List[PrefillChunk]) -> list[List[PrefillChunk]]:
+        """Split chunks into calls: few rows together if they attend to long contexts."""
+        if not self.is_coarse or all(chunk.start == 0 for chunk in chunks):
+            return [chunks]
+        rows = self._cached_rows(self.round_pages(max(chunk.stop for chunk in chunks)))
+        return [chunks[start : start + rows] for start in range(0, len(chunks), rows)]
+
+    def _prefill_rows(self, tokens: int) -> list[int]:
+        """Row counts of coarse prefill buckets with `tokens` tokens per row."""
+        most = self.round_rows(max(self.prefill_chunk // tokens, 1))
+        return sorted({self.row_multiple, min(PREFILL_ROWS * self.row_multiple, most), most})
+
+    def _cached_rows(self, pages: int) -> int:
+        """Maximum number of rows of a coarse prefill call that attends to a context of `pages` pages."""
+        return PREFILL_ROWS if PREFILL_ROWS * pages * self.page_size <= PREFILL_CONTEXT else 1
+
+    def all_shapes(self, max_batch: int) -> Iterator[StepShape]:
+        """Yield every coarse bucket: all that a batch of up to `max_batch` rows can come to need."""
+        contexts = [self.round_pages(1)]
+        while contexts[-1] < self.max_pages:
+            contexts.append(self.round_pages(contexts[-1] * self.page_size + 1))
+        row_counts = sorted({self.round_rows(count) for count in range(1, max_batch + 1)})
+        yield from (StepShape(rows, 1, pages, is_prefill=False) for rows in row_counts for pages in contexts)
+        longest = min(self.prefill_chunk, self.max_pages * self.page_size)
+        for tokens in sorted({self.round_tokens(length) for length in range(1, longest + 1)}):
+            fresh_pages = self.round_pages(min(tokens, longest))
+            for rows in self._prefill_rows(tokens):
+                yield StepShape(rows, tokens, fresh_pages, is_prefill=True, is_fresh=True)
+                for pages in contexts:
+                    if pages >= fresh_pages and rows <= self.round_rows(self._cached_rows(pages)):
+                        yield StepShape(rows, tokens, pages, is_prefill=True)
 
     def decode_shape(self, sequences: List[Sequence], *, lookahead: int, extra_rows: int) -> StepShape:
         """Return the bucket for decoding one more token per sequence, some steps later or with additional rows."""
@@ -105,6 +167,7 @@ def sampling_features(sequences: Iterable[Sequence | None]) -> SamplingFeatures:
         filters=any(sequence.has_filters for sequence in present),
         penalties=any(sequence.has_penalty for sequence in present),
         logprobs=any(sequence.request.logprobs is not None for sequence in present),
+        alternatives=any(sequence.request.logprobs for sequence in present),
     )
 
 

@@ -11,7 +11,9 @@ B rows, T tokens per row, C input columns, N slots (the last one is the padding 
 pages per row.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +31,15 @@ Tree = Any
 # Tokens from which on GPU kernels take longer than their launch. Command buffers (CUDA graphs), which need about a
 # millisecond before the first kernel, do not pay from there on.
 COMMAND_BUFFER_LIMIT = 1024
+
+
+# Sampling features that a warm-up compiles for every bucket, and for the largest batch only.
+GREEDY = SamplingFeatures(random=False, filters=False, penalties=False, logprobs=False, alternatives=False)
+COMMON_FEATURES = (GREEDY, dataclasses.replace(GREEDY, random=True))
+RARE_FEATURES = (
+    dataclasses.replace(GREEDY, random=True, filters=True),
+    SamplingFeatures(random=True, filters=True, penalties=True, logprobs=True),
+)
 
 
 class SampleKey(NamedTuple):
@@ -85,10 +96,11 @@ class CompiledSteps:
     ):
         """`params`: in the engine's layout, used for their shapes and shardings only.
 
-        `deterministic`: never substitute a larger program for the exact one.
+        `deterministic`: never substitute a larger program for the exact one, and wait for its compilation.
         """
         model = layout.model
         self._layout, self._model, self._cache_spec, self._sharder = layout, model, cache_spec, sharder
+        self._deterministic = deterministic
         self._abstract_params = jax.tree.map(lambda leaf: _abstract(leaf, leaf.sharding), params)
         self._replicated = sharder.sharding(())
         self._logits_sharding = sharder.sharding(("act_batch", "act_vocab"))
@@ -113,6 +125,35 @@ class CompiledSteps:
         cache = jax.jit(lambda: self._model.empty_cache(self._cache_spec), out_shardings=self._cache_shardings)()
         zeros = [jax.device_put(np.zeros(leaf.shape, leaf.dtype), self._replicated) for leaf in self._abstract_slots()]
         return cache, SlotState(*zeros)
+
+    def warm_up(self, shapes: Iterable[StepShape], num_steps: int) -> list[Future[Program]]:
+        """Start compiling the programs of these buckets, for bursts of `num_steps`; return one future per program.
+
+        Rarely used sampling features have programs for the largest batch only, which smaller ones use too.
+        """
+        shapes = list(shapes)
+        decode_shapes, prefill_shapes = [s for s in shapes if not s.is_prefill], [s for s in shapes if s.is_prefill]
+        largest = max(decode_shapes, key=lambda shape: shape.size)
+        decoded = [(shape, features) for shape in decode_shapes for features in COMMON_FEATURES]
+        decoded += [(largest, features) for features in RARE_FEATURES]
+        sample_rows = {shape.rows for shape in prefill_shapes}
+        if num_steps == 1:
+            prefill_shapes += decode_shapes
+            sample_rows |= {shape.rows for shape in decode_shapes}
+            decoded = []
+        samplers = [
+            SampleKey(rows, each) for rows in sorted(sample_rows) for each in (*COMMON_FEATURES, *RARE_FEATURES)
+        ]
+        return [
+            *self._multi_steps.warm_up(MultiStepKey(*each, num_steps) for each in decoded),
+            *self._forwards.warm_up(prefill_shapes),
+            *self._samplers.warm_up(samplers),
+        ]
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that were compiled so far or are being compiled."""
+        return self._forwards.num_programs + self._samplers.num_programs + self._multi_steps.num_programs
 
     def choose_shape(self, shape: StepShape, *, eventual: StepShape) -> StepShape:
         """Return the shape itself or that of a compiled larger program; `eventual` is the shape it will soon have."""
@@ -140,11 +181,11 @@ class CompiledSteps:
         slot_state, sampled = program(slot_state, logits_BV, head_BC)
         return slot_state, sampled
 
-    def choose_multi_step(self, key: MultiStepKey, *, eventual: MultiStepKey) -> MultiStepKey | None:
-        """Return the multi-step program to use for this key; None while it is being compiled."""
-        chosen = self._multi_steps.choose(key, eventual=eventual)
+    def choose_multi_step(self, key: MultiStepKey) -> MultiStepKey | None:
+        """Return the multi-step program to use for this key; None while it is being compiled, unless deterministic."""
+        chosen = self._multi_steps.choose(key, eventual=key)
         self._multi_steps.start(chosen)
-        return chosen if self._multi_steps.is_ready(chosen) else None
+        return chosen if self._deterministic or self._multi_steps.is_ready(chosen) else None
 
     def decode_multi(
         self, key: MultiStepKey, params: Tree, cache: Tree, slot_state: SlotState, inputs_BC: np.ndarray | jax.Array

@@ -109,12 +109,13 @@ def _figures(compiled: CompiledStep, seconds: float) -> dict[str, Any]:
     config, machine, rows = compiled.config, compiled.machine, compiled.training.spec.rows
     tokens = compiled.training.spec.batch * rows.seq_len
     tflops = tokens * model.flops_per_token(config.model, rows.seq_len) / seconds / machine.devices / 1e12
-    peak = machine.peak_tflops(config.model.dtypes.compute.value)
+    peak = machine.hardware.mfu_peak(config.model.dtypes.compute.value, config.quantization)
     return {
         "tokens_per_second": round(tokens / seconds),
         "step_ms": round(seconds * 1e3, 2),
         "tflops_per_device": round(tflops, 1 if tflops >= 10 else 4),
-        "mfu": round(tflops / peak, 4) if peak else None,
+        "mfu": round(tflops / peak[1], 4) if peak else None,
+        "mfu_dtype": peak[0] if peak else None,
         "peak_memory_gib": _rounded(peak_gib()),
         "needed_memory_gib": _rounded(compiled.needed_gib),
         "compile_s": round(compiled.compile_seconds, 1),

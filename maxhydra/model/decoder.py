@@ -6,6 +6,7 @@ residual stream, V vocabulary.
 """
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -247,7 +248,7 @@ class Decoder(nnx.Module):
         for index, (block, cache) in enumerate(zip(_in_order(blocks), caches, strict=True)):
             layer, graphdef, weights = first + index, *self._split(block)
             method, extra = handoff.inputs(index)
-            run = self.spec.remat.wrap(_as_function(graphdef, method), in_loop=False)
+            run = self._run_function(graphdef, method, is_cached=cache is not None)
             is_last = layer == len(self.spec.layers) - 1
             layer_input = None if ctx.layer_input is None else ctx.layer_input[layer]
             layer_ctx = ctx if is_last else dataclasses.replace(ctx, output_index=None)
@@ -263,6 +264,12 @@ class Decoder(nnx.Module):
             layer_outputs.append(x_BTD)
             aux.append(out.aux)
         return StackOutput(x_BTD, new_caches, layer_outputs, _by_layer(aux), ctx)
+
+    def _run_function(self, graphdef: Any, method: Callable[..., Any], *, is_cached: bool) -> Callable[..., Any]:
+        """A block outside of the scan as a function; equal blocks of a forward pass with a cache are traced once."""
+        if is_cached:
+            return _as_traced_once(graphdef, method)
+        return self.spec.remat.wrap(_as_function(graphdef, method), in_loop=False)
 
     def _run_mtp(self, x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context) -> StackOutput:
         """Run the MTP layers, each on the output of the one before it.
@@ -346,6 +353,12 @@ def _as_function(graphdef: Any, method: Callable[..., Any] = operator.call) -> C
         return method(nnx.merge(graphdef, weights), *inputs)
 
     return run
+
+
+@functools.lru_cache(maxsize=256)
+def _as_traced_once(graphdef: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A block as a jitted function, of which jax caches the trace: an engine unrolls all layers for every bucket."""
+    return jax.jit(_as_function(graphdef, method))
 
 
 def _numbered(blocks: Sequence[Block]) -> nnx.Dict:

@@ -98,8 +98,9 @@ def step_time(case: Case, found: list[Transfer] | None = None) -> StepTime | Non
         exposed += max(0.0, sum(_seconds(case, item) for item in items) - hidden[phase])
     total = compute.total + exposed + blocking
     tokens = case.step_tokens / total
-    peak = hardware.peak_tflops[case.config.model.dtypes.compute.value] * 1e12 * case.devices
-    mfu = tokens * 3 * case.subject.forward_flops.model / peak
+    peak = hardware.mfu_peak(case.config.model.dtypes.compute.value, case.config.quantization)
+    assert peak is not None
+    mfu = tokens * 3 * case.subject.forward_flops.model / (peak[1] * 1e12 * case.devices)
     return StepTime(compute, tuple(links), exposed, blocking, tokens, mfu)
 
 

@@ -55,7 +55,7 @@ class PolicyEngine:
         with self._lock:
             engine = self._engine_with(weights)
             requests = [
-                request
+                dataclasses.replace(request, stream=False)
                 for index, prompt in enumerate(prompts)
                 for request in make_requests(
                     prompt, sampling, samples=samples, seed=self._seed, number=number + index, logprobs=0

@@ -46,10 +46,6 @@ class Machine:
     notes: tuple[str, ...]
     """Messages about what was detected and chosen."""
 
-    def peak_tflops(self, dtype: str) -> float | None:
-        """Dense matmul TFLOP/s of one device for a dtype; None if unknown."""
-        return self.hardware.peak_tflops.get(dtype)
-
 
 def start(hardware: Hardware) -> Machine:
     """Detect the hardware, set flags, platform and cache, connect the processes, start the backend, in that order.

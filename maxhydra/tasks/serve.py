@@ -1,6 +1,7 @@
 """task=serve: an OpenAI-compatible HTTP server, until it receives a signal."""
 
 import asyncio
+import dataclasses
 import ipaddress
 import logging
 import os
@@ -8,6 +9,7 @@ import signal
 import socket
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.config.schema.hardware import Platform
 from maxhydra.config.schema.tasks.inference import ServeTask
 from maxhydra.decode.open import open_engine, open_prompts
 from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, allow_connections, listen, serve
@@ -29,7 +31,8 @@ def run(job: Job) -> Outcome:
     is_local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
     if not is_local and key is None:
         log.warning("anyone who can reach %s can use this server: set task.api_key_env to require a key", task.host)
-    engine = open_engine(config, task.engine, prompts)
+    warms_up = job.machine.hardware.platform is not Platform.cpu if task.engine.warm_up is None else task.engine.warm_up
+    engine = open_engine(config, dataclasses.replace(task.engine, warm_up=warms_up), prompts)
     name = task.model_name or job.choices.get("model", "model")
     context = task.engine.max_context or config.model.context_length
     service = Service(

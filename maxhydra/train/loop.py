@@ -75,8 +75,9 @@ def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signal
             signals.set_phase("while training, before the state was saved")
         state, metrics = context.step(state, batch)
         peers.report_step(step)
+        context.metrics.count_step(metrics)
         if step % context.train.log_every == 0 or step in (start + 1, steps):
-            context.metrics.log(step, metrics, context.batches.metrics())
+            context.metrics.log(step, context.batches.metrics())
         if is_evaluation_due(context.train, step):
             with contextlib.suppress(signals.Interrupted):
                 loop.evaluate(step, state)
@@ -148,10 +149,11 @@ class _Loop:
         self._context.metrics.flush()
         if self._context.metrics.halted:
             return
-        if signals.is_distributed():
-            metrics = self._context.evaluate(state)
-        else:
-            metrics = signals.wait(self._worker.submit(self._context.evaluate, state))
+        with self._context.metrics.paused():
+            if signals.is_distributed():
+                metrics = self._context.evaluate(state)
+            else:
+                metrics = signals.wait(self._worker.submit(self._context.evaluate, state))
         self._context.history.evaluations[step] = metrics
         self._context.metrics.log_evaluation(step, metrics)
 
@@ -173,11 +175,12 @@ class _Loop:
         self._context.metrics.flush()
         if self._context.metrics.halted:
             return
-        self._wait_for_previous_save()
-        try:
-            self._write(step, state)
-        except SaveFailed as failure:
-            log.error("%s; training continues", failure)
+        with self._context.metrics.paused():
+            self._wait_for_previous_save()
+            try:
+                self._write(step, state)
+            except SaveFailed as failure:
+                log.error("%s; training continues", failure)
 
     def finish(self, status: str, reason: str, step: int, state: TrainState) -> TrainResult:
         """Write pending metrics and save the final state; if the last save fails, the run fails."""

@@ -1,14 +1,17 @@
 """Writes the metrics of logged steps to metrics.jsonl, the trackers and the progress display.
 
-Metrics are read from the device one logged step late, so that the device never waits for the host. The same metrics
+Metrics are read from the device one logged step late, so that the device never waits for the host. A thread records
+when the device completes a logged step, and throughput is measured from completion to completion. The same metrics
 show whether a run learns anything.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -33,6 +36,7 @@ class StepCost:
     flops: float
     devices: int
     peak_tflops: float | None
+    """Of one device in the dtype of the matmuls; see `Hardware.mfu_peak`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +78,16 @@ class MetricsHistory:
 
 @dataclasses.dataclass(frozen=True)
 class _LoggedStep:
-    """A step whose metrics are still on the device; input wait and sequences are since the previous logged step."""
+    """A step whose metrics are still on the device; the last three fields are since the previous logged step."""
 
     step: int
     metrics: Mapping[str, jax.Array]
     data_metrics: Mapping[str, float]
+    completed: Future[float]
+    """The time at which the device completed the step."""
     input_wait: float
     sequences: int
+    paused: float
 
 
 class MetricsLogger:
@@ -98,21 +105,42 @@ class MetricsLogger:
     ):
         self._cost, self._run, self._writer, self._tracker, self._progress = cost, run, writer, tracker, progress
         self._pending: _LoggedStep | None = None
-        self._last_time, self.last_step = time.perf_counter(), step
-        self._input_wait, self._sequences = 0.0, 0
+        self._last_completed, self.last_step = time.perf_counter(), step
+        self._input_wait, self._sequences, self._paused = 0.0, 0, 0.0
+        self._latest: Mapping[str, jax.Array] = {}
+        """Metrics of the step that was dispatched last."""
+        self._clock = ThreadPoolExecutor(1, thread_name_prefix="step-clock")
         self.last: dict[str, float] = {}
         self.halted = False
         self._learning = LearningMonitor(step=step, past_losses=series(run.metrics_path, "loss")[1])
 
     def count_batch(self, sequences: int, *, wait: float) -> None:
         """Count a batch of `sequences` for which the loop waited `wait` seconds."""
+        if not self._latest:
+            # The first interval starts here, after initialization and a first evaluation.
+            self._last_completed, self._paused = time.perf_counter() - wait, 0.0
         self._sequences += sequences
         self._input_wait += wait
 
-    def log(self, step: int, metrics: Mapping[str, jax.Array], data_metrics: Mapping[str, float]) -> None:
-        """Accept the metrics of a step that was just dispatched; write those of the previous logged step."""
-        logged = _LoggedStep(step, metrics, data_metrics, self._input_wait, self._sequences)
-        self._input_wait, self._sequences = 0.0, 0
+    def count_step(self, metrics: Mapping[str, jax.Array]) -> None:
+        """Take the metrics of the step that was just dispatched, logged or not."""
+        self._latest = metrics
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time in this context, which starts when the device has completed all steps, from step time."""
+        start = _completion_time(self._latest)
+        try:
+            yield
+        finally:
+            self._paused += time.perf_counter() - start
+
+    def log(self, step: int, data_metrics: Mapping[str, float]) -> None:
+        """Log the step that was just dispatched; write the metrics of the previous logged step."""
+        completed = self._clock.submit(_completion_time, self._latest)
+        since = (self._input_wait, self._sequences, self._paused)
+        logged = _LoggedStep(step, self._latest, data_metrics, completed, *since)
+        self._input_wait, self._sequences, self._paused = 0.0, 0, 0.0
         self.flush()
         self._pending = logged
 
@@ -122,10 +150,10 @@ class MetricsLogger:
             return
         logged, self._pending = self._pending, None
         values = {name: value.item() for name, value in jax.device_get(logged.metrics).items()}
-        now = time.perf_counter()
-        seconds = max(now - self._last_time, 1e-9)
+        completed = logged.completed.result()
+        seconds = max(completed - self._last_completed - logged.paused, 1e-9)
         steps = max(1, logged.step - self.last_step)
-        self._last_time, self.last_step = now, logged.step
+        self._last_completed, self.last_step = completed, logged.step
         self.halted = bool(values.pop("halted"))
         values |= {"step_time": seconds / steps} | self._throughput(logged.sequences / seconds)
         values |= {"input_wait": min(1.0, logged.input_wait / seconds), **logged.data_metrics}
@@ -139,9 +167,8 @@ class MetricsLogger:
         return self._learning.failure_reason()
 
     def log_evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the metrics of an evaluation, whose time does not count as step time."""
+        """Write the metrics of an evaluation."""
         self._publish(step, values)
-        self._last_time = time.perf_counter()
 
     def _throughput(self, sequences_per_second: float) -> dict[str, float]:
         tflops = self._cost.flops * sequences_per_second / self._cost.devices / 1e12
@@ -153,6 +180,12 @@ class MetricsLogger:
         self._tracker.log(step, values)
         self._progress.update(step, values)
         self._run.heartbeat(end_step=step, last=values)
+
+
+def _completion_time(metrics: Mapping[str, jax.Array]) -> float:
+    """Wait for the device to compute the metrics of a step; return the time."""
+    jax.block_until_ready(metrics)
+    return time.perf_counter()
 
 
 class LearningMonitor:

@@ -142,11 +142,14 @@ def _loop_context(
         closing(open_step_progress(config.train.progress, total=config.train.steps, start=start.step, shown=is_main))
     )
     seq_len = training.spec.rows.seq_len
+    peak = machine.hardware.mfu_peak(config.model.dtypes.compute.value, config.quantization)
+    if peak is not None:
+        log.info("MFU is relative to the %s peak of %g TFLOP/s a device", *peak)
     cost = StepCost(
         tokens=int(training.passes * seq_len),
         flops=training.passes * seq_len * flops_per_token(config.model, seq_len),
         devices=machine.devices,
-        peak_tflops=machine.peak_tflops(config.model.dtypes.compute.value),
+        peak_tflops=None if peak is None else peak[1],
     )
     history = MetricsHistory.read(run.metrics_path, start=start.step)
     checkpointer = open_checkpointer(run.checkpoints, config.checkpoint, history.evaluations)

@@ -1,6 +1,7 @@
 """The engine gives every request the tokens it gets alone, rejects invalid requests, and leaks no state."""
 
 import contextlib
+import dataclasses
 import functools
 import random
 import threading
@@ -146,16 +147,34 @@ def test_multi_step_decoding_gives_the_tokens_of_single_steps():
             break
     else:
         pytest.fail("no multi-step call was used")
-    # The first token, a call of 4 steps, and 3 tokens: a larger program substitutes for the last until it is compiled.
-    request, known = make_request("a", max_tokens=8, ignore_eos=True), -1
-    for _ in range(40):
-        assert list(engine.submit(request).result().tokens) == greedy_without_cache(request)
-        before, known = known, engine.wait_for_compiles()
-        if known == before:
-            break
-    else:
-        pytest.fail("the last multi-step call was not shortened to the completion")
+    # The first token, a call of 4 steps, and 3 tokens of another call.
+    request = make_request("a", max_tokens=8, ignore_eos=True)
+    assert list(engine.submit(request).result().tokens) == greedy_without_cache(request)
     engine.close()
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_the_warm_up():
+    """A mixed load: all sampling features, prompts of one and several chunks, shared prefixes, changing batches."""
+    engine = start(warm_up=True, burst=4, max_batch=4)
+    try:
+        before = engine.stats()["programs_compiled"]
+        requests = [*varied_requests(8), make_request("a" * 70, temperature=0.7), make_request("a" * 70, logprobs=2)]
+        requests += [make_request("b", temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=1)]
+        completions = [handle.result() for handle in [engine.submit(request) for request in requests]]
+        assert completions[:8] == completed_alone()[:8]
+        assert {completion.finish for completion in completions} <= {"stop", "length"}
+        assert engine.stats()["programs_compiled"] == before > 0
+    finally:
+        engine.close()
+
+
+def test_a_request_that_does_not_stream_gets_the_same_completion(engine):
+    for request in (*varied_requests(6), make_request("ab", logprobs=1, max_tokens=5)):
+        handle = engine.submit(dataclasses.replace(request, stream=False))
+        deltas = list(handle)
+        assert Completion.from_deltas(deltas) == engine.submit(request).result()
+        assert len(deltas) == 1 or request.stop
 
 
 @pytest.mark.slow
@@ -204,10 +223,11 @@ def test_a_seed_gives_the_same_tokens_again(engine):
 
 
 @pytest.mark.slow
-def test_a_deterministic_engine_is_bit_reproducible():
+@pytest.mark.parametrize("burst", [1, 4])
+def test_a_deterministic_engine_is_bit_reproducible(burst):
     """Independently of earlier requests, and of which programs are compiled."""
     several = [make_request(f"number {n}", temperature=1.0, seed=n, max_tokens=3 + n, logprobs=0) for n in range(6)]
-    engine = start(deterministic=True)
+    engine = start(deterministic=True, burst=burst)
     try:
         first = [handle.result() for handle in engine.submit_all(several)]
         for handle in engine.submit_all([make_request("a" * n, max_tokens=n) for n in (40, 3, 9)]):

@@ -11,6 +11,7 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.hardware import Cluster, Distributed, Hardware, Platform, Precision
+from maxhydra.config.schema.quantization import Quantization, QuantizationKind
 from maxhydra.runtime.detect import (
     DetectedDevices,
     cpu_rejects_cache,
@@ -145,6 +146,15 @@ class TestOptions:
         if option.platform in (Platform.gpu, Platform.tpu):
             assert option.memory_gib and option.bandwidth_gb_s
             assert option.peak_tflops["bfloat16"] >= option.peak_tflops["float32"] > 0
+
+    def test_mfu_is_relative_to_the_format_of_the_matmuls(self) -> None:
+        h200, a100 = (hardware_options()[name] for name in ("gpu-h200", "gpu-a100"))
+        fp8, int8 = (Quantization(kind=kind, targets=["mlp"]) for kind in (QuantizationKind.fp8, QuantizationKind.int8))
+        assert h200.mfu_peak("bfloat16", Quantization()) == ("bfloat16", 989.4)
+        assert h200.mfu_peak("bfloat16", fp8) == ("float8", 1978.9)
+        assert a100.mfu_peak("bfloat16", int8) == ("int8", 624)
+        # An A100 has no float8 matmuls: values are converted to the compute dtype.
+        assert a100.mfu_peak("bfloat16", fp8) == ("bfloat16", 312)
 
     def test_xla_accepts_the_flags(self) -> None:
         """The CPU build parses all GPU flags and aborts at an unknown one, naming it."""

@@ -68,6 +68,7 @@ def run_loop(
     past: tuple[float, ...] = (),
     loss_fn: LossFn = loss,
     start: int = 0,
+    step_fn: Any = None,
     **batches: Any,
 ) -> TrainResult:
     """Run the loop with the given sequence of eval losses, and those of earlier sessions."""
@@ -85,7 +86,7 @@ def run_loop(
     context = LoopContext(
         train=train,
         checkpoint=checkpoint,
-        step=jax.jit(make_step(loss_fn, OPTIMIZER, train)),
+        step=step_fn or jax.jit(make_step(loss_fn, OPTIMIZER, train)),
         batches=Batches(**batches),  # type: ignore[arg-type]
         evaluate=lambda state: {"eval/loss": next(eval_losses)},
         checkpointer=checkpointer,
@@ -115,6 +116,51 @@ def test_logs_evaluates_and_saves_when_due(tmp_path: Path) -> None:
     np.testing.assert_allclose(row["tokens_per_second"], 4 / row["step_time"])
     assert row["data/epoch"] == 1.0
     np.testing.assert_allclose(row["mfu"], 8.0 / row["step_time"] / 1e12)
+
+
+class SlowDevice:
+    """A device that takes `seconds` per step, while the host may dispatch one further step."""
+
+    def __init__(self, train: Train, seconds: float):
+        self._step, self._seconds, self._busy_until = jax.jit(make_step(loss, OPTIMIZER, train)), seconds, 0.0
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, "SlowArray"]]:
+        state, metrics = self._step(state, batch)
+        time.sleep(max(0.0, self._busy_until - self._seconds - time.perf_counter()))
+        self._busy_until = max(self._busy_until, time.perf_counter()) + self._seconds
+        return state, {name: SlowArray(value, self._busy_until) for name, value in metrics.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowArray:
+    """An array that is computed at a time in the future."""
+
+    value: jax.Array
+    ready: float
+
+    def block_until_ready(self) -> "SlowArray":
+        time.sleep(max(0.0, self.ready - time.perf_counter()))
+        return self
+
+    def __array__(self) -> np.ndarray:
+        return np.asarray(self.block_until_ready().value)
+
+
+def test_throughput_is_tokens_over_device_time_at_every_line(tmp_path: Path) -> None:
+    """Lines before an evaluation, a save and the end included: flushes are irregular there, steps are not."""
+    train, seconds = Train(steps=9, log_every=3, eval_every=4), 0.1
+
+    def slow_evaluations() -> Iterator[float]:
+        for loss in (3.0, 2.0, 1.0):
+            time.sleep(0.15)
+            yield loss
+
+    device = SlowDevice(train, seconds)
+    run_loop(tmp_path / "compile", Train(steps=1), Checkpoint(every=100), evals=[1.0], step_fn=device)
+    run_loop(tmp_path / "run", train, Checkpoint(every=5), evals=slow_evaluations(), step_fn=device)
+    steps, rates = series(tmp_path / "run" / "metrics.jsonl", "tokens_per_second")
+    assert steps == [1, 3, 6, 9]
+    np.testing.assert_allclose(rates, 4 / seconds, rtol=0.1)
 
 
 def test_ends_at_the_target(tmp_path: Path) -> None:

@@ -57,11 +57,15 @@ class Engine(Schema):
     """Tokens per page of the KV cache."""
     max_context: int | None = option(None, ge=2)
     """Maximum length of prompt plus completion. null: model.context_length."""
-    prefill_chunk: int = option(256, ge=1)
-    """Maximum number of prompt tokens per prefill call; decode steps of other sequences run between the chunks."""
+    prefill_chunk: int | None = option(None, ge=1)
+    """Maximum number of prompt tokens per prefill call; decode steps of other sequences run between the chunks. null:
+    1024, or 256 on a CPU."""
     burst: int | None = option(None, ge=1)
-    """Multi-step decoding: decode steps per call while no prompt waits. More steps need less host time, but their
-    tokens arrive together. null: 8, or 1 on a CPU and with deterministic=true."""
+    """Multi-step decoding: decode steps per call. More steps need less host time, but their tokens arrive together, and
+    a new prompt waits for them. null: 8, or 1 on a CPU."""
+    warm_up: bool | None = None
+    """Compile a program for every batch before the first request, so that nothing is compiled afterwards. null: on for
+    task=serve on an accelerator."""
     prefix_cache: bool | None = None
     """Reuse KV cache pages between prompts with a common prefix. null: on, unless the model has recurrent layers, whose
     state belongs to a whole sequence and cannot be resumed at a page boundary."""
@@ -72,10 +76,9 @@ class Engine(Schema):
     submitted together give bit-identical tokens whatever was decoded before."""
 
     def check(self) -> Iterator[Problem]:
-        if self.deterministic and self.burst is not None and self.burst > 1:
-            reason = "starts at times that depend on compilation, which deterministic=true excludes"
-            hint = "set burst=1 or deterministic=false"
-            yield Problem("burst", reason, value=self.burst, accepted="1 or null", hint=hint)
+        if self.deterministic and self.warm_up:
+            reason = "chooses among compiled programs, while deterministic=true always uses the exact-size one"
+            yield Problem("warm_up", reason, value=True, accepted="false or null")
 
     def check_model(self, model: Model) -> Iterator[Problem]:
         """Yield settings that this model does not support."""

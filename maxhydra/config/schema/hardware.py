@@ -9,6 +9,7 @@ from enum import Enum
 
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
+from maxhydra.config.schema.quantization import MATMUL_DTYPES, Quantization
 
 
 class Platform(Enum):
@@ -110,6 +111,16 @@ class Hardware(Schema):
     """Stop at the first operation that produces a NaN (jax_debug_nans); slow."""
     distributed: Distributed = section(Distributed)
     gke: GkeNodes = section(GkeNodes)
+
+    def mfu_peak(self, compute: str, quantization: Quantization) -> tuple[str, float] | None:
+        """The dtype of a training step's matmuls and its peak TFLOP/s, to which MFU is relative; None if unknown.
+
+        With quantization=fp8 or int8 it is that format, although some matmuls (the LM head's) stay in `compute`.
+        """
+        kinds = quantization.kinds
+        quantized = [dtype for kind, dtype in MATMUL_DTYPES.items() if kind in kinds and dtype in self.peak_tflops]
+        dtype = quantized[0] if quantized else compute
+        return (dtype, self.peak_tflops[dtype]) if dtype in self.peak_tflops else None
 
     def check(self) -> Iterator[Problem]:
         if self.simulated_devices is not None and self.platform is not Platform.cpu:

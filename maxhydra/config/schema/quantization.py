@@ -37,6 +37,8 @@ class Activations(Enum):
 QAT = (QuantizationKind.qat_int8, QuantizationKind.qat_int4)
 TRAINING_KINDS = (QuantizationKind.fp8, QuantizationKind.int8, *QAT)
 STORED_KINDS = (QuantizationKind.int8_weights, QuantizationKind.int4_weights)
+# Formats of the matmuls of a training step, as hardware.peak_tflops names them.
+MATMUL_DTYPES = {QuantizationKind.fp8: "float8", QuantizationKind.int8: "int8"}
 GROUPED = (QuantizationKind.qat_int4, QuantizationKind.int4_weights)
 
 

@@ -123,7 +123,7 @@ class HuggingFaceTokenizer:
 
     @report_failures
     def decode(self, ids: Sequence[int]) -> str:
-        known = [int(id) for id in ids if id not in self.special]
+        known = list(ids) if self.special.isdisjoint(ids) else [id for id in ids if id not in self.special]
         text: str = self._plain.decode(known, skip_special_tokens=False)
         return text
 

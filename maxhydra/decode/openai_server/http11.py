@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -69,19 +69,25 @@ class RequestHead:
 
 
 class WatchedReader(asyncio.StreamReader):
-    """A stream reader with an event that is set when the client disconnects, even while no read is pending."""
+    """A stream reader with a callback for when the client disconnects, even while no read is pending."""
 
     def __init__(self) -> None:
         super().__init__(limit=MAX_HEAD)
-        self.disconnected = asyncio.Event()
+        self.is_disconnected = False
+        self.on_disconnect: Callable[[], object] | None = None
 
     def feed_eof(self) -> None:
-        self.disconnected.set()
+        self._disconnect()
         super().feed_eof()
 
     def set_exception(self, exc: Exception) -> None:
-        self.disconnected.set()
+        self._disconnect()
         super().set_exception(exc)
+
+    def _disconnect(self) -> None:
+        self.is_disconnected = True
+        if self.on_disconnect is not None:
+            self.on_disconnect()
 
 
 def parse_head(data: bytes) -> RequestHead:
@@ -114,7 +120,7 @@ class Connection:
     """One client connection. Every wait has a timeout: a client that sends or reads too slowly is disconnected."""
 
     def __init__(self, reader: WatchedReader, writer: asyncio.StreamWriter, *, timeout: float):
-        self.disconnected = reader.disconnected
+        self.reader = reader
         self._reader, self._writer, self._timeout = reader, writer, timeout
         self._is_chunked = False
         self.has_started = False
@@ -124,18 +130,22 @@ class Connection:
     async def read_head(self, idle: float) -> RequestHead | None:
         """Read the next request head; None if no request starts within `idle` seconds."""
         self.has_started = False
+        first = b""
         try:
-            async with asyncio.timeout(idle):
+            async with asyncio.timeout(idle) as limit:
                 first = await self._reader.readexactly(1)
-        except (TimeoutError, asyncio.IncompleteReadError):
-            return None
-        try:
-            async with asyncio.timeout(self._timeout):
+                limit.reschedule(asyncio.get_running_loop().time() + self._timeout)
                 return parse_head(first + await self._reader.readuntil(b"\r\n\r\n"))
         except asyncio.LimitOverrunError:
             raise HttpError(431, f"the headers exceed {MAX_HEAD} bytes") from None
         except TimeoutError:
+            if not first:
+                return None
             raise HttpError(408, f"the request was not received within {self._timeout:g} s") from None
+        except asyncio.IncompleteReadError:
+            if not first:
+                return None
+            raise
 
     async def read_body(self, head: RequestHead) -> bytes:
         if head.headers.get("expect", "").lower() == "100-continue":
@@ -194,6 +204,9 @@ class Connection:
             self._writer.transport.abort()
 
     async def _drain(self) -> None:
+        """Wait while the client reads more slowly than it is sent to; most have nothing left to read."""
+        if not self._writer.transport.get_write_buffer_size():
+            return
         async with asyncio.timeout(self._timeout):
             await self._writer.drain()
 

@@ -1,14 +1,20 @@
 """Builds OpenAI responses: complete, and as chunks of a stream."""
 
 import dataclasses
+import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 from maxhydra.decode.request import Completion, Delta, TokenLogprob
 from maxhydra.decode.sampling_params import PromptEncoder
+
+# Stands for the text and the finish reason in the frame of a chunk.
+FRAME = "\u241f"
+encode_text = json.JSONEncoder(ensure_ascii=False).encode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +48,22 @@ class ResponseBuilder:
             return self._chunk(index, {"text": delta.text}, logprobs, delta.finish)
         content = {"content": delta.text} if delta.text or not delta.finish else {}
         return self._chunk(index, content, logprobs, delta.finish)
+
+    def chunk_text(self, index: int, delta: Delta, offset: int) -> str:
+        """The same chunk as JSON. Without log-probabilities only text and finish reason are encoded each time."""
+        if self.has_logprobs or (self.is_chat and not delta.text):
+            return json.dumps(self.chunk(index, delta, offset), ensure_ascii=False)
+        before, after = self._chunk_frame
+        finish = "null" if delta.finish is None else f'"{delta.finish}"'
+        return f"{before[0]}{index}{before[1]}{encode_text(delta.text)}{after[0]}{finish}{after[1]}"
+
+    @cached_property
+    def _chunk_frame(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        """The JSON of a chunk around index, text and finish reason."""
+        chunk = json.dumps(self.chunk(0, Delta(FRAME, (), finish=FRAME), 0), ensure_ascii=False)
+        head, middle, tail = chunk.split(f'"{FRAME}"')
+        start, index, rest = head.partition('"index": ')
+        return (start + index, rest.removeprefix("0")), (middle, tail)
 
     def closing(self, num_tokens: int) -> list[Any]:
         """Return the events that end a stream."""

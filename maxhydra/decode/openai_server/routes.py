@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -60,6 +62,8 @@ THREADS = 2
 LARGE_BODY = 32 * 1024
 # A body of this size is parsed in the event loop: that takes less time than to wait for a thread.
 SMALL_BODY = 4 * 1024
+# A body of this size is also tokenized there, which takes less than 0.1 ms.
+TINY_BODY = 1024
 
 
 def is_large(head: RequestHead) -> bool:
@@ -88,6 +92,9 @@ class Service:
         self._statuses: dict[int, int] = {}
         self._pool, self._logprobs_pool = ThreadPoolExecutor(THREADS, "server"), ThreadPoolExecutor(THREADS, "logprobs")
         self._parser = ParserProcess(prompts, defaults)
+        self._mailbox = _Mailbox()
+        # Computed once, and before the first request, which would wait for it.
+        _ = prompts.tokenizer.max_token_bytes
         self._created = int(time.time())
         self._paths: dict[str, tuple[str, Route]] = {
             "/v1/chat/completions": ("POST", self._complete),
@@ -159,10 +166,13 @@ class Service:
             reason = f"{self._num_sequences} sequences are running or queued, the limit of task.queue; retry later"
             raise HttpError(429, reason, code="queue_full", headers=RETRY)
         self._num_sequences += count
-        queue = _DeltaQueue(self._on_finish)
+        queue = _DeltaQueue(self._mailbox, self._on_finish)
         try:
             limit = self._defaults.max_context
-            prompts = await self._in_thread(lambda: encode_prompts(request, self._prompts, limit))
+            if len(body) <= TINY_BODY:
+                prompts = encode_prompts(request, self._prompts, limit)
+            else:
+                prompts = await self._in_thread(lambda: encode_prompts(request, self._prompts, limit))
             self._submit(request, prompts, queue)
         finally:
             self._num_sequences -= count - len(queue.handles)
@@ -200,7 +210,7 @@ class Service:
             )
             for engine_request in engine_requests:
                 try:
-                    queue.add(self._engine.submit(engine_request))
+                    queue.add(self._engine.submit(dataclasses.replace(engine_request, stream=request.stream)))
                 except RequestRejectedError as error:
                     queue.cancel()
                     self._require_engine()
@@ -224,10 +234,13 @@ class Service:
                 deltas[index].append(delta)
         # In a thread: log-probabilities call the tokenizer for every alternative of every token. No other request
         # waits for a thread that does.
-        pool = self._logprobs_pool if builder.has_logprobs else self._pool
-        body = await asyncio.get_running_loop().run_in_executor(
-            pool, lambda: dump_slices(builder.response([Completion.from_deltas(each) for each in deltas]))
-        )
+        if builder.has_logprobs:
+            body = await asyncio.get_running_loop().run_in_executor(
+                self._logprobs_pool,
+                lambda: dump_slices(builder.response([Completion.from_deltas(each) for each in deltas])),
+            )
+        else:
+            body = dump_slices(builder.response([Completion.from_deltas(each) for each in deltas]))
         await connection.send(200, body, headers=JSON_TYPE)
 
     async def _send_stream(
@@ -248,7 +261,7 @@ class Service:
                     await connection.end_events()
                     return
                 if delta.text or delta.finish or delta.logprobs:
-                    events.append(builder.chunk(index, delta, sent[index]))
+                    events.append(builder.chunk_text(index, delta, sent[index]))
                 sent[index] += len(delta.text)
                 num_tokens += len(delta.tokens)
             await connection.send_events(events)
@@ -256,39 +269,61 @@ class Service:
         await connection.end_events()
 
 
-class _DeltaQueue:
-    """Transfers the deltas of all sequences of one request from the engine's thread to the event loop."""
+class _Mailbox:
+    """Transfers deltas from the engine's thread to the event loop; one wake-up for all deltas of a decode step."""
 
-    def __init__(self, on_finish: Callable[[Delta], None]):
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._deltas: deque[tuple[_DeltaQueue, int, Delta]] = deque()
+        self._is_scheduled = False
+
+    def post(self, queue: "_DeltaQueue", index: int, delta: Delta) -> None:
+        """Called in the engine's thread."""
+        self._deltas.append((queue, index, delta))
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            # The event loop is closed at shutdown, when no client is left.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        # Reset first: deltas that are posted from now on schedule another delivery.
+        self._is_scheduled = False
+        while self._deltas:
+            queue, index, delta = self._deltas.popleft()
+            queue.put(index, delta)
+
+
+class _DeltaQueue:
+    """The deltas of all sequences of one request, in the event loop."""
+
+    def __init__(self, mailbox: _Mailbox, on_finish: Callable[[Delta], None]):
         self.handles: list[Handle] = []
         self.num_unfinished = 0
         """Sequences whose last delta was not taken yet."""
-        self._on_finish = on_finish
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
+        self._mailbox, self._on_finish = mailbox, on_finish
+        self._deltas: list[tuple[int, Delta]] = []
+        self._arrival: asyncio.Future[None] | None = None
 
     def add(self, handle: Handle) -> None:
         index = len(self.handles)
         self.handles.append(handle)
         self.num_unfinished += 1
+        handle.listen(lambda delta: self._mailbox.post(self, index, delta))
 
-        def listener(delta: Delta) -> None:
-            # The event loop is closed at shutdown, when no client is left.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._put, index, delta)
-
-        handle.listen(listener)
-
-    def _put(self, index: int, delta: Delta) -> None:
-        self._queue.put_nowait((index, delta))
+    def put(self, index: int, delta: Delta) -> None:
+        self._deltas.append((index, delta))
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
         if delta.finish is not None:
             self._on_finish(delta)
 
     async def take(self) -> list[tuple[int, Delta]]:
         """Wait for at least one delta, and return all that have arrived."""
-        deltas = [await self._queue.get()]
-        while not self._queue.empty():
-            deltas.append(self._queue.get_nowait())
+        if not self._deltas:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        deltas, self._deltas = self._deltas, []
         self.num_unfinished -= sum(delta.finish is not None for _, delta in deltas)
         return deltas
 

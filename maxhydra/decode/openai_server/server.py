@@ -203,15 +203,17 @@ class _Server:
 
 async def _run_unless_disconnected(connection: Connection, coroutine: Coroutine[Any, Any, None]) -> bool:
     """Run a coroutine and cancel it if the client disconnects; return True if it completed."""
-    task = asyncio.ensure_future(coroutine)
-    disconnected = asyncio.ensure_future(connection.disconnected.wait())
-    try:
-        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        is_done = task.done()
-    finally:
-        disconnected.cancel()
+    task, reader = asyncio.ensure_future(coroutine), connection.reader
+    reader.on_disconnect = task.cancel
+    if reader.is_disconnected:
         task.cancel()
+    try:
         await asyncio.wait({task})
+    finally:
+        reader.on_disconnect = None
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
     if not task.cancelled() and (error := task.exception()) is not None:
         raise error
-    return is_done
+    return not task.cancelled()
