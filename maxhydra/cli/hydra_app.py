@@ -20,7 +20,7 @@ from maxhydra.cli import flags, multirun
 from maxhydra.cli.help import commands
 from maxhydra.cli.main import RunFailed
 from maxhydra.cli.runs import verbs
-from maxhydra.config.compose.composer import Composed, Composer
+from maxhydra.config.compose.composer import Composed, Composer, find_composer
 from maxhydra.config.compose.hydra_loader import BASIC_LAUNCHER, Hydra, problem_of
 from maxhydra.config.compose.overrides import searchpath
 from maxhydra.config.errors import ConfigError, Problem
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 def start(arguments: list[str]) -> int:
     """Execute a command line without subcommand and return the exit code."""
     args = flags.parse(arguments)
-    composer = Composer(args.config_dir, args.config_name, searchpath(args.overrides))
+    composer = find_composer(args.config_dir, args.config_name, searchpath(args.overrides))
     with _hydra(composer) as app:
         if args.hydra_help:
             app.hydra_help(config_name=args.config_name, args_parser=flags.parser(), args=args)

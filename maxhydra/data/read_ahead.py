@@ -137,14 +137,19 @@ class Encoder:
 def map_ahead(
     chunks: Iterator[Chunk], function: Callable[[Any], Any], pool: Executor, *, depth: int
 ) -> Iterator[tuple[Chunk, Any]]:
-    """Apply `function` to the payload of each chunk in `pool`, in order, with `depth` chunks in flight."""
+    """Apply `function` to the payload of each chunk in `pool`, in order, with up to `depth` chunks ahead of the reader.
+
+    The first chunk is read alone, and the distance doubles with each chunk used: a short evaluation needs only one.
+    """
     pending: deque[tuple[Chunk, Future]] = deque()
+    distance = 0
     try:
         for chunk in chunks:
             pending.append((chunk, pool.submit(function, chunk.payload)))
-            if len(pending) > depth:
+            if len(pending) > min(distance, depth):
                 done, future = pending.popleft()
                 yield done, future.result()
+                distance = 2 * distance + 1
         while pending:
             done, future = pending.popleft()
             yield done, future.result()

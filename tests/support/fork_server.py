@@ -178,19 +178,30 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def _prepare() -> None:
-    """Do the work that all commands share: imports, a first composition, the list of installed packages."""
+    """Do the work that all commands share: imports, a first composition and trace, the list of installed packages."""
+    from jax.sharding import AbstractDevice, AbstractMesh
+
     from maxhydra import tasks
-    from maxhydra.config.compose.composer import compose
+    from maxhydra.config.compose.composer import find_composer
+    from maxhydra.config.schema.hardware import AXES
     from maxhydra.record import environment
     from maxhydra.runtime.detect import hardware_options
+    from maxhydra.sharding import Sharder
+    from maxhydra.sharding.mesh import AXIS_TYPES
+    from maxhydra.train.compile import trace_pretraining_step
     from tests.support import compile_cache
+    from tests.support.cli import SMALL
 
     task_modules = [f"tasks.{module.name}" for module in pkgutil.iter_modules(tasks.__path__)]
     for name in ("cli.hydra_app", "cli.run_job", "runs.report", *task_modules):
         importlib.import_module(f"maxhydra.{name}")
     # Parsed files are cached by the path shown in messages, which outside this repository is absolute.
     with contextlib.chdir(tempfile.gettempdir()):
-        compose([])
+        config = find_composer().check_overrides(SMALL).composed().config
+    # Fills jax's caches. The mesh is abstract, because the threads of a backend would not survive a fork.
+    device = AbstractDevice(device_kind="cpu", num_cores=None, platform="cpu")
+    mesh = AbstractMesh((1,) * len(AXES), AXES, axis_types=AXIS_TYPES, abstract_device=device)
+    trace_pretraining_step(config, Sharder.from_config(config.mesh, mesh))
     hardware_options()
     environment()
     compile_cache.reduce_gc()

@@ -55,7 +55,9 @@ class Golden:
 
     def distance(self) -> tuple[Distance, np.ndarray]:
         """Errors relative to transformers, and our logits."""
-        (loss, logits), gradients = jax.jit(jax.value_and_grad(self._loss, has_aux=True))(self.params)
+        # The tokens are arguments: XLA would spend seconds on folding them as constants.
+        step = jax.jit(jax.value_and_grad(self._loss, has_aux=True))
+        (loss, logits), gradients = step(self.params, self.ids, self.positions, self.mask)
         logits = np.asarray(logits)
         np.testing.assert_allclose(loss, self.expected_loss, rtol=1e-5)
         real = np.asarray(self.mask) == 1
@@ -88,10 +90,10 @@ class Golden:
     def _load(self, source: Source) -> Any:
         return stream_weights(source, self.model, shardings=single_device_shardings(self.model), dtype="float32")
 
-    def _loss(self, params: Any) -> tuple[jax.Array, jax.Array]:
-        logits, _ = self._step(params, self.ids, self.positions, self.mask, None)
-        scores = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), self.ids[:, 1:, None], axis=-1)[..., 0]
-        counts = self.mask[:, 1:] * self.mask[:, :-1]
+    def _loss(self, params: Any, ids: jax.Array, positions: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits, _ = self._step(params, ids, positions, mask, None)
+        scores = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), ids[:, 1:, None], axis=-1)[..., 0]
+        counts = mask[:, 1:] * mask[:, :-1]
         return -jnp.sum(scores * counts) / counts.sum(), logits
 
     def _step(

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from maxhydra.cli import flags
-from maxhydra.config.compose.composer import CheckedConfig, Composer
+from maxhydra.config.compose.composer import CheckedConfig, Composer, find_composer
 from maxhydra.config.compose.overrides import missing_entry, searchpath
 from maxhydra.config.compose.provenance import SourcedValue
 from maxhydra.config.declare import MISSING
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     args = flags.parse(arguments)
     # Shell completion appends `=` to a key and a dot to a section.
     path = args.overrides[0].rstrip("=.") if args.overrides else ""
-    composer = Composer(args.config_dir, args.config_name, searchpath(args.overrides))
+    composer = find_composer(args.config_dir, args.config_name, searchpath(args.overrides))
     checked = composer.check_overrides(args.overrides[1:], with_hydra=False)
     if problem := missing_entry(checked.merge, path, checked.merge.new_entry(path)):
         raise ConfigError(problem)

@@ -31,12 +31,12 @@ def _render(arguments: list[str]) -> int:
     # Imported here so that --help does not wait for Hydra.
     from maxhydra.cli import multirun  # noqa: PLC0415
     from maxhydra.cli.hydra_app import translate_errors  # noqa: PLC0415
-    from maxhydra.config.compose.composer import Composer  # noqa: PLC0415
+    from maxhydra.config.compose.composer import find_composer  # noqa: PLC0415
     from maxhydra.config.compose.overrides import searchpath  # noqa: PLC0415
     from maxhydra.launch.registry import make_backend  # noqa: PLC0415
 
     args = parse_flags(arguments)
-    composer = Composer(args.config_dir, args.config_name, searchpath(args.overrides))
+    composer = find_composer(args.config_dir, args.config_name, searchpath(args.overrides))
     plan = translate_errors(lambda: multirun.make_plan(composer, args.overrides))
     if plan is None:
         hint = "remove hydra/sweeper and give every key a single value"

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -85,13 +85,19 @@ class CheckedConfig:
 
 def compose(overrides: list[str], config_dir: str | None = None) -> Composed:
     """Return the config that `maxhydra OVERRIDES` runs with; raise ConfigError if it is not valid."""
-    composer = _default_composer() if config_dir is None else Composer(config_dir)
-    return composer.check_overrides(overrides).composed()
+    return find_composer(config_dir).check_overrides(overrides, with_hydra=False).composed()
+
+
+def find_composer(
+    config_dir: str | None = None, config_name: str = CONFIG_NAME, searchpath: Sequence[str] = ()
+) -> "Composer":
+    """Return a composer; the one over the packaged options, which do not change while a process runs, is shared."""
+    is_default = config_dir is None and config_name == CONFIG_NAME and not searchpath
+    return _default_composer() if is_default else Composer(config_dir, config_name, searchpath)
 
 
 @cache
 def _default_composer() -> "Composer":
-    """Return a shared composer over the packaged options, which do not change while the process runs."""
     return Composer()
 
 

@@ -4,6 +4,7 @@ Hydra stops at the first mistake. `ConfigMerge` merges in the same order, checks
 set, leaves out a value that does not fit, and continues, so that one error message lists every problem.
 """
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -220,7 +221,8 @@ class ConfigMerge:
 
     def config(self) -> DictConfig:
         """Return the merged values as an OmegaConf node of the schema's types."""
-        merged = OmegaConf.merge(_defaults(tuple(self._types.items())), OmegaConf.create(self._tree))
+        defaults = copy.deepcopy(_defaults(tuple(self._types.items())))
+        merged = OmegaConf.unsafe_merge(defaults, OmegaConf.create(self._tree))  # modifies both
         assert isinstance(merged, DictConfig)
         for path in self._removed:
             parent, _, name = path.rpartition(".")
