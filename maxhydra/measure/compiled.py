@@ -82,7 +82,7 @@ def compile_report(
         bytes_per_device=_memory(compiled),
         operations=_operation_lines(choices),
         tflop_per_device=flops_per_token(config.model, spec.rows.seq_len) * tokens / sharder.mesh.size / 1e12,
-        **_program_facts(compiled.as_text(), config, sharder),
+        **_program_facts(compiled.as_text() or "", config, sharder),
     )
     return report, compiled
 
