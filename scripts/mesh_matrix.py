@@ -179,7 +179,8 @@ def in_workers(family: str, meshes: list[str], processes: int, *options: str) ->
 def start_workers(command: list[str], processes: int, errors: IO[str]) -> list[subprocess.Popen[str]]:
     """Start processes that share DEVICES simulated devices; several of them form a cluster."""
     flags = f"--xla_force_host_platform_device_count={DEVICES // processes} --xla_backend_optimization_level=0"
-    variables = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    modules = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": modules}
     if processes > 1:
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"

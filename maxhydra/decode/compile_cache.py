@@ -7,6 +7,7 @@ program for every batch in advance, nothing is compiled any more.
 
 import os
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -34,6 +35,7 @@ Key = TypeVar("Key", bound=ProgramKey)
 Program = Callable[..., Any]
 # Steps' worth of work that may be wasted on larger programs before the exact one is compiled.
 MAX_WASTED_STEPS = 16
+NUM_RETRIES, RETRY_SECONDS = 3, 0.5
 
 
 class CompileCache(Generic[Key]):
@@ -53,8 +55,19 @@ class CompileCache(Generic[Key]):
         """Start compiling a program, unless that happened before."""
         with self._lock:
             if key not in self._programs:
-                self._programs[key] = self._threads.submit(self._compile, key)
+                self._programs[key] = self._threads.submit(self._compile_program, key)
             return self._programs[key]
+
+    def _compile_program(self, key: Key) -> Program:
+        """Compile; when many threads compile at once, the compiler sometimes cannot start its assembler: try again."""
+        for _ in range(NUM_RETRIES):
+            try:
+                return self._compile(key)
+            except RuntimeError as error:
+                if "Failed to launch" not in str(error):
+                    raise
+                time.sleep(RETRY_SECONDS)
+        return self._compile(key)
 
     def get(self, key: Key) -> Program:
         """Return the program, waiting for its compilation."""

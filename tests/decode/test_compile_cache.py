@@ -3,6 +3,9 @@
 from threading import Event
 from typing import NamedTuple
 
+import pytest
+
+from maxhydra.decode import compile_cache
 from maxhydra.decode.compile_cache import MAX_WASTED_STEPS, CompileCache
 
 
@@ -60,3 +63,18 @@ def test_settled_waits_for_running_compilations():
     assert programs.wait_for_compiles() == 1
     assert done == [Rows(2)]
     programs.close()
+
+
+def test_an_assembler_that_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_cache, "RETRY_SECONDS", 0)
+    failures = ["INVALID_ARGUMENT", "INTERNAL: Failed to launch ptxas", "INTERNAL: Failed to launch ptxas"]
+
+    def compile(key: Rows) -> Rows:
+        if len(failures) > 1 or key == Rows(2):
+            raise RuntimeError(failures.pop())
+        return key
+
+    programs = CompileCache(compile, deterministic=False)
+    assert programs.get(Rows(1)) == Rows(1)
+    with pytest.raises(RuntimeError, match="INVALID"):
+        programs.get(Rows(2))

@@ -88,7 +88,7 @@ def test_logprobs_gather_the_head_once_per_pass() -> None:
         (["mesh.data=2", "mesh.sequence=2", "mesh.tensor=2"], token_loss),
         (["mesh.fsdp=2", "mesh.sequence=2", "mesh.tensor=2"], squared_logprobs),
     ],
-    ids=str,
+    ids=["fsdp-tensor", "data-sequence-tensor", "logprobs"],
 )
 def test_loss_and_gradients_equal_one_device(mesh: list[str], loss_of: Callable[..., Any]) -> None:
     options = ["train.loss_chunk=8", "train.z_loss=0.01", "model.logit_softcap=10"]
