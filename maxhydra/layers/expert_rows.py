@@ -41,7 +41,7 @@ class ExpertsSpec:
     init_scale: float
     out_scale: float
     compute: np.dtype
-    parallel: config.ExpertParallel
+    parallel: config.ExpertParallel = dataclasses.field(hash=False)
 
     @classmethod
     def of(cls, model: config.Model, moe: config.Moe) -> "ExpertsSpec":

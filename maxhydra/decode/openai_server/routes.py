@@ -273,12 +273,17 @@ class _Mailbox:
     """Transfers deltas from the engine's thread to the event loop; one wake-up for all deltas of a decode step."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._deltas: deque[tuple[_DeltaQueue, int, Delta]] = deque()
         self._is_scheduled = False
 
+    def open(self) -> None:
+        """Called in the event loop, before the first delta."""
+        self._loop = asyncio.get_running_loop()
+
     def post(self, queue: "_DeltaQueue", index: int, delta: Delta) -> None:
         """Called in the engine's thread."""
+        assert self._loop is not None
         self._deltas.append((queue, index, delta))
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -302,6 +307,7 @@ class _DeltaQueue:
         self.num_unfinished = 0
         """Sequences whose last delta was not taken yet."""
         self._mailbox, self._on_finish = mailbox, on_finish
+        mailbox.open()
         self._deltas: list[tuple[int, Delta]] = []
         self._arrival: asyncio.Future[None] | None = None
 

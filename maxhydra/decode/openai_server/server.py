@@ -206,7 +206,8 @@ async def _run_unless_disconnected(connection: Connection, coroutine: Coroutine[
     task, reader = asyncio.ensure_future(coroutine), connection.reader
     reader.on_disconnect = task.cancel
     if reader.is_disconnected:
-        task.cancel()
+        # After the first step of the task, which answers simple requests of clients that only read from now on.
+        asyncio.get_running_loop().call_soon(task.cancel)
     try:
         await asyncio.wait({task})
     finally:
