@@ -20,6 +20,8 @@ BACKLOG = 512
 # Time for cancelled connections to close.
 CLOSE_SECONDS = 5.0
 ACCEPT_SECONDS = 0.01
+# A client that has closed its sending side may still read the answer to a request that is served in this time.
+HALF_CLOSED_SECONDS = 0.05
 # A small request waits for other threads about ten times; with Python's 5 ms each, a client that sends large requests
 # without pause would delay it by 50 ms.
 SWITCH_SECONDS = 0.0005
@@ -204,10 +206,10 @@ class _Server:
 async def _run_unless_disconnected(connection: Connection, coroutine: Coroutine[Any, Any, None]) -> bool:
     """Run a coroutine and cancel it if the client disconnects; return True if it completed."""
     task, reader = asyncio.ensure_future(coroutine), connection.reader
-    reader.on_disconnect = task.cancel
+    loop = asyncio.get_running_loop()
+    reader.on_disconnect = lambda: loop.call_later(HALF_CLOSED_SECONDS, task.cancel)
     if reader.is_disconnected:
-        # After the first step of the task, which answers simple requests of clients that only read from now on.
-        asyncio.get_running_loop().call_soon(task.cancel)
+        reader.on_disconnect()
     try:
         await asyncio.wait({task})
     finally:
