@@ -92,7 +92,8 @@ def trace_layer(model: "HashedModel", kind: str, remat: Remat, *, platform: str)
     x_BTD = jax.ShapeDtypeStruct((rows, length, wide.emb_dim), compute)
     with unlogged_choices():
         leaves = jax.tree.leaves(jax.eval_shape(residuals, weights, x_BTD, ctx))
-    saved = [_saved_array(leaf) for leaf in leaves if not leaf.size % BATCH and leaf.dtype != jnp.int32]
+    arrays = [leaf for leaf in leaves if leaf.size and leaf.size % BATCH == 0 and leaf.dtype != jnp.int32]
+    saved = [_saved_array(leaf) for leaf in arrays]
     return LayerTrace(tuple(saved + _kernel_outputs(block_spec, remat, compute.itemsize)))
 
 
