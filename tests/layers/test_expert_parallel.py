@@ -91,8 +91,8 @@ def test_outputs_and_gradients_equal_those_of_one_device(case, dispatch):
 def accepted_rows(chosen, devices, capacity):
     """Transcription of the drops: [B, T, E] which choices are sent, for tokens [B, T, E] split over B.
 
-    A queue is what a device sends to an expert, in the order of its tokens. The queues to a device grow together, row
-    by row, until its capacity is full; in the last round the first queues take what is free.
+    A queue holds the rows that a device sends to an expert, in the order of its tokens. The queues to a device grow
+    together, row by row, until its capacity is full; in the last round the first queues take the free rows.
     """
     E = chosen.shape[-1]
     queues = chosen.reshape(devices, -1, E)

@@ -85,7 +85,7 @@ class CheckedConfig:
 
 def compose(overrides: list[str], config_dir: str | None = None) -> Composed:
     """Return the config that `maxhydra OVERRIDES` runs with; raise ConfigError if it is not valid."""
-    # Only Hydra knows the keys of its own section.
+    # Keys of the section hydra are validated by Hydra.
     with_hydra = any(override.lstrip("+~").startswith("hydra") for override in overrides)
     return find_composer(config_dir).check_overrides(overrides, with_hydra=with_hydra).composed()
 

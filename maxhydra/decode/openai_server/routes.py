@@ -232,15 +232,16 @@ class Service:
             for index, delta in await queue.take():
                 _raise_failure(delta)
                 deltas[index].append(delta)
-        # In a thread: log-probabilities call the tokenizer for every alternative of every token. No other request
-        # waits for a thread that does.
+
+        def dump_response() -> bytes:
+            return dump_slices(builder.response([Completion.from_deltas(each) for each in deltas]))
+
         if builder.has_logprobs:
-            body = await asyncio.get_running_loop().run_in_executor(
-                self._logprobs_pool,
-                lambda: dump_slices(builder.response([Completion.from_deltas(each) for each in deltas])),
-            )
+            # In a thread: log-probabilities call the tokenizer for every alternative of every token. No other request
+            # waits for a thread that does.
+            body = await asyncio.get_running_loop().run_in_executor(self._logprobs_pool, dump_response)
         else:
-            body = dump_slices(builder.response([Completion.from_deltas(each) for each in deltas]))
+            body = dump_response()
         await connection.send(200, body, headers=JSON_TYPE)
 
     async def _send_stream(

@@ -20,7 +20,7 @@ BACKLOG = 512
 # Time for cancelled connections to close.
 CLOSE_SECONDS = 5.0
 ACCEPT_SECONDS = 0.01
-# A client that has closed its sending side may still read the answer to a request that is served in this time.
+# A client that has closed its sending side may still read the response to a request that is served in this time.
 HALF_CLOSED_SECONDS = 0.05
 # A small request waits for other threads about ten times; with Python's 5 ms each, a client that sends large requests
 # without pause would delay it by 50 ms.
