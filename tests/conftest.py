@@ -16,6 +16,10 @@ import pytest
 
 from tests.support import compile_cache
 
+# Workers and commands under test import the same hundreds of files.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Commands under test inherit it; nohup, under which tests may run, ignores the signal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

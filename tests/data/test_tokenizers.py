@@ -24,7 +24,7 @@ from tests.support.vocabularies import byte_level, metaspace, save, sentencepiec
 
 sentencepiece = import_optional("sentencepiece", extra="data")
 tiktoken = import_optional("tiktoken", extra="data")
-import_optional("tiktoken.load", extra="data")
+tiktoken_load = import_optional("tiktoken.load", extra="data")
 transformers = import_optional("transformers", extra="parity")
 
 TEXTS = [
@@ -368,7 +368,7 @@ class TestTiktoken:
     def test_is_that_of_the_library(self, root: Path) -> None:
         config = make("tiktoken", root)
         assert config.path is not None
-        ranks = tiktoken.load.load_tiktoken_bpe(config.path)
+        ranks = tiktoken_load.load_tiktoken_bpe(config.path)
         special = {name: 300 + number for number, name in enumerate(MARKS)}
         reference = tiktoken.Encoding("x", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
         tokenizer = load_tokenizer(Data(tokenizer=config))

@@ -5,6 +5,8 @@ skips of single tests, of fixtures and of whole modules, and in the workers of p
 this module as a plugin.
 """
 
+import importlib
+import importlib.util
 import os
 from typing import Any
 
@@ -20,10 +22,25 @@ TPU_COMPILER = "needs libtpu, which exists for Linux on x86-64: pip install 'jax
 ALLOWED = frozenset({GPU, KUBERNETES, ROOT, SMOLLM2, TPU_COMPILER})
 
 
+class LazyModule:
+    """A module that is imported when an attribute is first read: every worker collects all tests but runs few."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__") or attribute == "_mock_name":  # read by pytest, which looks for tests
+            raise AttributeError(attribute)
+        return getattr(importlib.import_module(self._name), attribute)
+
+
 def import_optional(module: str, *, extra: str) -> Any:
-    """Import a module of an optional package, or skip the calling test or test module and name package and extra."""
-    package = module.partition(".")[0].replace("_", "-")
-    return pytest.importorskip(module, reason=f"needs {package}: pip install -e '.[{extra}]'")
+    """Return a module of an optional package, or skip the calling test or test module and name package and extra."""
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        reason = f"needs {package.replace('_', '-')}: pip install -e '.[{extra}]'"
+        pytest.skip(reason, allow_module_level=True)
+    return LazyModule(module)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
