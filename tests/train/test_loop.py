@@ -160,7 +160,8 @@ def test_throughput_is_tokens_over_device_time_at_every_line(tmp_path: Path) -> 
     run_loop(tmp_path / "run", train, Checkpoint(every=5), evals=slow_evaluations(), step_fn=device)
     steps, rates = series(tmp_path / "run" / "metrics.jsonl", "tokens_per_second")
     assert steps == [1, 3, 6, 9]
-    np.testing.assert_allclose(rates, 4 / seconds, rtol=0.1)
+    # Sleeps are longer on a busy machine; time between flushes instead of steps gave 2.8 times this rate.
+    np.testing.assert_allclose(rates, 4 / seconds, rtol=0.5)
 
 
 def test_ends_at_the_target(tmp_path: Path) -> None:
