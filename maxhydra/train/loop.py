@@ -15,7 +15,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from maxhydra.config.schema.run import Checkpoint, Train
+from maxhydra.config.schema.run import Watchdog as WatchdogSettings
 from maxhydra.runtime import peers, signals
+from maxhydra.runtime.watchdog import Watchdog
 from maxhydra.train.batches import BatchSource
 from maxhydra.train.checkpoint import Checkpointer, SaveFailed
 from maxhydra.train.loss import Batch
@@ -26,6 +28,7 @@ from maxhydra.train.step import StepFn, sequences_in
 log = logging.getLogger("maxhydra")
 # The metric for early stopping and train.target_eval_loss, if the evaluation reports it.
 EVAL_LOSS = "eval/loss"
+NO_WATCHDOG = Watchdog(WatchdogSettings(factor=None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,7 @@ class LoopContext:
     checkpointer: Checkpointer
     metrics: MetricsLogger
     history: MetricsHistory
+    watchdog: Watchdog = NO_WATCHDOG
 
 
 def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signals.Deferral) -> TrainResult:
@@ -72,9 +76,11 @@ def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signal
             return loop.finish("preempted", f"{signals.requested()} at step {step - 1}", step - 1, state)
         if step == start + 1:
             deferral.start()
+            context.watchdog.start(start)
             signals.set_phase("while training, before the state was saved")
         state, metrics = context.step(state, batch)
         peers.report_step(step)
+        context.watchdog.count_step(step, metrics["loss"])
         context.metrics.count_step(metrics)
         if step % context.train.log_every == 0 or step in (start + 1, steps):
             context.metrics.log(step, context.batches.metrics())
@@ -149,7 +155,7 @@ class _Loop:
         self._context.metrics.flush()
         if self._context.metrics.halted:
             return
-        with self._context.metrics.paused():
+        with self._context.metrics.paused(), self._context.watchdog.paused():
             if signals.is_distributed():
                 metrics = self._context.evaluate(state)
             else:
@@ -175,7 +181,7 @@ class _Loop:
         self._context.metrics.flush()
         if self._context.metrics.halted:
             return
-        with self._context.metrics.paused():
+        with self._context.metrics.paused(), self._context.watchdog.paused():
             self._wait_for_previous_save()
             try:
                 self._write(step, state)
@@ -186,6 +192,7 @@ class _Loop:
         """Write pending metrics and save the final state; if the last save fails, the run fails."""
         context = self._context
         context.metrics.flush()
+        context.watchdog.close()
         if context.metrics.halted:
             step = int(state.step)
             last, detail = context.metrics.last, "set train.log_every=1 to log its loss"

@@ -21,6 +21,7 @@ from maxhydra.model import flops_per_token, parameter_counts
 from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory
 from maxhydra.runtime import Machine, signals
 from maxhydra.runtime.progress import open_step_progress
+from maxhydra.runtime.watchdog import Watchdog
 from maxhydra.train.batches import BatchSource
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.compile import RampedStep, compile_step, obtain_step, reserve_gpu_headroom
@@ -162,4 +163,5 @@ def _loop_context(
         checkpointer=stack.enter_context(closing(checkpointer)),
         metrics=MetricsLogger(cost, run=run, writer=writer, tracker=tracker, progress=progress, step=start.step),
         history=history,
+        watchdog=stack.enter_context(closing(Watchdog(config.watchdog, run.path, process=machine.process_index))),
     )

@@ -15,7 +15,7 @@ from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, 
 from maxhydra.config.schema.optimizer import Optimizer
 from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantization
 from maxhydra.config.schema.reward import Reward
-from maxhydra.config.schema.run import Checkpoint, Run, Task, Tracker, Train
+from maxhydra.config.schema.run import Checkpoint, Run, Task, Tracker, Train, Watchdog
 
 # Tasks whose batches do not depend on the weights, so that each replica can train on its own rows of them.
 DILOCO_TASKS = ("pretrain", "sft", "plan")
@@ -83,6 +83,7 @@ class Config(Schema):
     reward: Reward = section(Reward)
     run: Run = section(Run)
     train: Train = section(Train)
+    watchdog: Watchdog = section(Watchdog)
     objective: str = option("eval/loss")
     """Metric that a run returns and a sweeper minimizes."""
 

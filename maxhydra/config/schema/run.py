@@ -284,6 +284,22 @@ class Tracker(Schema):
     """wandb: online uploads during the run, offline writes files for `wandb sync`."""
 
 
+@schema
+class Watchdog(Schema):
+    """Reports training steps that hang, and ends the run if they do not complete."""
+
+    factor: float | None = option(10.0, gt=1)
+    """A step that takes this many times the median of recent steps hangs: the Python stacks of all threads and
+    processes are written to log.txt and stacks-PROCESS.txt in the run folder. null: no watchdog."""
+    min_seconds: float = option(60.0, gt=0)
+    """Time that every step may take. Evaluations, saves and compilations do not count."""
+    first_seconds: float = option(600.0, gt=0)
+    """Time that each of the first steps of a session may take, before a median is known."""
+    end_seconds: float | None = option(600.0, gt=0)
+    """The run ends with exit code 75, which restarts it on SLURM and GKE, if the step has not completed this long after
+    the stacks were written. null: it never ends."""
+
+
 # Metrics of every training task. `*` matches names known only to the run, such as those of data sources.
 STEPS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "input_wait", "data/*")
 # Aux losses and statistics of layers, and multi-token prediction.
