@@ -18,7 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from maxhydra.config.schema.run import Watchdog as Settings
 from maxhydra.runtime import peers, signals
@@ -35,19 +35,14 @@ GIL_SECONDS = 60.0
 COMPILING = ("compile_or_get_cached", "backend_compile_and_load", "lower_jaxpr_to_module", "trace_to_jaxpr")
 
 
-class Result(Protocol):
-    """An output of a step, such as a jax.Array."""
-
-    def is_ready(self) -> bool: ...
-
-
 class Watchdog:
-    """Watches the steps of one session from `start` to `close`; without a factor, all methods do nothing."""
+    """Watches the steps of one session from `start` to `close`; without a factor, its methods do nothing."""
 
-    def __init__(self, settings: Settings, folder: Path | None = None, *, process: int = 0):
+    def __init__(self, settings: Settings, folder: Path, *, process: int = 0):
         self._settings, self._process = settings, process
-        self._path = None if folder is None else folder / f"stacks-{process}.txt"
-        self._pending: deque[tuple[int, Result]] = deque()
+        self._is_on = settings.factor is not None
+        self._path = folder / f"stacks-{process}.txt"
+        self._pending: deque[tuple[int, Any]] = deque()
         self._durations: deque[float] = deque(maxlen=RECENT)
         self._step, self._since, self._stacks_since = 0, 0.0, 0.0
         self._pauses = 0
@@ -56,15 +51,15 @@ class Watchdog:
 
     def start(self, step: int) -> None:
         """Watch from now on; `step` is the last completed step."""
-        if self._settings.factor is None:
+        if not self._is_on:
             return
         self._step, self._since = step, time.monotonic()
         peers.attach_stacks(self.write_stacks)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def count_step(self, step: int, result: Result) -> None:
-        """Take an output of a step that was just dispatched."""
-        if self._settings.factor is not None:
+    def count_step(self, step: int, result: Any) -> None:
+        """Take an output of a step that was just dispatched: a jax.Array, of which `is_ready` is used."""
+        if self._is_on:
             self._pending.append((step, result))
 
     @contextlib.contextmanager
@@ -79,7 +74,7 @@ class Watchdog:
 
     def close(self) -> None:
         self._is_closed.set()
-        if self._settings.factor is not None:
+        if self._is_on:
             faulthandler.cancel_dump_traceback_later()
 
     @property
@@ -141,9 +136,8 @@ class Watchdog:
                 return
             self._stacks_since = self._since
         stacks = format_stacks()
-        if self._path is not None:
-            with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}\n\n{stacks}\n")
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}\n\n{stacks}\n")
         # The main thread may hang while it holds the lock of the log.
         message = f"{reason}; Python stacks of all threads:\n{stacks}"
         threading.Thread(target=log.warning, args=("%s", message), name="log-stacks", daemon=True).start()

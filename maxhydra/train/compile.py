@@ -117,6 +117,11 @@ class RampedStep:
         return self._steps[size](state, batch)
 
 
+def hlo_text(step: StepFn) -> str | None:
+    """The compiled step as optimized HLO text; None if the step is compiled for several batch sizes."""
+    return step.as_text() if isinstance(step, jax.stages.Compiled) else None
+
+
 def trace_pretraining_step(config: Config, sharder: Sharder, *, segments: bool = True) -> jax.stages.Traced:
     """The traced step of pretraining. segments: rows are packed from several documents."""
     spec, states = plan_batches(config, sharder), plan_states(config, sharder)

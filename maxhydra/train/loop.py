@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from maxhydra.config.schema.run import Checkpoint, Train
-from maxhydra.config.schema.run import Watchdog as WatchdogSettings
 from maxhydra.runtime import peers, signals
+from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.watchdog import Watchdog
 from maxhydra.train.batches import BatchSource
 from maxhydra.train.checkpoint import Checkpointer, SaveFailed
@@ -28,7 +28,6 @@ from maxhydra.train.step import StepFn, sequences_in
 log = logging.getLogger("maxhydra")
 # The metric for early stopping and train.target_eval_loss, if the evaluation reports it.
 EVAL_LOSS = "eval/loss"
-NO_WATCHDOG = Watchdog(WatchdogSettings(factor=None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +53,8 @@ class LoopContext:
     checkpointer: Checkpointer
     metrics: MetricsLogger
     history: MetricsHistory
-    watchdog: Watchdog = NO_WATCHDOG
+    watchdog: Watchdog
+    profiler: Profiler
 
 
 def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signals.Deferral) -> TrainResult:
@@ -68,6 +68,7 @@ def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signal
         if start and (reason := end_reason(context.train, context.history, start)):
             return loop.finish("finished", reason, start, state)
     for step in range(start + 1, steps + 1):
+        loop.start_profile(step)
         try:
             batch = loop.take(state)
         except signals.Interrupted:
@@ -78,10 +79,12 @@ def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signal
             deferral.start()
             context.watchdog.start(start)
             signals.set_phase("while training, before the state was saved")
-        state, metrics = context.step(state, batch)
+        with context.profiler.annotate(step):
+            state, metrics = context.step(state, batch)
         peers.report_step(step)
         context.watchdog.count_step(step, metrics["loss"])
         context.metrics.count_step(metrics)
+        loop.stop_profile(step)
         if step % context.train.log_every == 0 or step in (start + 1, steps):
             context.metrics.log(step, context.batches.metrics())
         if is_evaluation_due(context.train, step):
@@ -147,6 +150,18 @@ class _Loop:
         batch = self._context.batches.take(state)
         self._context.metrics.count_batch(sequences_in(batch), wait=time.perf_counter() - wait_start)
         return batch
+
+    def start_profile(self, step: int) -> None:
+        """Start a profile before this step if one is due."""
+        if self._context.profiler.is_due(step):
+            with self._context.metrics.paused(), self._context.watchdog.paused():
+                self._context.profiler.start(step)
+
+    def stop_profile(self, step: int) -> None:
+        """Write the profile after this step if it is complete."""
+        if self._context.profiler.is_complete(step):
+            with self._context.metrics.paused(), self._context.watchdog.paused():
+                self._context.profiler.stop()
 
     def evaluate(self, step: int, state: TrainState) -> None:
         """Evaluate and log; raises Interrupted, and logs nothing, if a signal arrives."""

@@ -20,11 +20,12 @@ from maxhydra.data import BatchSpec
 from maxhydra.model import flops_per_token, parameter_counts
 from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory
 from maxhydra.runtime import Machine, signals
+from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.progress import open_step_progress
 from maxhydra.runtime.watchdog import Watchdog
 from maxhydra.train.batches import BatchSource
 from maxhydra.train.checkpoint import open_checkpointer
-from maxhydra.train.compile import RampedStep, compile_step, obtain_step, reserve_gpu_headroom
+from maxhydra.train.compile import RampedStep, compile_step, hlo_text, obtain_step, reserve_gpu_headroom
 from maxhydra.train.evaluate import Evaluate
 from maxhydra.train.executable import check_executable
 from maxhydra.train.loop import LoopContext, TrainResult, end_reason, fit, is_evaluation_missing
@@ -164,4 +165,7 @@ def _loop_context(
         metrics=MetricsLogger(cost, run=run, writer=writer, tracker=tracker, progress=progress, step=start.step),
         history=history,
         watchdog=stack.enter_context(closing(Watchdog(config.watchdog, run.path, process=machine.process_index))),
+        profiler=stack.enter_context(
+            closing(Profiler(config.profile, run.path, process=machine.process_index, program=lambda: hlo_text(step)))
+        ),
     )

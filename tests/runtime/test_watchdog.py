@@ -43,6 +43,7 @@ sys.exit(run(sys.argv[1:]))
 """
 GIL_SCRIPT = """
 import ctypes, time
+from pathlib import Path
 from maxhydra.config.schema.run import Watchdog as Settings
 from maxhydra.runtime import watchdog
 
@@ -50,7 +51,7 @@ def hold_the_gil():
     ctypes.PyDLL(None).sleep(60)
 
 watchdog.GIL_SECONDS = 0.5
-watchdog.Watchdog(Settings(factor=3, min_seconds=0.1, first_seconds=0.1, end_seconds=0.2)).start(0)
+watchdog.Watchdog(Settings(factor=3, min_seconds=0.1, first_seconds=0.1, end_seconds=0.2), Path()).start(0)
 time.sleep(0.05)
 hold_the_gil()
 """

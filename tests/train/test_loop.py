@@ -17,11 +17,15 @@ import optax
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config.schema.run import Checkpoint, EarlyStop, Nonfinite, Progress, Train
+from maxhydra.config.schema.run import Checkpoint, EarlyStop, Nonfinite, Profile, Progress, Train
+from maxhydra.config.schema.run import Watchdog as WatchdogSettings
 from maxhydra.optim import Optimizer
 from maxhydra.record import MetricsWriter, RunDirectory, read_metrics, series
+from maxhydra.runs.profile import profile_folders, summarize_profile
 from maxhydra.runtime import signals
+from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.progress import open_step_progress
+from maxhydra.runtime.watchdog import Watchdog
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.evaluate import held_out_loss
 from maxhydra.train.loop import LoopContext, TrainResult, end_reason, fit, is_evaluation_missing
@@ -69,6 +73,7 @@ def run_loop(
     loss_fn: LossFn = loss,
     start: int = 0,
     step_fn: Any = None,
+    profiler: Profiler | None = None,
     **batches: Any,
 ) -> TrainResult:
     """Run the loop with the given sequence of eval losses, and those of earlier sessions."""
@@ -92,6 +97,8 @@ def run_loop(
         checkpointer=checkpointer,
         metrics=MetricsLogger(cost, run=run, writer=writer, tracker=_Trackers(), progress=progress, step=start),
         history=history,
+        watchdog=Watchdog(WatchdogSettings(factor=None), run.path),
+        profiler=profiler or Profiler(Profile(), run.path),
     )
     with signals.Deferral() as deferral:
         result = fit(context, state, start=start, deferral=deferral)
@@ -118,6 +125,35 @@ def test_logs_evaluates_and_saves_when_due(tmp_path: Path) -> None:
     np.testing.assert_allclose(row["mfu"], 8.0 / row["step_time"] / 1e12)
 
 
+def test_steps_are_profiled_when_due_and_by_signal(tmp_path: Path) -> None:
+    settings = Profile(steps=[5, 7], every=10, length=2, memory=True)
+    with signals.installed():
+        os.kill(os.getpid(), signal.SIGUSR2)
+        profiler = Profiler(settings, tmp_path, program=lambda: 'ROOT %add.1 = f32[] add(), metadata={op_name="x/y"}')
+        run_loop(tmp_path, Train(steps=20), Checkpoint(every=100), evals=[1.0], profiler=profiler)
+        profiler.close()
+    folders = profile_folders(tmp_path)
+    # The last one ends with the run.
+    assert [(path.name, summarize_profile(path).steps) for path in folders] == [
+        ("step_00001", 2),
+        ("step_00005", 3),
+        ("step_00010", 2),
+        ("step_00020", 1),
+    ]
+    summary = summarize_profile(folders[1])
+    assert summary.devices == 1 and 0 < summary.idle < 1 and summary.operations[0].milliseconds > 0
+    assert (folders[1] / "memory.prof").stat().st_size and next(folders[1].glob("plugins/profile/*/*.xplane.pb"))
+    assert (folders[1] / "operations.json").read_text() == '{"add.1": "x/y"}'
+
+
+def test_a_process_that_is_not_selected_profiles_only_by_signal(tmp_path: Path) -> None:
+    other = Profiler(Profile(steps=[1, 2], every=4), tmp_path, process=1)
+    assert not any(other.is_due(step) for step in range(1, 9))
+    with signals.installed():
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert other.is_due(3) and not other.is_due(4)
+
+
 class SlowDevice:
     """A device that takes `seconds` per step, while the host may dispatch one further step."""
 
@@ -137,6 +173,9 @@ class SlowArray:
 
     value: jax.Array
     ready: float
+
+    def is_ready(self) -> bool:
+        return time.perf_counter() >= self.ready
 
     def block_until_ready(self) -> "SlowArray":
         time.sleep(max(0.0, self.ready - time.perf_counter()))
