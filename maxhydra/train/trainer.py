@@ -67,7 +67,8 @@ def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine
         pool = stack.enter_context(ThreadPoolExecutor(1))
 
         def start_compilation() -> Future[tuple[StepFn, float]]:
-            return pool.submit(obtain_step, training.states, training.loss, config, example)
+            dump = run.path / "program" if config.hardware.dump_step and run.writes else None
+            return pool.submit(obtain_step, training.states, training.loss, config, example, dump=dump)
 
         # Compile while the weights are initialized or loaded: for a small model, both take about as long.
         newest = max(checkpoint_steps(run.checkpoints), default=0)
