@@ -77,6 +77,7 @@ def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine
             # XLA autotunes kernels on arrays as large as those of the step; weights that are allocated meanwhile would
             # end up behind them, in the middle of the memory that is free afterwards.
             wait([] if compilation is None else [compilation])
+        restore_time = time.perf_counter()
         with reserve_gpu_headroom(training.states.sharder):
             start = initialize_or_resume(
                 training.states,
@@ -86,15 +87,21 @@ def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine
                 seed=config.run.seed,
                 initial=training.initial,
             )
+        spent = {"restore": time.perf_counter() - restore_time}
         _report_start(training, start, run=run, machine=machine)
         if (reason := _ended_at(start.step, training, config.train, run)) is not None:
             history = MetricsHistory.read(run.metrics_path, start=start.step)
             metrics = {**history.last, **history.last_evaluation}
             return TrainResult("finished", reason, start.step, start.state, metrics)
+        wait_time = time.perf_counter()
         step, seconds = (compilation or start_compilation()).result()
+        # Time that only compilation took: on a GPU all of it, elsewhere what remains after the weights are loaded.
+        is_first = machine.hardware.platform is Platform.gpu
+        spent["compile"] = seconds if is_first else time.perf_counter() - wait_time
         if training.spec.ramp:
             step = _ramped_step(training, config, {sequences_in(example): step})
         run.update(timings={"compile": seconds, "before_first_step": time.perf_counter() - start_time})
+        run.update(spent={**spent, "init": time.monotonic() - run.session_start - sum(spent.values())})
         context = _loop_context(training, config, step, start, run=run, machine=machine, stack=stack)
         return fit(context, start.state, start=start.step, deferral=deferral)
 

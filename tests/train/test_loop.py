@@ -74,10 +74,11 @@ def run_loop(
     start: int = 0,
     step_fn: Any = None,
     profiler: Profiler | None = None,
+    run: RunDirectory | None = None,
     **batches: Any,
 ) -> TrainResult:
     """Run the loop with the given sequence of eval losses, and those of earlier sessions."""
-    run = RunDirectory(folder, writes=False)
+    run = run or RunDirectory(folder, writes=False)
     eval_losses: Iterator[float] = iter(evals)
     params = {"w": jnp.zeros(())}
     key = jax.random.key_data(jax.random.key(0))
@@ -196,10 +197,21 @@ def test_throughput_is_tokens_over_device_time_at_every_line(tmp_path: Path) -> 
 
     device = SlowDevice(train, seconds)
     run_loop(tmp_path / "compile", Train(steps=1), Checkpoint(every=100), evals=[1.0], step_fn=device)
-    run_loop(tmp_path / "run", train, Checkpoint(every=5), evals=slow_evaluations(), step_fn=device)
+    run = Recorded(tmp_path / "run", writes=False)
+    run_loop(run.path, train, Checkpoint(every=5), evals=slow_evaluations(), step_fn=device, run=run)
     steps, rates = series(tmp_path / "run" / "metrics.jsonl", "tokens_per_second")
     assert steps == [1, 3, 6, 9]
     np.testing.assert_allclose(rates, 4 / seconds, rtol=0.1)
+    # Three evaluations of 0.15 s; the saves of steps 5 and 9 take what they take.
+    np.testing.assert_allclose([run.spent["steps"], run.spent["eval"]], [9 * seconds, 3 * 0.15], rtol=0.1)
+    assert set(run.spent) == {"steps", "input_wait", "eval", "save"} and run.spent["input_wait"] < 0.1
+
+
+class Recorded(RunDirectory):
+    """Keeps the seconds by activity that the loop records."""
+
+    def heartbeat(self, **facts: Any) -> None:
+        self.spent = facts.get("spent")
 
 
 def test_ends_at_the_target(tmp_path: Path) -> None:
