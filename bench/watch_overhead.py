@@ -3,7 +3,7 @@
 python bench/watch_overhead.py [--rounds 30] [--steps 20] [OVERRIDE ...]
 
 Blocks of steps with and without the hooks alternate in one process, with one compiled step. `ratio` is the median of
-the ratios of neighbouring blocks; `hooks_us` is the time of the hooks alone, which can be resolved where other processes
+the ratios of neighbouring blocks; `hooks_us` is the time of the hooks alone, for machines on which other processes
 change the time of a step by more than 1 %.
 """
 
