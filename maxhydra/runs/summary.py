@@ -63,10 +63,10 @@ def goodput(facts: Facts) -> Goodput | None:
     productive, losses = 0.0, dict.fromkeys(["lost steps", "init", "other"], 0.0)
     for number in recorded:
         spent, session = dict(sessions[number]["spent"]), sessions[number]
-        kept = _kept_share(session, sessions[number + 1 :])
+        final = _final_share(session, sessions[number + 1 :])
         steps = spent.pop("steps", 0.0)
-        productive += steps * kept
-        losses["lost steps"] += steps * (1 - kept)
+        productive += steps * final
+        losses["lost steps"] += steps * (1 - final)
         # A session that ended before its first step only initialized.
         rest = "other" if "init" in spent else "init"
         losses[rest] += max(0.0, session_seconds(session, facts) - steps - sum(spent.values()))
@@ -78,7 +78,7 @@ def goodput(facts: Facts) -> Goodput | None:
     return Goodput(productive / total, dict(sorted(shares.items(), key=lambda item: -item[1])))
 
 
-def _kept_share(session: Facts, later: Sequence[Facts]) -> float:
+def _final_share(session: Facts, later: Sequence[Facts]) -> float:
     """Share of a session's steps that no later session repeated."""
     start, end = session.get("start_step") or 0, session.get("end_step") or 0
     resumed_at = min([step for other in later if (step := other.get("start_step")) is not None], default=end)

@@ -202,7 +202,7 @@ def test_throughput_is_tokens_over_device_time_at_every_line(tmp_path: Path) -> 
     steps, rates = series(tmp_path / "run" / "metrics.jsonl", "tokens_per_second")
     assert steps == [1, 3, 6, 9]
     np.testing.assert_allclose(rates, 4 / seconds, rtol=0.1)
-    # Three evaluations of 0.15 s; the saves of steps 5 and 9 take what they take.
+    # Three evaluations of 0.15 s; the duration of the saves of steps 5 and 9 is not known.
     np.testing.assert_allclose([run.spent["steps"], run.spent["eval"]], [9 * seconds, 3 * 0.15], rtol=0.1)
     assert set(run.spent) == {"steps", "input_wait", "eval", "save"} and run.spent["input_wait"] < 0.1
 
