@@ -39,7 +39,7 @@ FREE_KEYS = (
     # Hardware, sharding, kernels and memory. The batch over all devices is compared separately.
     *("hardware.platform", "hardware.device_kinds", "hardware.peak_tflops*", "hardware.memory_gib"),
     *("hardware.bandwidth_gb_s", "hardware.xla_flags", "hardware.flag_sets*", "hardware.compilation_cache"),
-    *("hardware.compiled", "hardware.links.*", "optimizer.offload"),
+    *("hardware.compiled", "hardware.dump_step", "hardware.links.*", "optimizer.offload"),
     *("hardware.simulated_devices", "hardware.debug_nans", "hardware.distributed.*", "hardware.gke.*"),
     *("mesh.*", "task.rollout_mesh", "task.teacher.mesh", "train.per_device_batch_size", "train.grad_accum"),
     *("train.loss_chunk", "model.kernels.*", "model.remat.*", "model.scan_unroll", "model.expert_parallel.*"),
@@ -49,6 +49,7 @@ FREE_KEYS = (
     *("reward.memory_limit_gib", "train.allow_no_learning"),
     # Reactions to faults that end a session: the next one may continue past them.
     *("train.on_nonfinite", "train.spike.*", "data.on_error", "data.max_characters", "reward.on_error"),
+    *("watchdog.*", "profile.*"),
     # A mixture continues each source at its position with the new shares (data/stream.py).
     *("data.weights*", "data.temperature"),
     # No effect on the weights' function: the option file of the model, and the longest sequence that it accepts.

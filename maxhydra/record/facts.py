@@ -65,6 +65,8 @@ def _check_session(session: Any) -> None:
     _require(pid is None or (isinstance(pid, int) and 0 <= pid < 2**31), "pid")
     _require(isinstance(session["pid_started"], str | None), "pid_started")
     _require(_is_number(session.get("seconds")), "seconds")
+    spent = session.get("spent") or {}
+    _require(isinstance(spent, dict) and all(map(_is_number, spent.values())), "spent")
     for name in ("start_step", "end_step"):
         _require(isinstance(session.get(name), int | None), name)
     _require(isinstance(session.get("git"), dict | None) and _has_texts(session.get("git")), "git")

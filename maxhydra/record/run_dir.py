@@ -108,7 +108,7 @@ class RunDirectory:
         self._earlier_config: bytes | None = None
         self._lock: int | None = None
         self._is_open = False
-        self._last_write = self._session_start = 0.0
+        self._last_write = self.session_start = 0.0
 
     @property
     def checkpoints(self) -> Path:
@@ -177,12 +177,13 @@ class RunDirectory:
             "pid_started": process_start(os.getpid()),
             "git": git,
             **dict.fromkeys(SESSION_FACTS),
+            "spent": {},
         }
         state = {"status": "running", "reason": None, "created": previous.get("created", now), "finished": None}
         leading = {**stamp(RUN_FORMAT), "name": self.path.name, "task": None, **state}
         own = {**stamp(RUN_FORMAT), "git": git, **state, "sessions": [*earlier, session]}
         self._facts = {**leading, **previous, **known, **own}
-        self._session_start = time.monotonic()
+        self.session_start = time.monotonic()
         self._is_open = True
         self.update(**{name: known[name] for name in SESSION_FACTS if name in known})
 
@@ -211,7 +212,7 @@ class RunDirectory:
         if not self.writes:
             return
         now, clean_reason = _now(), None if reason is None else redact_text(reason)
-        seconds = round(time.monotonic() - self._session_start, 3)
+        seconds = round(time.monotonic() - self.session_start, 3)
         sessions: list[Facts] = self._facts["sessions"]
         sessions[-1].update(ended=now, status=status, reason=clean_reason, seconds=seconds)
         self._facts.update(status=status, reason=clean_reason, finished=now)
@@ -235,7 +236,7 @@ class RunDirectory:
             facts = parse_facts(survivor.facts_path.read_bytes())
             if facts["status"] == "running":
                 survivor._facts = facts
-                survivor._session_start = time.monotonic() - _age(facts["sessions"][-1]["started"])
+                survivor.session_start = time.monotonic() - _age(facts["sessions"][-1]["started"])
                 survivor.finish("failed", reason)
         finally:
             survivor._release_lock()
@@ -330,6 +331,9 @@ class RunDirectory:
 
     def _merge(self, facts: Mapping[str, Any]) -> None:
         for name, value in redact_facts(to_plain(facts)).items():
+            if name == "spent":  # seconds by activity, for the goodput
+                self._facts["sessions"][-1][name].update(value)
+                continue
             if name in SESSION_FACTS:
                 self._facts["sessions"][-1][name] = value
             known = self._facts.get(name)

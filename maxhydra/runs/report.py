@@ -25,6 +25,7 @@ from maxhydra.runs.page import (
     section,
 )
 from maxhydra.runs.plan_picture import plan_section
+from maxhydra.runs.profile import profile_section
 from maxhydra.runs.settings import get_setting, list_settings, read_config_text
 from maxhydra.runs.summary import (
     Facts,
@@ -54,6 +55,7 @@ def write_report(run: RunDirectory) -> Path:
         controls=curve_controls(),
         charts=_charts(run_charts),
         plan=plan_section(run.path),
+        profile=profile_section(run.path),
         sample=_sample(facts.get("sample")),
         config=_config(config),
         environment=_environment(facts),

@@ -31,10 +31,63 @@ def key_numbers(facts: Facts, rows: Sequence[Row], *, total_steps: int | None) -
         _median("Tokens / s", rows, "tokens_per_second", format_compact),
         _median("MFU", rows, "mfu", "{:.1%}".format),
         _duration(facts),
+        _goodput(facts),
         _steps(rows, total_steps),
         KeyNumber("Parameters", format_compact(facts["parameters"])) if facts.get("parameters") else None,
     ]
     return [item for item in candidates if item is not None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """The productive share of a run's sessions, and the share of everything else, largest first."""
+
+    share: float
+    losses: dict[str, float]
+
+    @property
+    def text(self) -> str:
+        return ", ".join(f"{name} {share:.1%}" for name, share in self.losses.items() if share >= 0.001)
+
+
+def goodput(facts: Facts) -> Goodput | None:
+    """Goodput over all sessions that recorded their time by activity; None if none of them trained.
+
+    Steps that a later session repeated, because it resumed from an earlier checkpoint, are not productive.
+    """
+    sessions = facts["sessions"]
+    recorded = [number for number, session in enumerate(sessions) if session.get("spent") is not None]
+    total = sum(session_seconds(sessions[number], facts) for number in recorded)
+    if total <= 0 or not any("steps" in sessions[number]["spent"] for number in recorded):
+        return None
+    productive, losses = 0.0, dict.fromkeys(["lost steps", "init", "other"], 0.0)
+    for number in recorded:
+        spent, session = dict(sessions[number]["spent"]), sessions[number]
+        final = _final_share(session, sessions[number + 1 :])
+        steps = spent.pop("steps", 0.0)
+        productive += steps * final
+        losses["lost steps"] += steps * (1 - final)
+        # A session that ended before its first step only initialized.
+        rest = "other" if "init" in spent else "init"
+        losses[rest] += max(0.0, session_seconds(session, facts) - steps - sum(spent.values()))
+        for name, seconds in spent.items():
+            losses[name.replace("_", " ")] = losses.get(name.replace("_", " "), 0.0) + seconds
+    # The times of a killed session are a few seconds apart.
+    total = max(total, productive + sum(losses.values()))
+    shares = {name: seconds / total for name, seconds in losses.items()}
+    return Goodput(productive / total, dict(sorted(shares.items(), key=lambda item: -item[1])))
+
+
+def _final_share(session: Facts, later: Sequence[Facts]) -> float:
+    """Share of a session's steps that no later session repeated."""
+    start, end = session.get("start_step") or 0, session.get("end_step") or 0
+    resumed_at = min([step for other in later if (step := other.get("start_step")) is not None], default=end)
+    return max(0, min(end, resumed_at) - start) / (end - start) if end > start else 1.0
+
+
+def _goodput(facts: Facts) -> KeyNumber | None:
+    found = goodput(facts)
+    return None if found is None else KeyNumber("Goodput", f"{found.share:.1%}", found.text)
 
 
 def _loss(label: str, rows: Sequence[Row], metric: str) -> KeyNumber | None:

@@ -33,6 +33,8 @@ BEAT_SECONDS = 1.0
 WARN_SECONDS = 10.0
 # Time in which the death of a process is noticed if an error of a collective operation is noticed first.
 CAUSE_SECONDS = 5.0
+# Time to record the end of the run and print it.
+REPORT_SECONDS = 30.0
 MAX_MESSAGE = 2**16
 KEY = "maxhydra/peers"
 
@@ -99,6 +101,7 @@ class _Peers:
         self.index, self.count = index, count
         self.step = 0
         self.record: Callable[[str], None] | None = None
+        self.write_stacks: Callable[[str], None] | None = None
         self.is_lost, self.has_left = threading.Event(), False
         self._silence_seconds = silence_seconds
         self.last = _LastLine()
@@ -155,7 +158,7 @@ class _Peers:
         for message in messages or ():
             self._handle(connection, message)
         if messages is None and connection.index >= 0 and not connection.has_left and not self.has_left:
-            self._lose(f"{connection} is gone; {connection.describe_last()}")
+            self.lose(f"{connection} is gone; {connection.describe_last()}")
         return messages is not None
 
     def _handle(self, connection: _Connection, message: Message) -> None:
@@ -165,11 +168,13 @@ class _Peers:
         if "left" in message:
             connection.has_left = True
             if message["left"] is not None and not self.has_left:
-                self._lose(f"{connection} ended: {message['left']}", code=message["code"])
+                self.lose(f"{connection} ended: {message['left']}", code=message["code"])
         if "lost" in message and not self.has_left:
-            self._lose(message["lost"], code=message["code"])
+            self.lose(message["lost"], code=message["code"])
         if "signal" in message:
             self.request_stop(message["signal"])
+        if "stacks" in message:
+            self.request_stacks(message["stacks"], sender=connection)
         if "call" in message:
             self._collect(connection.index, message["call"])
         if "stop_at" in message:
@@ -184,25 +189,27 @@ class _Peers:
                 continue
             silent = f"{connection} has not responded for {connection.silence:.0f} s"
             if connection.silence > self._silence_seconds:
-                self._lose(f"{silent}; {connection.describe_last()}")
+                self.lose(f"{silent}; {connection.describe_last()}")
             elif connection.silence > WARN_SECONDS and not connection.is_warned:
                 connection.is_warned = True
                 log.warning("%s; the run ends after %.0f s", silent, self._silence_seconds)
 
-    def _lose(self, reason: str, *, code: int = EXIT_LOST) -> None:
-        """End this process because of another one, after notifying the others."""
+    def request_stacks(self, reason: str, sender: _Connection | None = None) -> None:
+        """Ask all processes, and this one if another asks, to write their Python stacks. Process 0 passes it on."""
+        for connection in self._connections.values():
+            if connection is not sender:
+                connection.send(stacks=reason)
+        if sender is not None and self.write_stacks is not None:
+            self.write_stacks(reason)
+
+    def lose(self, reason: str, *, code: int = EXIT_LOST) -> None:
+        """End this process because of another one or a hang of all, after notifying the others."""
         if self.is_lost.is_set():
             return
         self.is_lost.set()
         for connection in self._connections.values():
             connection.send(lost=reason, code=code)
-        with contextlib.suppress(Exception):
-            if self.record is not None:
-                self.record(reason)
-        with contextlib.suppress(Exception):
-            print(f"maxhydra: {reason}; run the same command again to resume", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-        os._exit(code)
+        _exit(reason, self.record, code=code)
 
     def leave(self, error: BaseException | None) -> None:
         """Notify the others; an interrupted run is restarted, one with an error is not."""
@@ -276,7 +283,26 @@ class _Agreement:
         return self._number if self._calls >= self._stop_at else None
 
 
+def _exit(reason: str, record: Callable[[str], None] | None, *, code: int) -> None:
+    """Record and print the reason, and end the process without its main thread, which may hang."""
+
+    def report() -> None:
+        with contextlib.suppress(Exception):
+            if record is not None:
+                record(reason)
+        with contextlib.suppress(Exception):
+            print(f"maxhydra: {reason}; run the same command again to resume", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+
+    # A disk or a terminal that hangs must not keep the process alive.
+    reporter = threading.Thread(target=report, name="exit", daemon=True)
+    reporter.start()
+    reporter.join(REPORT_SECONDS)
+    os._exit(code)
+
+
 _active: _Peers | None = None
+_record: Callable[[str], None] | None = None
 
 
 def start(settings: Distributed) -> None:
@@ -327,9 +353,31 @@ def naming_lost_processes() -> Iterator[None]:
 
 
 def attach_run(record: Callable[[str], None]) -> None:
-    """Call `record(reason)` when another process is lost."""
+    """Call `record(reason)` when another process is lost, or before `end_run` ends this one."""
+    global _record
+    _record = record
     if _active is not None:
         _active.record = record
+
+
+def attach_stacks(write: Callable[[str], None]) -> None:
+    """Call `write(reason)` when another process asks for the Python stacks of all."""
+    if _active is not None:
+        _active.write_stacks = write
+
+
+def request_stacks(reason: str) -> None:
+    """Ask the other processes to write their Python stacks."""
+    if _active is not None:
+        _active.request_stacks(reason)
+
+
+def end_run(reason: str) -> None:
+    """Record the run as failed and end all of its processes with EXIT_LOST; any thread may call this."""
+    if _active is not None:
+        _active.lose(reason)
+    else:
+        _exit(reason, _record, code=EXIT_LOST)
 
 
 def report_step(step: int) -> None:

@@ -8,6 +8,7 @@ What a signal does depends on what would be lost:
   step, and `check` and `wait` raise `Interrupted` in work that can be repeated (evaluations, rollouts).
 - The second signal of a kind ends the process at once.
 - With several processes, all of them end after the same step, whichever received the signal (peers.py).
+- SIGUSR2 ends nothing: it asks for a profile of the next training steps (profiler.py).
 
 Signals belong to the process, so this module has one state. Without `installed`, all functions do nothing.
 """
@@ -31,6 +32,7 @@ from maxhydra.runtime import peers
 T = TypeVar("T")
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+PROFILE = signal.SIGUSR2
 GRACE_SECONDS = 4.0
 # A closing terminal sends SIGHUP twice within milliseconds, from the kernel and from the shell: one request.
 REPEAT_SECONDS = 0.2
@@ -48,6 +50,7 @@ class _Signals:
         self.phase = ""
         self.record: Callable[[str], None] | None = None
         self.is_distributed = self.is_deferred = self.is_dismissed = self.has_raised = False
+        self.is_profile_requested = False
         self._number: int | None = None
         self._times: dict[int, float] = {}
         self._deadline: float | None = None
@@ -58,6 +61,7 @@ class _Signals:
     def install(self) -> None:
         for number in HANDLED:
             self.take(number)
+        self._previous[PROFILE] = signal.signal(PROFILE, self._request_profile)
         self._wakeup.setblocking(False)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
@@ -109,6 +113,9 @@ class _Signals:
         if not (self.is_distributed or self.is_deferred or self.is_dismissed or self.has_raised):
             self.has_raised = True
             raise Interrupted(self.reason)
+
+    def _request_profile(self, number: int, frame: FrameType | None) -> None:
+        self.is_profile_requested = True
 
     def _watch(self) -> None:
         """Run in the watcher thread, which receives signals even if the main thread does not execute Python code."""
@@ -199,6 +206,14 @@ def reason() -> str:
 def requested() -> str | None:
     """The name of the signal that asks the run to end, or None; a collective call with several processes."""
     return None if _active is None else _active.requested()
+
+
+def take_profile_request() -> bool:
+    """Whether SIGUSR2 has arrived since the last call."""
+    if _active is None or not _active.is_profile_requested:
+        return False
+    _active.is_profile_requested = False
+    return True
 
 
 def check() -> None:

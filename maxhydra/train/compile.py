@@ -1,9 +1,12 @@
 """Compilation of the training step: ahead of time and for a ramped batch size."""
 
+import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +24,7 @@ from maxhydra.train.loss import Batch, LossFn, next_token_loss
 from maxhydra.train.state import StateFactory, TrainState, plan_states
 from maxhydra.train.step import Metrics, StateLayout, StepFn, make_step, sequences_in
 
+log = logging.getLogger("maxhydra")
 HEADROOM_BYTES = 64 * 2**20
 COLUMNS = {"tokens": "int32", "targets": "int32", "positions": "int32", "segments": "int32", "weights": "float32"}
 
@@ -32,14 +36,36 @@ def compile_step(states: StateFactory, loss: LossFn, train: Train, example: Mapp
     return compiled, time.perf_counter() - start_time
 
 
-def obtain_step(states: StateFactory, loss: LossFn, config: Config, example: Mapping[str, Any]) -> tuple[StepFn, float]:
-    """The step of hardware.compiled, or compiled now, and the seconds that took."""
-    if config.hardware.compiled is None:
-        return compile_step(states, loss, config.train, example)
+def obtain_step(
+    states: StateFactory, loss: LossFn, config: Config, example: Mapping[str, Any], *, dump: Path | None = None
+) -> tuple[StepFn, float]:
+    """The step of hardware.compiled, or compiled now, and the seconds that took; described in the folder `dump`."""
     start_time = time.perf_counter()
     traced = trace_step(states, loss, config.train, example)
-    step = load_executable(config.hardware.compiled, traced, states.sharder)
-    return step, time.perf_counter() - start_time
+    if config.hardware.compiled is None:
+        step = traced.lower().compile()
+    else:
+        step = load_executable(config.hardware.compiled, traced, states.sharder)
+    seconds = time.perf_counter() - start_time
+    if dump is not None:
+        _dump_step(dump, traced, step)
+    return step, seconds
+
+
+def _dump_step(folder: Path, traced: jax.stages.Traced, compiled: jax.stages.Compiled) -> None:
+    """Write the step at each stage of its compilation."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stats = compiled.memory_analysis()
+    memory = {name: getattr(stats, name) for name in dir(stats) if name.endswith("_in_bytes")}
+    texts = {
+        "step.jaxpr.txt": str(traced.jaxpr),
+        "step.stablehlo.mlir": traced.lower().as_text(),
+        "step.hlo.txt": compiled.as_text() or "",
+        "memory.json": json.dumps(memory, indent=1) + "\n",
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    log.info("jaxpr, StableHLO, HLO and memory of the training step: %s", folder)
 
 
 def trace_step(states: StateFactory, loss: LossFn, train: Train, example: Mapping[str, Any]) -> jax.stages.Traced:
@@ -115,6 +141,11 @@ class RampedStep:
         if size not in self._steps:
             self._steps[size] = self._pending.pop(size).result()
         return self._steps[size](state, batch)
+
+
+def hlo_text(step: StepFn) -> str | None:
+    """The compiled step as optimized HLO text; None if the step is compiled for several batch sizes."""
+    return step.as_text() if isinstance(step, jax.stages.Compiled) else None
 
 
 def trace_pretraining_step(config: Config, sharder: Sharder, *, segments: bool = True) -> jax.stages.Traced:

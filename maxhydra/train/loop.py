@@ -11,12 +11,14 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from maxhydra.config.schema.run import Checkpoint, Train
 from maxhydra.runtime import peers, signals
-from maxhydra.train.batches import BatchSource
+from maxhydra.runtime.profiler import Profiler
+from maxhydra.runtime.watchdog import Watchdog
+from maxhydra.train.batches import BatchSource, LoaderBatches
 from maxhydra.train.checkpoint import Checkpointer, SaveFailed
 from maxhydra.train.loss import Batch
 from maxhydra.train.metrics import MetricsHistory, MetricsLogger
@@ -51,6 +53,14 @@ class LoopContext:
     checkpointer: Checkpointer
     metrics: MetricsLogger
     history: MetricsHistory
+    watchdog: Watchdog
+    profiler: Profiler
+
+    @contextlib.contextmanager
+    def paused(self, reason: str) -> Iterator[None]:
+        """Once the device has completed all steps, do something else: the time is not step time."""
+        with self.metrics.paused(reason), self.watchdog.paused():
+            yield
 
 
 def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signals.Deferral) -> TrainResult:
@@ -64,6 +74,7 @@ def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signal
         if start and (reason := end_reason(context.train, context.history, start)):
             return loop.finish("finished", reason, start, state)
     for step in range(start + 1, steps + 1):
+        loop.start_profile(step)
         try:
             batch = loop.take(state)
         except signals.Interrupted:
@@ -72,10 +83,14 @@ def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signal
             return loop.finish("preempted", f"{signals.requested()} at step {step - 1}", step - 1, state)
         if step == start + 1:
             deferral.start()
+            context.watchdog.start(start)
             signals.set_phase("while training, before the state was saved")
-        state, metrics = context.step(state, batch)
+        with context.profiler.annotate(step):
+            state, metrics = context.step(state, batch)
         peers.report_step(step)
+        context.watchdog.count_step(step, metrics["loss"])
         context.metrics.count_step(metrics)
+        loop.stop_profile(step)
         if step % context.train.log_every == 0 or step in (start + 1, steps):
             context.metrics.log(step, context.batches.metrics())
         if is_evaluation_due(context.train, step):
@@ -139,8 +154,21 @@ class _Loop:
         """The next batch, with the time that the loop waited for it."""
         wait_start = time.perf_counter()
         batch = self._context.batches.take(state)
-        self._context.metrics.count_batch(sequences_in(batch), wait=time.perf_counter() - wait_start)
+        seconds, is_generated = time.perf_counter() - wait_start, not isinstance(self._context.batches, LoaderBatches)
+        self._context.metrics.count_batch(sequences_in(batch), wait=seconds, is_generated=is_generated)
         return batch
+
+    def start_profile(self, step: int) -> None:
+        """Start a profile before this step if one is due."""
+        if self._context.profiler.is_due(step):
+            with self._context.paused("profile"):
+                self._context.profiler.start(step)
+
+    def stop_profile(self, step: int) -> None:
+        """Write the profile after this step if it is complete."""
+        if self._context.profiler.is_complete(step):
+            with self._context.paused("profile"):
+                self._context.profiler.stop()
 
     def evaluate(self, step: int, state: TrainState) -> None:
         """Evaluate and log; raises Interrupted, and logs nothing, if a signal arrives."""
@@ -149,7 +177,7 @@ class _Loop:
         self._context.metrics.flush()
         if self._context.metrics.halted:
             return
-        with self._context.metrics.paused():
+        with self._context.paused("eval"):
             if signals.is_distributed():
                 metrics = self._context.evaluate(state)
             else:
@@ -175,7 +203,7 @@ class _Loop:
         self._context.metrics.flush()
         if self._context.metrics.halted:
             return
-        with self._context.metrics.paused():
+        with self._context.paused("save"):
             self._wait_for_previous_save()
             try:
                 self._write(step, state)
@@ -186,6 +214,8 @@ class _Loop:
         """Write pending metrics and save the final state; if the last save fails, the run fails."""
         context = self._context
         context.metrics.flush()
+        context.metrics.end_interval()
+        context.watchdog.close()
         if context.metrics.halted:
             step = int(state.step)
             last, detail = context.metrics.last, "set train.log_every=1 to log its loss"
@@ -196,12 +226,14 @@ class _Loop:
             status, reason = "failed", f"{why}; train.allow_no_learning=true accepts it"
         metrics = {**context.history.last, **context.metrics.last, **context.history.last_evaluation}
         try:
-            if status != "failed" and self._saved_step != step:
-                self._wait_for_previous_save()
-                self._write(step, state)
-            context.checkpointer.wait()
+            with context.metrics.paused("save"):
+                if status != "failed" and self._saved_step != step:
+                    self._wait_for_previous_save()
+                    self._write(step, state)
+                context.checkpointer.wait()
         except SaveFailed as failure:
             status, reason = "failed", str(failure)
+        context.metrics.record_spent()
         signals.set_phase(f"at step {step}")
         self._worker.shutdown(wait=False)
         return TrainResult(status, reason, step, state, metrics)

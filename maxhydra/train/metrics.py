@@ -107,33 +107,39 @@ class MetricsLogger:
         self._pending: _LoggedStep | None = None
         self._last_completed, self.last_step = time.perf_counter(), step
         self._input_wait, self._sequences, self._paused = 0.0, 0, 0.0
+        self._data_wait = 0.0
         self._latest: Mapping[str, jax.Array] = {}
         """Metrics of the step that was dispatched last."""
         self._clock = ThreadPoolExecutor(1, thread_name_prefix="step-clock")
+        self.spent = {"steps": 0.0, "input_wait": 0.0}
+        """Seconds of this session by activity: steps, waiting for data, and the reasons of `paused`."""
         self.last: dict[str, float] = {}
         self.halted = False
         self._learning = LearningMonitor(step=step, past_losses=series(run.metrics_path, "loss")[1])
 
-    def count_batch(self, sequences: int, *, wait: float) -> None:
-        """Count a batch of `sequences` for which the loop waited `wait` seconds."""
+    def count_batch(self, sequences: int, *, wait: float, is_generated: bool = False) -> None:
+        """Count a batch of `sequences` for which the loop waited `wait` seconds, or which a rollout generated."""
         if not self._latest:
             # The first interval starts here, after initialization and a first evaluation.
             self._last_completed, self._paused = time.perf_counter() - wait, 0.0
         self._sequences += sequences
         self._input_wait += wait
+        self._data_wait += 0.0 if is_generated else wait
 
     def count_step(self, metrics: Mapping[str, jax.Array]) -> None:
         """Take the metrics of the step that was just dispatched, logged or not."""
         self._latest = metrics
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, reason: str) -> Iterator[None]:
         """Exclude the time in this context, which starts when the device has completed all steps, from step time."""
         start = _completion_time(self._latest)
         try:
             yield
         finally:
-            self._paused += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self._paused += seconds
+            self.spent[reason] = self.spent.get(reason, 0.0) + seconds
 
     def log(self, step: int, data_metrics: Mapping[str, float]) -> None:
         """Log the step that was just dispatched; write the metrics of the previous logged step."""
@@ -154,6 +160,7 @@ class MetricsLogger:
         seconds = max(completed - self._last_completed - logged.paused, 1e-9)
         steps = max(1, logged.step - self.last_step)
         self._last_completed, self.last_step = completed, logged.step
+        self._count_seconds(seconds)
         self.halted = bool(values.pop("halted"))
         values |= {"step_time": seconds / steps} | self._throughput(logged.sequences / seconds)
         values |= {"input_wait": min(1.0, logged.input_wait / seconds), **logged.data_metrics}
@@ -161,6 +168,20 @@ class MetricsLogger:
         self._publish(logged.step, values)
         if not self.halted:
             self._learning.observe(logged.step, values)
+
+    def end_interval(self) -> None:
+        """Count the time of the steps since the last logged one; waits for the device to complete them."""
+        self._count_seconds(max(0.0, _completion_time(self._latest) - self._last_completed - self._paused))
+        self._last_completed, self._paused = time.perf_counter(), 0.0
+
+    def _count_seconds(self, seconds: float) -> None:
+        wait, self._data_wait = min(self._data_wait, seconds), 0.0
+        self.spent["input_wait"] += wait
+        self.spent["steps"] += seconds - wait
+
+    def record_spent(self) -> None:
+        """Record the seconds of this session by activity."""
+        self._run.heartbeat(spent={name: round(seconds, 3) for name, seconds in self.spent.items()})
 
     def no_learning(self) -> str | None:
         """The reason why the run has learned nothing from its first step to the last logged one, or None."""
@@ -180,6 +201,7 @@ class MetricsLogger:
         self._tracker.log(step, values)
         self._progress.update(step, values)
         self._run.heartbeat(end_step=step, last=values)
+        self.record_spent()
 
 
 def _completion_time(metrics: Mapping[str, jax.Array]) -> float:

@@ -20,10 +20,12 @@ from maxhydra.data import BatchSpec
 from maxhydra.model import flops_per_token, parameter_counts
 from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory
 from maxhydra.runtime import Machine, signals
+from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.progress import open_step_progress
+from maxhydra.runtime.watchdog import Watchdog
 from maxhydra.train.batches import BatchSource
 from maxhydra.train.checkpoint import open_checkpointer
-from maxhydra.train.compile import RampedStep, compile_step, obtain_step, reserve_gpu_headroom
+from maxhydra.train.compile import RampedStep, compile_step, hlo_text, obtain_step, reserve_gpu_headroom
 from maxhydra.train.evaluate import Evaluate
 from maxhydra.train.executable import check_executable
 from maxhydra.train.loop import LoopContext, TrainResult, end_reason, fit, is_evaluation_missing
@@ -65,7 +67,8 @@ def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine
         pool = stack.enter_context(ThreadPoolExecutor(1))
 
         def start_compilation() -> Future[tuple[StepFn, float]]:
-            return pool.submit(obtain_step, training.states, training.loss, config, example)
+            dump = run.path / "program" if config.hardware.dump_step and run.writes else None
+            return pool.submit(obtain_step, training.states, training.loss, config, example, dump=dump)
 
         # Compile while the weights are initialized or loaded: for a small model, both take about as long.
         newest = max(checkpoint_steps(run.checkpoints), default=0)
@@ -74,6 +77,7 @@ def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine
             # XLA autotunes kernels on arrays as large as those of the step; weights that are allocated meanwhile would
             # end up behind them, in the middle of the memory that is free afterwards.
             wait([] if compilation is None else [compilation])
+        restore_time = time.perf_counter()
         with reserve_gpu_headroom(training.states.sharder):
             start = initialize_or_resume(
                 training.states,
@@ -83,15 +87,21 @@ def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine
                 seed=config.run.seed,
                 initial=training.initial,
             )
+        spent = {"restore": time.perf_counter() - restore_time}
         _report_start(training, start, run=run, machine=machine)
         if (reason := _ended_at(start.step, training, config.train, run)) is not None:
             history = MetricsHistory.read(run.metrics_path, start=start.step)
             metrics = {**history.last, **history.last_evaluation}
             return TrainResult("finished", reason, start.step, start.state, metrics)
+        wait_time = time.perf_counter()
         step, seconds = (compilation or start_compilation()).result()
+        # Time that only compilation took: on a GPU all of it, elsewhere what remains after the weights are loaded.
+        is_first = machine.hardware.platform is Platform.gpu
+        spent["compile"] = seconds if is_first else time.perf_counter() - wait_time
         if training.spec.ramp:
             step = _ramped_step(training, config, {sequences_in(example): step})
         run.update(timings={"compile": seconds, "before_first_step": time.perf_counter() - start_time})
+        run.update(spent={**spent, "init": time.monotonic() - run.session_start - sum(spent.values())})
         context = _loop_context(training, config, step, start, run=run, machine=machine, stack=stack)
         return fit(context, start.state, start=start.step, deferral=deferral)
 
@@ -162,4 +172,8 @@ def _loop_context(
         checkpointer=stack.enter_context(closing(checkpointer)),
         metrics=MetricsLogger(cost, run=run, writer=writer, tracker=tracker, progress=progress, step=start.step),
         history=history,
+        watchdog=stack.enter_context(closing(Watchdog(config.watchdog, run.path, process=machine.process_index))),
+        profiler=stack.enter_context(
+            closing(Profiler(config.profile, run.path, process=machine.process_index, program=lambda: hlo_text(step)))
+        ),
     )

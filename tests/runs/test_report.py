@@ -14,7 +14,7 @@ from maxhydra.record import MetricsWriter, RunDirectory
 from maxhydra.runs import write_report
 from maxhydra.runs.curves import decimate
 from maxhydra.runs.settings import list_settings
-from maxhydra.runs.summary import format_compact, format_duration, format_number
+from maxhydra.runs.summary import format_compact, format_duration, format_number, goodput
 
 CONFIG = """
 train: {steps: 300, seq_len: 1024, log_every: 10}
@@ -221,3 +221,51 @@ def test_number_formats():
     assert [format_compact(v) for v in (12, 15_210, 999_900, 8_030_261_248)] == ["12", "15.2K", "1000K", "8.03B"]
     durations = (0.42, 42, 200, 7500, 90_000)
     assert [format_duration(v) for v in durations] == ["0.4 s", "42 s", "3 m 20 s", "2 h 5 m", "1 d 1 h"]
+
+
+def session(start, end, *, seconds, **spent):
+    """A session of steps after `start` up to `end` that recorded its time."""
+    moment = "2026-03-04T12:00:00Z"
+    return {
+        "started": moment,
+        "ended": moment,
+        "seconds": seconds,
+        "start_step": start,
+        "end_step": end,
+        "spent": spent,
+    }
+
+
+def test_goodput_excludes_steps_that_were_repeated():
+    first = session(0, 100, seconds=130, init=10, compile=10, steps=100.0, save=4)
+    second = session(60, 80, seconds=25, init=4, restore=1, steps=20.0)
+    third = session(70, 170, seconds=145, init=4, restore=1, steps=100.0, eval=10, input_wait=20)
+    found = goodput({"sessions": [first, second, third]})
+    # Steps 61 to 100 of the first and 71 to 80 of the second session were lost.
+    assert found.share == pytest.approx((60 + 10 + 100) / 300)
+    seconds = {name: share * 300 for name, share in found.losses.items()}
+    expected = {
+        "lost steps": 50,
+        "input wait": 20,
+        "init": 18,
+        "other": 16,
+        "compile": 10,
+        "eval": 10,
+        "save": 4,
+        "restore": 2,
+    }
+    assert seconds == pytest.approx(expected) and list(seconds)[:2] == ["lost steps", "input wait"]
+    assert found.text.startswith("lost steps 16.7%, input wait 6.7%, init 6.0%")
+
+
+def test_goodput_counts_sessions_that_recorded_it():
+    """Sessions of older versions did not; a session that is running has no end yet."""
+    old = {**session(0, 10, seconds=50), "spent": None}
+    running = {**session(10, None, seconds=None, init=1, steps=6.0), "ended": None}
+    killed = session(None, None, seconds=4)
+    updated = "2026-03-04T12:00:08Z"
+    assert goodput({"sessions": [old]}) is None and goodput({"sessions": [killed]}) is None
+    assert goodput({"sessions": [old, running], "updated": updated}).share == pytest.approx(0.75)
+    # A session that was killed before its first step wasted its time.
+    found = goodput({"sessions": [old, killed, running], "updated": updated})
+    assert found.share == pytest.approx(0.5) and found.losses["init"] == pytest.approx(5 / 12)

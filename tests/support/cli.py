@@ -107,7 +107,7 @@ def run_ok(*overrides: str, cwd: Path, devices: int = 1, **extra: str) -> subpro
     return done
 
 
-def start_processes(count: int, *arguments: str, cwd: Path) -> list[fork_server.Command]:
+def start_processes(count: int, *arguments: str, cwd: Path, module: str = "maxhydra") -> list[fork_server.Command]:
     """Start a command in `count` processes that form a cluster; what process N prints is in the file console.N."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -115,7 +115,8 @@ def start_processes(count: int, *arguments: str, cwd: Path) -> list[fork_server.
     for index in range(count):
         cluster = dict(zip(CLUSTER_VARIABLES, (address, str(count), str(index)), strict=True))
         with open(cwd / f"console.{index}", "w") as console, open(os.devnull) as null:
-            processes.append(start(*arguments, cwd=cwd, streams=(null, console, console), **cluster))
+            streams = (null, console, console)
+            processes.append(start(*arguments, cwd=cwd, streams=streams, module=module, **cluster))
     return processes
 
 

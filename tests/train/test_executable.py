@@ -34,13 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def losses(compiled: Path | None) -> list[float]:
+def losses(compiled: Path | None, dump: Path | None = None) -> list[float]:
     config, sharder = make(compiled=compiled)
     if compiled is not None:
         check_executable(str(compiled), config, sharder)
     states = plan_states(config, sharder)
     loader = data.train_loader(config.data, plan_batches(config, sharder))
-    step, _ = obtain_step(states, next_token_loss(states.model, sharder, config.train), config, loader.peek())
+    loss = next_token_loss(states.model, sharder, config.train)
+    step, _ = obtain_step(states, loss, config, loader.peek(), dump=dump)
     state, seen = states.create(0), []
     for _ in range(3):
         state, metrics = step(state, next(loader))
@@ -49,8 +50,13 @@ def losses(compiled: Path | None) -> list[float]:
     return seen
 
 
-def test_losses_of_a_loaded_step_are_bit_equal(folder: Path) -> None:
-    assert losses(folder) == losses(None)
+def test_losses_of_a_loaded_step_are_bit_equal(folder: Path, tmp_path: Path) -> None:
+    assert losses(folder, tmp_path / "loaded") == losses(None, tmp_path / "compiled")
+    for path in (tmp_path / "loaded", tmp_path / "compiled"):
+        # hardware.dump_step: every stage of the step, whether it is compiled or loaded.
+        for name, text in (("jaxpr.txt", "lambda"), ("stablehlo.mlir", "stablehlo.dot"), ("hlo.txt", "HloModule")):
+            assert text in (path / f"step.{name}").read_text(), name
+        assert json.loads((path / "memory.json").read_text())["temp_size_in_bytes"] > 0
 
 
 @pytest.mark.parametrize(

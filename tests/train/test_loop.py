@@ -17,11 +17,15 @@ import optax
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config.schema.run import Checkpoint, EarlyStop, Nonfinite, Progress, Train
+from maxhydra.config.schema.run import Checkpoint, EarlyStop, Nonfinite, Profile, Progress, Train
+from maxhydra.config.schema.run import Watchdog as WatchdogSettings
 from maxhydra.optim import Optimizer
 from maxhydra.record import MetricsWriter, RunDirectory, read_metrics, series
+from maxhydra.runs.profile import profile_folders, summarize_profile
 from maxhydra.runtime import signals
+from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.progress import open_step_progress
+from maxhydra.runtime.watchdog import Watchdog
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.evaluate import held_out_loss
 from maxhydra.train.loop import LoopContext, TrainResult, end_reason, fit, is_evaluation_missing
@@ -69,10 +73,12 @@ def run_loop(
     loss_fn: LossFn = loss,
     start: int = 0,
     step_fn: Any = None,
+    profiler: Profiler | None = None,
+    run: RunDirectory | None = None,
     **batches: Any,
 ) -> TrainResult:
     """Run the loop with the given sequence of eval losses, and those of earlier sessions."""
-    run = RunDirectory(folder, writes=False)
+    run = run or RunDirectory(folder, writes=False)
     eval_losses: Iterator[float] = iter(evals)
     params = {"w": jnp.zeros(())}
     key = jax.random.key_data(jax.random.key(0))
@@ -92,6 +98,8 @@ def run_loop(
         checkpointer=checkpointer,
         metrics=MetricsLogger(cost, run=run, writer=writer, tracker=_Trackers(), progress=progress, step=start),
         history=history,
+        watchdog=Watchdog(WatchdogSettings(factor=None), run.path),
+        profiler=profiler or Profiler(Profile(), run.path),
     )
     with signals.Deferral() as deferral:
         result = fit(context, state, start=start, deferral=deferral)
@@ -118,6 +126,35 @@ def test_logs_evaluates_and_saves_when_due(tmp_path: Path) -> None:
     np.testing.assert_allclose(row["mfu"], 8.0 / row["step_time"] / 1e12)
 
 
+def test_steps_are_profiled_when_due_and_by_signal(tmp_path: Path) -> None:
+    settings = Profile(steps=[5, 7], every=10, length=2, memory=True)
+    with signals.installed():
+        os.kill(os.getpid(), signal.SIGUSR2)
+        profiler = Profiler(settings, tmp_path, program=lambda: 'ROOT %add.1 = f32[] add(), metadata={op_name="x/y"}')
+        run_loop(tmp_path, Train(steps=20), Checkpoint(every=100), evals=[1.0], profiler=profiler)
+        profiler.close()
+    folders = profile_folders(tmp_path)
+    # The last one ends with the run.
+    assert [(path.name, summarize_profile(path).steps) for path in folders] == [
+        ("step_00001", 2),
+        ("step_00005", 3),
+        ("step_00010", 2),
+        ("step_00020", 1),
+    ]
+    summary = summarize_profile(folders[1])
+    assert summary.devices == 1 and 0 < summary.idle < 1 and summary.operations[0].milliseconds > 0
+    assert (folders[1] / "memory.prof").stat().st_size and next(folders[1].glob("plugins/profile/*/*.xplane.pb"))
+    assert (folders[1] / "operations.json").read_text() == '{"add.1": "x/y"}'
+
+
+def test_a_process_that_is_not_selected_profiles_only_by_signal(tmp_path: Path) -> None:
+    other = Profiler(Profile(steps=[1, 2], every=4), tmp_path, process=1)
+    assert not any(other.is_due(step) for step in range(1, 9))
+    with signals.installed():
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert other.is_due(3) and not other.is_due(4)
+
+
 class SlowDevice:
     """A device that takes `seconds` per step, while the host may dispatch one further step."""
 
@@ -138,6 +175,9 @@ class SlowArray:
     value: jax.Array
     ready: float
 
+    def is_ready(self) -> bool:
+        return time.perf_counter() >= self.ready
+
     def block_until_ready(self) -> "SlowArray":
         time.sleep(max(0.0, self.ready - time.perf_counter()))
         return self
@@ -157,11 +197,22 @@ def test_throughput_is_tokens_over_device_time_at_every_line(tmp_path: Path) -> 
 
     device = SlowDevice(train, seconds)
     run_loop(tmp_path / "compile", Train(steps=1), Checkpoint(every=100), evals=[1.0], step_fn=device)
-    run_loop(tmp_path / "run", train, Checkpoint(every=5), evals=slow_evaluations(), step_fn=device)
+    run = Recorded(tmp_path / "run", writes=False)
+    run_loop(run.path, train, Checkpoint(every=5), evals=slow_evaluations(), step_fn=device, run=run)
     steps, rates = series(tmp_path / "run" / "metrics.jsonl", "tokens_per_second")
     assert steps == [1, 3, 6, 9]
     # Sleeps are longer on a busy machine; time between flushes instead of steps gave 2.8 times this rate.
     np.testing.assert_allclose(rates, 4 / seconds, rtol=0.5)
+    # Three evaluations of 0.15 s; the duration of the saves of steps 5 and 9 is not known.
+    np.testing.assert_allclose([run.spent["steps"], run.spent["eval"]], [9 * seconds, 3 * 0.15], rtol=0.5)
+    assert set(run.spent) == {"steps", "input_wait", "eval", "save"} and run.spent["input_wait"] < 0.5
+
+
+class Recorded(RunDirectory):
+    """Keeps the seconds by activity that the loop records."""
+
+    def heartbeat(self, **facts: Any) -> None:
+        self.spent = facts.get("spent")
 
 
 def test_ends_at_the_target(tmp_path: Path) -> None:

@@ -1,17 +1,16 @@
-"""Verbs that show a run's log, a report, or the dashboard: tail, report and serve."""
+"""Verbs that show a run's log, profiles, a report, or the dashboard: tail, profile, report and serve."""
 
 import argparse
+import dataclasses
 import time
 from pathlib import Path
 
-from maxhydra.cli.runs._common import (
-    print_warnings,
-    say,
-)
+from maxhydra.cli.runs._common import add_json, print_json, print_table, print_warnings, say
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.launch.base import CLAIM, CONSOLE
 from maxhydra.record import RunDirectory, redact_text
 from maxhydra.record.redact import redact_facts
+from maxhydra.runs.profile import COLUMNS, profile_folders, summarize_profile
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.report import write_report
 from maxhydra.runs.server import Server
@@ -89,6 +88,43 @@ def _print_from(log: Path, position: int) -> int:
         content = file.read()
     say(redact_text(content.decode(errors="replace")), end="", flush=True)
     return position + len(content)
+
+
+def declare_profile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="RUN")
+    add_json(parser)
+
+
+def run_profile(args: argparse.Namespace) -> int:
+    """Summarize the profiles of a run: profile [RUN] [--json]; default: the newest run.
+
+    Time per step, idle time, collectives, and the operations that take most time. Profiles are written by
+    profile.steps=[10,15], profile.every=1000, or `kill -USR2 PID` of a training process. To see a trace:
+    `xprof --logdir FOLDER`, or open its trace.json.gz in https://ui.perfetto.dev.
+
+    maxhydra runs profile lr/3
+    """
+    registry = Registry(args.outputs)
+    runs = registry.runs()
+    if not runs:
+        raise ConfigError(Problem("runs profile", f"no runs in {args.outputs}"))
+    directory = registry.directory(registry.find(args.name, runs) if args.name else runs[0])
+    folders = profile_folders(directory.path)
+    if not folders:
+        hint = "train with profile.steps=[FIRST,LAST] or profile.every=N, or send SIGUSR2 to a running one"
+        raise ConfigError(Problem("runs profile", f"{directory.path} has no profiles", hint=hint))
+    try:
+        summaries = {folder: summarize_profile(folder) for folder in folders}
+    except ValueError as error:
+        raise ConfigError(Problem("runs profile", str(error), hint="delete the folder of this profile")) from None
+    if args.json:
+        print_json({folder.name: dataclasses.asdict(summary) for folder, summary in summaries.items()})
+        return 0
+    for folder, summary in summaries.items():
+        say(f"{folder}\n{summary.text}\n{summary.parts_text}")
+        print_table(COLUMNS, summary.rows)
+        say()
+    return 0
 
 
 def declare_report(parser: argparse.ArgumentParser) -> None:

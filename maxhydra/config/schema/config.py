@@ -15,10 +15,14 @@ from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, 
 from maxhydra.config.schema.optimizer import Optimizer
 from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantization
 from maxhydra.config.schema.reward import Reward
-from maxhydra.config.schema.run import Checkpoint, Run, Task, Tracker, Train
+from maxhydra.config.schema.run import Checkpoint, Profile, Run, Task, Tracker, Train, Watchdog
 
 # Tasks whose batches do not depend on the weights, so that each replica can train on its own rows of them.
 DILOCO_TASKS = ("pretrain", "sft", "plan")
+
+TRAINING_TASKS = ("pretrain", "sft", "dpo", "grpo", "distill")
+# Tasks that describe a training run without running it.
+DESCRIBING_TASKS = ("plan", "compile", "inspect", "inspect_data")
 
 
 def parameter_estimate(model: Model) -> int:
@@ -83,6 +87,8 @@ class Config(Schema):
     reward: Reward = section(Reward)
     run: Run = section(Run)
     train: Train = section(Train)
+    watchdog: Watchdog = section(Watchdog)
+    profile: Profile = section(Profile)
     objective: str = option("eval/loss")
     """Metric that a run returns and a sweeper minimizes."""
 
@@ -97,6 +103,7 @@ class Config(Schema):
                 hint="raise both to train on longer sequences",
             )
         yield from self._diloco_problems()
+        yield from self._profile_problems()
         for problem in self.task.check_model(self.model):
             yield dataclasses.replace(problem, path=f"task.{problem.path}")
         # Adapter weights are float32 whatever the dtype of the frozen weights.
@@ -113,6 +120,17 @@ class Config(Schema):
                 accepted=f"{scheduled} or more",
                 hint="or reduce optimizer.schedule.warmup_steps and decay_steps",
             )
+
+    def _profile_problems(self) -> Iterator[Problem]:
+        """Only training steps are profiled; tasks that plan or compile a training run accept its config."""
+        is_set, name = bool(self.profile.steps) or self.profile.every is not None, self.task.name
+        if is_set and name not in (*TRAINING_TASKS, *DESCRIBING_TASKS):
+            key = "profile.steps" if self.profile.steps else "profile.every"
+            accepted = f"task={', '.join(TRAINING_TASKS)}"
+            yield Problem(key, f"profiles training steps, and task={name} does not train", accepted=accepted)
+        if len(self.profile.steps) == 2 and self.profile.steps[1] > self.train.steps:
+            reason = f"ends after the last step, train.steps={self.train.steps}"
+            yield Problem("profile.steps", reason, self.profile.steps, accepted=f"steps up to {self.train.steps}")
 
     def _diloco_problems(self) -> Iterator[Problem]:
         """Replicas need a period, a period needs replicas, and both a task that trains on a data loader."""

@@ -109,6 +109,9 @@ class Hardware(Schema):
     """cpu: number of simulated devices."""
     debug_nans: bool = False
     """Stop at the first operation that produces a NaN (jax_debug_nans); slow."""
+    dump_step: bool = False
+    """Write the training step to the folder `program` of the run: jaxpr, StableHLO, optimized HLO, and the compiler's
+    memory analysis. Set by debug=dump."""
     distributed: Distributed = section(Distributed)
     gke: GkeNodes = section(GkeNodes)
 
