@@ -184,7 +184,7 @@ class Engine:
 
         The prefix cache is cleared; running sequences continue on their existing KV cache.
         """
-        self._inbox.meet(self._layout.keep(params))
+        self._inbox.barrier(self._layout.keep(params))
 
     def synchronize(self) -> None:
         """Wait until every process has dispatched all steps of finished sequences; a collective call.
@@ -192,7 +192,7 @@ class Engine:
         Only then may other threads dispatch programs: the order must be the same in all processes.
         """
         if self._inbox.is_shared:
-            self._inbox.meet()
+            self._inbox.barrier()
 
     def follow(self) -> None:
         """Run the requests of process 0 until it closes the engine; for all other processes."""

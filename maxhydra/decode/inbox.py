@@ -40,7 +40,7 @@ class Inbox:
         self._changed = threading.Condition()
         self._submitted: list[Sequence] = []
         self._new_params: Tree = None
-        self._is_meeting = self._is_closing = False
+        self._has_barrier = self._is_closing = False
         self._end_reason: str | None = None
         """Why the engine accepts no more requests; None while it runs."""
 
@@ -60,16 +60,16 @@ class Inbox:
             self._submitted += sequences
             self._changed.notify_all()
 
-    def meet(self, params: Tree = None) -> None:
+    def barrier(self, params: Tree = None) -> None:
         """Wait until the engine's thread takes a turn, the same one in all processes, with new weights, if any.
 
-        A collective call. Afterwards every process has dispatched what was submitted and finished before.
+        A collective call. Afterwards every process has dispatched all steps of sequences that finished before.
         """
         with self._changed:
             self._reject_if_ended()
-            self._new_params, self._is_meeting = params, True
+            self._new_params, self._has_barrier = params, True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._is_meeting or self._end_reason is not None)
+            self._changed.wait_for(lambda: not self._has_barrier or self._end_reason is not None)
             self._reject_if_ended()
 
     def close(self) -> None:
@@ -85,9 +85,9 @@ class Inbox:
         with self._changed:
             self._end_reason = reason
             self._changed.notify_all()
-            left, self._submitted = self._submitted, []
+            remaining, self._submitted = self._submitted, []
         self._channel.close()
-        return left
+        return remaining
 
     def take(self, *, is_busy: bool, admitted: Callable[[], Iterable[Sequence]]) -> Turn:
         """The next turn; waits for one unless `is_busy`. `admitted`: sequences that may have been cancelled."""
@@ -95,22 +95,22 @@ class Inbox:
 
     def _decide(self, is_busy: bool, admitted: Callable[[], Iterable[Sequence]]) -> Turn:
         with self._changed:
-            self._changed.wait_for(lambda: is_busy or self._submitted or self._is_meeting or self._is_closing)
+            self._changed.wait_for(lambda: is_busy or self._submitted or self._has_barrier or self._is_closing)
             sequences, self._submitted = self._submitted, []
-            is_meeting, is_last = self._is_meeting, self._is_closing
-            params = self._end_meeting() if is_meeting else None
+            has_barrier, is_last = self._has_barrier, self._is_closing
+            params = self._pass_barrier() if has_barrier else None
         for sequence in sequences:
             sequence.number = next(self._numbers)
-        # Read once: a handle may be cancelled at any time, but only what is sent takes effect.
+        # Read once: a handle may be cancelled at any time, but only the numbers that are sent take effect.
         cancelled = [each.number for part in (admitted(), sequences) for each in part if each.handle.is_cancelled]
         if self.is_shared:
             requests = [[getattr(each.request, name) for name in REQUEST_FIELDS] for each in sequences]
-            self._channel.share([requests, cancelled, is_meeting, is_last])
+            self._channel.share([requests, cancelled, has_barrier, is_last])
         return Turn(sequences, frozenset(cancelled), params, is_last)
 
     def _receive(self) -> Turn:
         try:
-            requests, cancelled, is_meeting, is_last = self._channel.share()
+            requests, cancelled, has_barrier, is_last = self._channel.share()
         except ChannelClosedError:
             if not self._is_closing:
                 raise
@@ -122,14 +122,14 @@ class Inbox:
             sequences.append(self._make_sequence(request))
             sequences[-1].number = next(self._numbers)
         params = None
-        if is_meeting:
+        if has_barrier:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_meeting or self._is_closing)
-                params = self._end_meeting()
+                self._changed.wait_for(lambda: self._has_barrier or self._is_closing)
+                params = self._pass_barrier()
         return Turn(sequences, frozenset(cancelled), params, is_last)
 
-    def _end_meeting(self) -> Tree:
-        params, self._new_params, self._is_meeting = self._new_params, None, False
+    def _pass_barrier(self) -> Tree:
+        params, self._new_params, self._has_barrier = self._new_params, None, False
         self._changed.notify_all()
         return params
 

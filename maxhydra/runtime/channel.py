@@ -1,7 +1,7 @@
 """Values from process 0 to all others: what only it knows, such as requests, files that it reads, and rewards.
 
-Process 0 is the front end of a task that has clients or files: it reads the inputs, decides what the devices of all
-processes do next, and writes the outputs. Values travel over TCP instead of a collective operation of jax, because that
+Process 0 is the front end of a task that has clients or files: it reads the inputs, schedules the devices of all
+processes, and writes the outputs. Values travel over TCP instead of a collective operation of jax, because that
 is a device program: sent by one thread while another one dispatches the model's programs, it would be dispatched in a
 different order in each process, and the processes would wait for each other forever.
 

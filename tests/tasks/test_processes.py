@@ -51,7 +51,7 @@ def teacher_logits(output: str) -> list[str]:
 def grpo(name: str) -> list[str]:
     prompts = ["data=arithmetic", "data.record_type=prompts", "train.seq_len=20", "train.per_device_batch_size=4"]
     reward = ["reward=function", "reward.terms.own.function=reward_functions:vowels", "reward.workers=1"]
-    updates = ["train.steps=3", "task.kl.beta=0.01", "task.iterations=2", "checkpoint.every=2", "train.eval_every=2"]
+    updates = ["train.steps=3", "task.iterations=2", "checkpoint.every=2", "train.eval_every=2"]
     # As many completions as in a batch, so that the same programs sample them.
     updates += ["train.eval_batches=1", "task.evaluation.samples=4", "task.evaluation.temperature=1"]
     task = ["task=grpo", "task.max_tokens=4", "task.group_size=4", "task.rounds=2", f"run.name={name}"]
@@ -156,7 +156,7 @@ def test_teacher_logits_of_two_processes_are_those_of_one(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_grpo_in_two_processes_learns_as_in_one(folder: Path) -> None:
-    for key in ("reward/mean", "answers/tokens", "loss", "kl", "eval/reward"):
+    for key in ("reward/mean", "answers/tokens", "loss", "eval/reward"):
         one, two = (metrics(folder / "outputs" / name, key) for name in NAMES)
         np.testing.assert_allclose(two, one, atol=1e-5)
     assert len(set(metrics(folder / "outputs" / "two", "loss"))) == 3
@@ -181,7 +181,7 @@ def test_a_server_of_two_processes_completes_as_task_decode(folder: Path) -> Non
     assert [process.wait(60) for process in processes] == [0, 0]
 
 
-def test_rollouts_ahead_of_time_are_rejected() -> None:
+def test_off_policy_rollouts_are_rejected() -> None:
     config = compose([*grpo("it"), "task.off_policy_steps=1"]).config
     with pytest.raises(ConfigError, match=r"task\.off_policy_steps.*several processes"):
         check(config, config.task, processes=2)
