@@ -128,10 +128,11 @@ class RolloutBatches:
 
     def _to_device(self, columns: Mapping[str, np.ndarray]) -> Batch:
         """Global arrays of columns that every process holds."""
-        return {
-            name: jax.make_array_from_callback(column.shape, self._spec.sharding, column.__getitem__)
-            for name, column in columns.items()
-        }
+
+        def place(column: np.ndarray) -> jax.Array:
+            return jax.make_array_from_callback(column.shape, self._spec.sharding, lambda index: column[index])
+
+        return {name: place(column) for name, column in columns.items()}
 
 
 def logprob_columns(task: GrpoTask) -> tuple[str, ...]:
