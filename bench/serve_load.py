@@ -32,7 +32,7 @@ import runpy
 from maxhydra.decode import open as opened
 from maxhydra.measure import decoding
 opened.load_params = decoding._random_params
-opened.check_weights_source = lambda config, processes: None
+opened.check_weights_source = lambda config: None
 runpy.run_module("maxhydra", run_name="__main__", alter_sys=True)
 """
 

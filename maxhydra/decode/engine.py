@@ -21,6 +21,7 @@ from maxhydra.config.schema.decode import CacheDtype
 from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.config.schema.run import Progress
 from maxhydra.data import Tokenizer
+from maxhydra.decode.inbox import Inbox
 from maxhydra.decode.request import Handle, Request, RequestRejectedError, TokenLogprob
 from maxhydra.decode.sampler import MAX_LOGPROBS, SampledTokens
 from maxhydra.decode.scheduler import PrefillChunk, Scheduler
@@ -111,20 +112,18 @@ class Engine:
         self._multi_steps = config.burst or (1 if is_cpu else MULTI_STEPS)
         self._layout = choose_weight_layout(model, sharder, jax.default_backend())
         self._params = self._layout.keep(params)
+        # Which programs are ready differs between processes.
+        deterministic = config.deterministic or jax.process_count() > 1
         self._programs = CompiledSteps(
-            self._layout, self._params, cache_spec, sharder=sharder, deterministic=config.deterministic
+            self._layout, self._params, cache_spec, sharder=sharder, deterministic=deterministic
         )
         self._cache, self._slot_state = self._programs.init_state()
         self._pending: deque[PendingTokens] = deque()
         self._resident: ResidentInputs | None = None
         self._num_prefilled = self._num_generated = 0
 
-        self._changed = threading.Condition()
-        self._submitted: list[Sequence] = []
-        self._new_params: Tree = None
-        self._end_reason: str | None = None
-        """Why the engine accepts no more requests; None while it runs."""
-        self._is_closing = False
+        self._inbox = Inbox(self._make_sequence)
+        self._failure = ""
         if config.warm_up:
             self._warm_up()
         self._thread = threading.Thread(target=self._run, name="decode-engine", daemon=True)
@@ -145,10 +144,7 @@ class Engine:
     def submit_all(self, requests: Iterable[Request]) -> list[Handle]:
         """Queue several requests atomically; raise RequestRejectedError and queue none if one can never be served."""
         sequences = [self._make_sequence(request) for request in requests]
-        with self._changed:
-            self._reject_if(self._end_reason)
-            self._submitted += sequences
-            self._changed.notify_all()
+        self._inbox.submit(sequences)
         return [sequence.handle for sequence in sequences]
 
     def _make_sequence(self, request: Request) -> Sequence:
@@ -174,7 +170,7 @@ class Engine:
         scheduler = self._scheduler
         return {
             "running": len(scheduler.running) + len(scheduler.prefilling),
-            "waiting": len(scheduler.waiting) + len(self._submitted),
+            "waiting": len(scheduler.waiting) + self._inbox.num_submitted,
             "pages": scheduler.pool.num_pages,
             "pages_used": scheduler.pool.num_used,
             "pages_kept": scheduler.pool.num_cached,
@@ -188,13 +184,21 @@ class Engine:
 
         The prefix cache is cleared; running sequences continue on their existing KV cache.
         """
-        params = self._layout.keep(params)
-        with self._changed:
-            self._reject_if(self._end_reason)
-            self._new_params = params
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._new_params is None or self._end_reason is not None)
-            self._reject_if(self._end_reason)
+        self._inbox.barrier(self._layout.keep(params))
+
+    def synchronize(self) -> None:
+        """Wait until every process has dispatched all steps of finished sequences; a collective call.
+
+        Only then may other threads dispatch programs: the order must be the same in all processes.
+        """
+        if self._inbox.is_shared:
+            self._inbox.barrier()
+
+    def follow(self) -> None:
+        """Run the requests of process 0 until it closes the engine; for all other processes."""
+        self._thread.join()
+        if self._failure:
+            raise RuntimeError(self._failure)
 
     def wait_for_compiles(self) -> int:
         """Wait until nothing is being compiled; return a count that is stable once all needed programs exist.
@@ -205,9 +209,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the engine's thread; unfinished sequences end with finish="cancelled"."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify_all()
+        self._inbox.close()
         self._thread.join()
 
     def _reject_if(self, reason: str | None) -> None:
@@ -216,49 +218,34 @@ class Engine:
 
     def _run(self) -> None:
         """Run iterations until closed. After any failure, every handle receives an error."""
-        failure = ""
         try:
             while self._admit():
                 self._step()
         except Exception as error:
-            failure = f"the engine failed: {type(error).__name__}: {error}"
+            self._failure = f"the engine failed: {type(error).__name__}: {error}"
         finally:
-            scheduler = self._scheduler
-            with self._changed:
-                self._end_reason = failure or "the engine is closed"
-                unfinished = [*scheduler.waiting, *scheduler.prefilling, *scheduler.running, *self._submitted]
-                self._changed.notify_all()
-            for sequence in unfinished:
-                if failure:
-                    sequence.fail(failure)
+            submitted = self._inbox.end(self._failure or "the engine is closed")
+            for sequence in [*self._scheduler.sequences(), *submitted]:
+                if self._failure:
+                    sequence.fail(self._failure)
                 else:
                     sequence.cancel()
             self._programs.close()
 
     def _admit(self) -> bool:
         """Wait for work, then queue new sequences and swap in new weights; return False if closing."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._submitted
-                    or self._pending
-                    or self._new_params is not None
-                    or self._is_closing
-                    or not self._scheduler.is_idle
-                )
-            )
-            for sequence in self._submitted:
-                self._scheduler.add(sequence)
-            self._submitted = []
-            if self._new_params is not None:
-                self._params, self._new_params = self._new_params, None
-                self._scheduler.pool.clear_prefix_cache()
-                self._changed.notify_all()
-            return not self._is_closing
+        is_busy = bool(self._pending) or not self._scheduler.is_idle
+        turn = self._inbox.take(is_busy=is_busy, admitted=self._scheduler.sequences)
+        for sequence in turn.sequences:
+            self._scheduler.add(sequence)
+        if turn.params is not None:
+            self._params = turn.params
+            self._scheduler.pool.clear_prefix_cache()
+        self._scheduler.drop(turn.cancelled)
+        return not turn.is_last
 
     def _step(self) -> None:
         """Dispatch one prefill call and one decode call, then emit the tokens of the previous iteration."""
-        self._scheduler.drop_cancelled()
         num_earlier = len(self._pending)
         # As many prefill calls as decode steps, so that free slots are soon in use.
         for _ in range(self._multi_steps):

@@ -107,19 +107,14 @@ def _quote(value: Any) -> str:
 log = logging.getLogger("maxhydra")
 
 
-def open_prompts(config: Config, *, processes: int) -> PromptEncoder:
+def open_prompts(config: Config) -> PromptEncoder:
     """Check everything that needs no weights, then load the tokenizer."""
-    check_weights_source(config, processes=processes)
+    check_weights_source(config)
     return PromptEncoder(config.data, vocab_size=config.model.vocab_size)
 
 
-def check_weights_source(config: Config, *, processes: int) -> None:
+def check_weights_source(config: Config) -> None:
     """Raise ConfigError if no weights are configured, or if they belong to a different model."""
-    if processes > 1:
-        reason = "runs in a single process, which may use many devices"
-        raise ConfigError(
-            Problem("task.name", reason, value=config.task.name, hint=f"{processes} processes were started")
-        )
     if config.checkpoint.load_parameters is None:
         accepted = "a run or checkpoint folder, a Hugging Face folder, a .gguf file, or package:NAME"
         reason = f"is required: task={config.task.name} needs trained weights"

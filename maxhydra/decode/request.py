@@ -4,7 +4,7 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,20 @@ class Completion:
             finish=deltas[-1].finish or "",
             error=deltas[-1].error,
         )
+
+    def to_json(self) -> list[Any]:
+        """The values as JSON; `from_json` restores them in another process."""
+        logprobs = [[item.token, item.logprob, item.alternatives] for item in self.logprobs]
+        return [self.text, self.tokens, logprobs, self.finish, self.error]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> "Completion":
+        text, tokens, logprobs, finish, error = values
+        entries = tuple(
+            TokenLogprob(token, logprob, tuple((other, value) for other, value in alternatives))
+            for token, logprob, alternatives in logprobs
+        )
+        return cls(text, tuple(tokens), entries, finish, error)
 
 
 class Handle:

@@ -7,7 +7,7 @@ the cost of a step depends only on the sequences that wait, are prefilled or run
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from maxhydra.config.schema.decode import Engine as Config
@@ -58,16 +58,21 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def drop_cancelled(self) -> None:
-        """End cancelled sequences, and free their slots and pages."""
-        for sequence in [s for s in self.prefilling + self.running if s.handle.is_cancelled]:
+    def sequences(self) -> list[Sequence]:
+        """Return all sequences that wait, are prefilled or run."""
+        return [*self.waiting, *self.prefilling, *self.running]
+
+    def drop(self, numbers: Collection[int]) -> None:
+        """Cancel the sequences with these numbers, and free their slots and pages."""
+        if not numbers:
+            return
+        for sequence in [s for s in self.prefilling + self.running if s.number in numbers]:
             sequence.cancel()
             self.release(sequence)
-        if any(s.handle.is_cancelled for s in self.waiting):
-            for sequence in self.waiting:
-                if sequence.handle.is_cancelled:
-                    sequence.cancel()
-            self.waiting = deque(s for s in self.waiting if not s.is_finished)
+        for sequence in self.waiting:
+            if sequence.number in numbers:
+                sequence.cancel()
+        self.waiting = deque(s for s in self.waiting if not s.is_finished)
 
     def next_chunks(self) -> list[PrefillChunk]:
         """Return the chunks of the next prefill call, at most `prefill_chunk` tokens including padding.

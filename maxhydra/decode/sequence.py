@@ -27,6 +27,8 @@ class Sequence:
     def __init__(self, request: Request, *, budget: int):
         self.request = request
         self.handle = Handle()
+        self.number = -1
+        """Position in the order of admission, the same in all processes; -1 before."""
         self.budget = budget
         """Maximum number of tokens to generate."""
         self.tokens = list(request.prompt)

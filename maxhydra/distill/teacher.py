@@ -28,6 +28,7 @@ from maxhydra.data.rows import Document, pack_rows
 from maxhydra.data.tokenizers import smallest_id_dtype
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
+from maxhydra.runtime.channel import broadcast
 from maxhydra.sharding import Sharder, remeshed
 from maxhydra.train import map_sequence_chunks
 from maxhydra.train.loss import Batch, Tree
@@ -221,12 +222,33 @@ class TopLogits:
             enriched.append(Document(document.tokens[tokens], weights, columns))
         return enriched
 
+    def follow(self) -> None:
+        """Compute what process 0 needs, until it closes; for all other processes."""
+        while self._compute(None) is not None:
+            pass
+
+    def close(self) -> None:
+        """End `follow` in the other processes."""
+        broadcast(None)
+
     def _run(self, rows: list[dict[str, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
         padding = self.spec.batch - len(rows)
-        empty = {name: np.zeros_like(column) for name, column in rows[0].items()}
-        ids, logits = self._top_k(self.weights, make_batch([*rows, *[empty] * padding], self.spec, self.spec.batch))
-        id_dtype = smallest_id_dtype(self.model.config.vocab_size)
-        return np.asarray(ids)[: len(rows)].astype(id_dtype), np.asarray(logits)[: len(rows)].astype(np.float16)
+        columns = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        columns = {name: np.pad(column, [(0, padding), (0, 0)]) for name, column in columns.items()}
+        outputs = self._compute(columns)
+        assert outputs is not None
+        ids, logits = (output[: len(rows)] for output in outputs)
+        return ids.astype(smallest_id_dtype(self.model.config.vocab_size)), logits.astype(np.float16)
+
+    def _compute(self, columns: dict[str, np.ndarray] | None) -> tuple[np.ndarray, np.ndarray] | None:
+        """Ids and log-probabilities of a batch of process 0; None after the last one."""
+        columns = broadcast(columns)
+        if columns is None:
+            return None
+        local = self.spec.local_rows(self.spec.batch)
+        rows = [{name: column[index] for name, column in columns.items()} for index in local]
+        ids, logits = self._top_k(self.weights, make_batch(rows, self.spec, self.spec.batch))
+        return np.asarray(ids), np.asarray(logits)
 
     @cached_property
     def _top_k(self) -> Any:

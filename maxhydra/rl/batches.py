@@ -127,7 +127,12 @@ class RolloutBatches:
         return Rollout({**rollout.columns, **logprobs}, rollout.metrics)
 
     def _to_device(self, columns: Mapping[str, np.ndarray]) -> Batch:
-        return {name: jax.device_put(column, self._spec.sharding) for name, column in columns.items()}
+        """Global arrays of columns that every process holds."""
+
+        def place(column: np.ndarray) -> jax.Array:
+            return jax.make_array_from_callback(column.shape, self._spec.sharding, lambda index: column[index])
+
+        return {name: place(column) for name, column in columns.items()}
 
 
 def logprob_columns(task: GrpoTask) -> tuple[str, ...]:
@@ -155,4 +160,8 @@ def make_logprob_fn(scorer: Scorer, task: GrpoTask, *, parts: int) -> LogprobFn:
             logprobs[REFERENCE_LOGPROBS] = scorer(reference, batch, None, is_adapted=False)
         return logprobs
 
-    return jax.jit(lambda weights, batch: map_microbatches(lambda part: logprobs_of(weights, part), batch, parts))
+    # Replicated, so that every process can read all of them.
+    return jax.jit(
+        lambda weights, batch: map_microbatches(lambda part: logprobs_of(weights, part), batch, parts),
+        out_shardings=scorer.sharder.sharding(()),
+    )

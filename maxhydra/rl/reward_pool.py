@@ -16,6 +16,7 @@ from maxhydra.config.schema.reward import OnFault, Reward
 from maxhydra.record.processes import KILL_TIMEOUT, spawn_context
 from maxhydra.rl.reward_process import LoadFailure, Score, supervise
 from maxhydra.rl.rewards import Sample
+from maxhydra.runtime.channel import broadcast, is_main
 
 log = logging.getLogger("maxhydra")
 
@@ -35,13 +36,16 @@ class RewardResult:
 
 
 class RewardPool:
-    """Scores completions. The constructor starts the processes; ConfigError if a term cannot be loaded."""
+    """Scores completions. The constructor starts the processes; ConfigError if a term cannot be loaded.
+
+    Of several processes of a run, only process 0 has workers: reward code may be random or depend on its host.
+    """
 
     def __init__(self, reward: Reward):
         self._reward = reward
         self._pass_term = reward.passes or next(iter(reward.terms))
         self._error_counts: Counter[str] = Counter()
-        self._workers = [_Worker(reward) for _ in range(reward.workers)]
+        self._workers = [_Worker(reward) for _ in range(reward.workers if is_main() else 0)]
         self._threads = ThreadPoolExecutor(reward.workers, thread_name_prefix="reward")
         try:
             list(self._threads.map(_Worker.start, self._workers))
@@ -50,7 +54,15 @@ class RewardPool:
             raise
 
     def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """The results of the samples, in order."""
+        """The results of the samples, in order; a collective call."""
+        results: list[RewardResult] = broadcast(
+            self._score(samples) if is_main() else None,
+            encode=lambda items: [dataclasses.asdict(item) for item in items],
+            decode=lambda items: [RewardResult(**item) for item in items],
+        )
+        return results
+
+    def _score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         count = len(self._workers)
         worker_scores = self._threads.map(
             _Worker.score, self._workers, [samples[start::count] for start in range(count)]

@@ -27,6 +27,7 @@ from maxhydra.decode.sampling_params import PromptEncoder, make_requests
 from maxhydra.model import ModelDef
 from maxhydra.rl.reward_pool import RewardPool, RewardResult
 from maxhydra.rl.rewards import Sample, extract_answer
+from maxhydra.runtime.channel import broadcast, is_main
 from maxhydra.sharding import Sharder
 from maxhydra.train.loss import Tree
 
@@ -51,17 +52,26 @@ class PolicyEngine:
     def generate(
         self, weights: Tree, prompts: Sequence[Sequence[int]], sampling: Sampling, *, samples: int, number: int
     ) -> list[list[Completion]]:
-        """`samples` completions per prompt; seeds derive from `number`, the index of the first prompt in the run."""
+        """`samples` completions per prompt; seeds derive from `number`, the index of the first prompt in the run.
+
+        A collective call, in which process 0 submits the prompts.
+        """
+        requests = [
+            dataclasses.replace(request, stream=False)
+            for index, prompt in enumerate(prompts)
+            for request in make_requests(
+                prompt, sampling, samples=samples, seed=self._seed, number=number + index, logprobs=0
+            )
+        ]
         with self._lock:
             engine = self._engine_with(weights)
-            requests = [
-                dataclasses.replace(request, stream=False)
-                for index, prompt in enumerate(prompts)
-                for request in make_requests(
-                    prompt, sampling, samples=samples, seed=self._seed, number=number + index, logprobs=0
-                )
-            ]
-            completions = [handle.result() for handle in engine.submit_all(requests)]
+            completions = [handle.result() for handle in engine.submit_all(requests if is_main() else [])]
+            engine.synchronize()
+        completions = broadcast(
+            completions,
+            encode=lambda items: [item.to_json() for item in items],
+            decode=lambda items: [Completion.from_json(item) for item in items],
+        )
         failed = next((item for item in completions if item.finish in ("error", "cancelled")), None)
         if failed is not None:
             raise RuntimeError(f"sampling a completion failed: {failed.error or failed.finish}")

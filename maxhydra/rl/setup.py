@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.quantization import AdapterKind
 from maxhydra.config.schema.tasks.training import GrpoTask
-from maxhydra.data import BatchSpec
+from maxhydra.data import BatchSpec, Loader, Row, host_loader
 from maxhydra.sharding import Sharder, remeshed
 from maxhydra.train import StateFactory, starting_weights
 from maxhydra.train.loss import Tree
@@ -34,9 +34,10 @@ def _problems(config: Config, task: GrpoTask, processes: int) -> Iterator[Proble
     if config.train.ramp.start is not None:
         reason = "is not supported by task=grpo, whose batches consist of whole groups"
         yield Problem("train.ramp.start", reason, value=config.train.ramp.start, accepted="null")
-    if processes > 1:
-        reason = "supports only one process, with any number of devices"
-        yield Problem("task.name", reason, value=task.name, hint=f"{processes} processes were started")
+    if processes > 1 and task.off_policy_steps:
+        # Rollouts and updates would be dispatched by two threads, in a different order in each process.
+        reason = f"is not supported with several processes; {processes} were started"
+        yield Problem("task.off_policy_steps", reason, value=task.off_policy_steps, accepted="0, or a single process")
     if _needs_reference_weights(config, task) and config.checkpoint.load_full_state is not None:
         hint = "start from checkpoint.load_parameters, use an adapter, or set task.kl.beta=0"
         reason = "does not define the reference weights that task.kl.beta needs"
@@ -55,6 +56,11 @@ def plan_prompts(spec: BatchSpec, task: GrpoTask, sharder: Sharder) -> BatchSpec
         batch=spec.batch // task.group_size,
         sharding=sharder.sharding((None, None)),
     )
+
+
+def prompt_loader(config: Config, spec: BatchSpec) -> Loader[list[Row]]:
+    """A loader of all prompts in every process, in an order that does not depend on the number of processes."""
+    return host_loader(dataclasses.replace(config.data, streams=config.data.streams or 1), spec)
 
 
 def rollout_sharder(task: GrpoTask, trainer: Sharder) -> Sharder:

@@ -219,12 +219,12 @@ class SequenceScorer:
     batch: int
     with_logits: bool
 
-    def __call__(self, rows: list[Sequence]) -> Iterator[SequenceScore]:
-        """Yield a score per sequence, shortest first to minimize padding."""
-        order = sorted(range(len(rows)), key=lambda number: len(rows[number].ids))
+    def __call__(self, rows: list[np.ndarray]) -> Iterator[SequenceScore]:
+        """Yield a score per sequence of token ids, shortest first to minimize padding; a collective call."""
+        order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
         for start in range(0, len(order), self.batch):
             numbers = order[start : start + self.batch]
-            yield from self._score_batch(numbers, [rows[number].ids for number in numbers])
+            yield from self._score_batch(numbers, [rows[number] for number in numbers])
 
     def _score_batch(self, numbers: list[int], sequences: list[np.ndarray]) -> Iterator[SequenceScore]:
         shape = _round_up(self.batch, self.sharder.num_shards("act_batch")), self._padded_length(len(sequences[-1]))
@@ -234,7 +234,7 @@ class SequenceScorer:
         logprobs, logits = self._program(self.weights, tokens, segments)
         logprobs = np.asarray(logprobs)
         for row, (number, ids) in enumerate(zip(numbers, sequences, strict=True)):
-            row_logits = None if logits is None else np.asarray(logits[row, : len(ids)])
+            row_logits = None if logits is None else np.asarray(self._take_row(logits, row))[: len(ids)]
             yield SequenceScore(number, logprobs[row, : len(ids) - 1], row_logits)
 
     def _padded_length(self, longest: int) -> int:
@@ -244,7 +244,10 @@ class SequenceScorer:
 
     @cached_property
     def _program(self) -> Any:
-        """Map weights, tokens [B, S] and segments [B, S] to next-token log-probabilities [B, S] and logits or None."""
+        """Map weights, tokens [B, S] and segments [B, S] to next-token log-probabilities [B, S] and logits or None.
+
+        Log-probabilities are replicated, so that every process can read them; logits are sharded.
+        """
         model, sharder = self.model, self.sharder
 
         def score(weights: Any, tokens: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -259,7 +262,13 @@ class SequenceScorer:
             head = model.lm_head(weights, sharder)
             return token_logprobs(head, hidden, targets, chunk=chunk, place=ctx.place), None
 
-        return jax.jit(score)
+        logits_sharding = sharder.sharding(("act_batch", "act_length", "act_vocab")) if self.with_logits else None
+        return jax.jit(score, out_shardings=(sharder.sharding(()), logits_sharding))
+
+    @cached_property
+    def _take_row(self) -> Any:
+        """Map logits [B, S, V] and a row number to the logits of that row, replicated."""
+        return jax.jit(lambda logits, row: logits[row], out_shardings=self.sharder.sharding(()))
 
 
 def without_capacity_limit(model: config.Model) -> config.Model:

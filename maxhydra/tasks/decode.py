@@ -12,6 +12,7 @@ from maxhydra.decode.offline import BatchFailedError, OfflineBatch, check_distin
 from maxhydra.decode.offline_files import OutputFile, check_records, read_records
 from maxhydra.decode.open import open_engine, open_prompts
 from maxhydra.decode.sampling_params import PromptClient, PromptEncoder, is_chat
+from maxhydra.runtime.channel import broadcast, is_main
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = True
@@ -21,16 +22,29 @@ KEEPS_RUN = False
 def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, DecodeTask)
-    if task.prompt is None and task.input is None and not sys.stdin.isatty():
+    if is_main() and task.prompt is None and task.input is None and not sys.stdin.isatty():
         reason = "is required, or task.input, since stdin is not a terminal"
         hint = "without either, task=decode is a chat, which needs a terminal"
         raise ConfigError(Problem("task.prompt", reason, value=None, hint=hint))
-    prompts = open_prompts(config, processes=job.machine.process_count)
+    prompts = open_prompts(config)
     # Raises early if a chat template is required and missing.
     is_chat(task, prompts)
+    outcome = _complete(config, task, prompts) if is_main() else _follow(config, task, prompts)
+    return Outcome(*broadcast([outcome.status, outcome.reason]))
+
+
+def _follow(config: Config, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
+    """Decode the prompts that process 0 reads, if there are any."""
+    if broadcast():
+        open_engine(config, task.engine, prompts).follow()
+    return Outcome("finished", "completed")
+
+
+def _complete(config: Config, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
     try:
         if task.input is not None:
             return _decode_file(config, task, prompts)
+        broadcast(True)
         with _open_client(config, task, prompts) as client:
             if task.prompt is not None:
                 complete(client, task.prompt, write_and_flush)
@@ -49,7 +63,7 @@ def _decode_file(config: Config, task: DecodeTask, prompts: PromptEncoder) -> Ou
     records = check_records(source, task.sampling)
     with OutputFile(target, settings=settings_fingerprint(config)) as output:
         before, total = output.count, records * task.samples
-        if output.count_missing(read_records(source, task.sampling), task.samples):
+        if broadcast(output.count_missing(read_records(source, task.sampling), task.samples) > 0):
             with _open_client(config, task, prompts) as client:
                 OfflineBatch(client, output, records=records).run()
         if output.num_rejected:

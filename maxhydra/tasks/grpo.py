@@ -10,7 +10,7 @@ from maxhydra.rl.evaluate import held_out_pass_rate
 from maxhydra.rl.loss import group_loss
 from maxhydra.rl.reward_pool import RewardPool
 from maxhydra.rl.rollout import PolicyEngine, RolloutWorker
-from maxhydra.rl.setup import check, plan_prompts, rollout_sharder, with_reference
+from maxhydra.rl.setup import check, plan_prompts, prompt_loader, rollout_sharder, with_reference
 from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import Scorer, TrainingSetup, plan_batches, plan_states, train
@@ -38,7 +38,7 @@ def run(job: Job) -> Outcome:
             states=states,
             loss=group_loss(scorer, task),
             spec=spec,
-            batches=RolloutBatches(worker, data.host_loader(config.data, prompt_spec), spec, logprob_fn),
+            batches=RolloutBatches(worker, prompt_loader(config, prompt_spec), spec, logprob_fn),
             evaluate=held_out_pass_rate(
                 worker,
                 lambda: data.held_out(config.data, prompt_spec, data.local_rows),

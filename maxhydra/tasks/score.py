@@ -6,13 +6,17 @@ from pathlib import Path
 
 import numpy as np
 
+from maxhydra.config import Config
+from maxhydra.config.schema.run import Progress
 from maxhydra.config.schema.tasks.inference import ScoreTask
 from maxhydra.convert.load import load_weights
 from maxhydra.decode.open import check_weights_source, weight_quantization
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.model import build
+from maxhydra.runtime.channel import broadcast, is_main
 from maxhydra.runtime.progress import open_item_progress
 from maxhydra.score.scorer import (
+    Sequences,
     SequenceScore,
     SequenceScorer,
     check_writable,
@@ -30,7 +34,28 @@ NEEDS_DEVICES, KEEPS_RUN = True, False
 def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, ScoreTask)
-    check_weights_source(config, processes=job.machine.process_count)
+    check_weights_source(config)
+    output = Path(task.output).expanduser()
+    sequences = _read_input(config, task, output) if is_main() else Sequences([], 0)
+    ids = broadcast([row.ids for row in sequences.rows])
+    scorer = _open_scorer(job, task)
+    scores: list[SequenceScore] = []
+    tokens = 0
+    mode = config.train.progress if is_main() else Progress.none
+    with open_item_progress(mode, total=len(ids), start=0, verb="scored") as progress:
+        for score in scorer(ids):
+            scores.append(score)
+            tokens += len(ids[score.number])
+            progress.update(len(scores), tokens)
+    overall = perplexity(np.concatenate([score.logprobs for score in scores]))
+    if is_main():
+        write_results(output, sequences, scores)
+        print(f"perplexity {overall:.4f} over {len(scores)} sequences, {tokens} tokens: {task.output}", file=sys.stderr)
+    return Outcome("finished", "scored", {"perplexity": overall})
+
+
+def _read_input(config: Config, task: ScoreTask, output: Path) -> Sequences:
+    """The sequences of task.input; ConfigError if one is invalid, or the output cannot be written."""
     # Opened on first use: token ids need no tokenizer.
     prompts = cache(lambda: PromptEncoder(config.data, vocab_size=config.model.vocab_size))
     sequences = read_sequences(
@@ -39,20 +64,8 @@ def run(job: Job) -> Outcome:
         vocab_size=config.model.vocab_size,
         max_length=config.model.context_length,
     )
-    output = Path(task.output).expanduser()
     check_writable(output)
-    scorer = _open_scorer(job, task)
-    scores: list[SequenceScore] = []
-    tokens = 0
-    with open_item_progress(config.train.progress, total=len(sequences.rows), start=0, verb="scored") as progress:
-        for score in scorer(sequences.rows):
-            scores.append(score)
-            tokens += len(sequences.rows[score.number].ids)
-            progress.update(len(scores), tokens)
-    write_results(output, sequences, scores)
-    overall = perplexity(np.concatenate([score.logprobs for score in scores]))
-    print(f"perplexity {overall:.4f} over {len(scores)} sequences, {tokens} tokens: {task.output}", file=sys.stderr)
-    return Outcome("finished", "scored", {"perplexity": overall})
+    return sequences
 
 
 def _open_scorer(job: Job, task: ScoreTask) -> SequenceScorer:

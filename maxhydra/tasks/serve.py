@@ -8,11 +8,15 @@ import os
 import signal
 import socket
 
-from maxhydra.config import ConfigError, Problem
+from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.hardware import Platform
 from maxhydra.config.schema.tasks.inference import ServeTask
 from maxhydra.decode.open import open_engine, open_prompts
 from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, allow_connections, listen, serve
+from maxhydra.decode.sampling_params import PromptEncoder
+from maxhydra.runtime import signals
+from maxhydra.runtime.channel import is_main
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = True
@@ -23,7 +27,11 @@ log = logging.getLogger("maxhydra")
 def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, ServeTask)
-    prompts = open_prompts(config, processes=job.machine.process_count)
+    prompts = open_prompts(config)
+    warms_up = job.machine.hardware.platform is not Platform.cpu if task.engine.warm_up is None else task.engine.warm_up
+    engine_config = dataclasses.replace(task.engine, warm_up=warms_up)
+    if not is_main():
+        return _follow(config, engine_config, prompts)
     key = _read_api_key(task)
     allow_connections(task.max_connections)
     # Bind the port before loading the weights, which may take minutes.
@@ -31,8 +39,7 @@ def run(job: Job) -> Outcome:
     is_local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
     if not is_local and key is None:
         log.warning("anyone who can reach %s can use this server: set task.api_key_env to require a key", task.host)
-    warms_up = job.machine.hardware.platform is not Platform.cpu if task.engine.warm_up is None else task.engine.warm_up
-    engine = open_engine(config, dataclasses.replace(task.engine, warm_up=warms_up), prompts)
+    engine = open_engine(config, engine_config, prompts)
     name = task.model_name or job.choices.get("model", "model")
     context = task.engine.max_context or config.model.context_length
     service = Service(
@@ -56,6 +63,18 @@ def run(job: Job) -> Outcome:
         service.close()
         engine.close()
     return Outcome("finished", "stopped by a signal")
+
+
+def _follow(config: Config, engine: EngineConfig, prompts: PromptEncoder) -> Outcome:
+    """Decode the requests of the server, which runs in process 0, until it has finished the last one.
+
+    A launcher sends SIGTERM to all processes: this one waits for process 0, unless it gets a second signal.
+    """
+    with signals.Deferral() as deferral:
+        deferral.start()
+        open_engine(config, engine, prompts).follow()
+        signals.dismiss()
+    return Outcome("finished", "stopped by process 0")
 
 
 async def _serve_until_signal(listener: socket.socket, service: Service, limits: Limits, name: str) -> None:

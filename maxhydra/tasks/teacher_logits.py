@@ -3,9 +3,10 @@
 Read the result with data=grain data.path=FOLDER data.record_type=teacher.
 """
 
+from contextlib import closing
 from pathlib import Path
 
-from maxhydra.config import ConfigError, Problem
+from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.tasks.preparation import TeacherLogitsTask
 from maxhydra.convert.load import load_weights
 from maxhydra.data.rows import Document
@@ -14,6 +15,7 @@ from maxhydra.decode.open import check_same_model
 from maxhydra.distill.teacher import TopLogits
 from maxhydra.model import build
 from maxhydra.model.stored_params import fingerprint
+from maxhydra.runtime.channel import is_main
 from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, Outcome
 from maxhydra.tasks.tokenize import Display
@@ -26,6 +28,16 @@ def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, TeacherLogitsTask)
     top_logits = _open_teacher(job, task)
+    # A device computation, which all processes take part in.
+    digest = fingerprint(top_logits.weights)
+    if not is_main():
+        top_logits.follow()
+        return Outcome("finished", "written by process 0")
+    with closing(top_logits):
+        return _write(config, task, top_logits, digest)
+
+
+def _write(config: Config, task: TeacherLogitsTask, top_logits: TopLogits, digest: str) -> Outcome:
     folder = Path(task.output).expanduser().absolute()
     counts = [0] * (COUNTERS_PER_SHARD * task.shards)
 
@@ -38,7 +50,7 @@ def run(job: Job) -> Outcome:
         "task.k": task.k,
         "train.seq_len": config.train.seq_len,
         "data.packing": str(config.data.packing),
-        "the teacher's weights": fingerprint(top_logits.weights),
+        "the teacher's weights": digest,
     }
     with open_index(folder, config.data, shards, task.shards, depends) as index:
         with Display(shards.records, index.totals) as display:
@@ -64,9 +76,6 @@ def _open_teacher(job: Job, task: TeacherLogitsTask) -> TopLogits:
     if task.k > config.model.vocab_size:
         reason = f"exceeds model.vocab_size={config.model.vocab_size}"
         problems.append(Problem("task.k", reason, value=task.k))
-    if job.machine.process_count > 1:
-        reason = "supports only one process, with any number of devices"
-        problems.append(Problem("task.name", reason, value=task.name))
     if location is None or problems:
         raise ConfigError(problems)
     check_same_model(config, location)

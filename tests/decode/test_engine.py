@@ -23,6 +23,7 @@ from maxhydra.decode.request import Completion, Request, RequestRejectedError
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh
+from tests.support.polling import wait_for
 
 CONTEXT, EOS = 96, ByteTokenizer.eos
 GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
@@ -430,9 +431,8 @@ def test_finished_requests_leave_no_state():
         for count in (10, 30):
             handles = [engine.submit(make_request("abcd", max_tokens=3, ignore_eos=True)) for _ in range(count)]
             assert all(handle.result().finish == "length" for handle in handles)
-        with engine._changed:
-            engine._changed.wait_for(lambda: engine._scheduler.is_idle and not engine._pending, timeout=10)
-            sizes.append(count_items(engine, set()))
+        wait_for(lambda: engine._scheduler.is_idle and not engine._pending)
+        sizes.append(count_items(engine, set()))
     engine.close()
     assert sizes[0] == sizes[1]
 

@@ -100,9 +100,11 @@ def run(
         return subprocess.CompletedProcess(command(*overrides), code, out.read(), errors.read())
 
 
-def run_ok(*overrides: str, cwd: Path, devices: int = 1, **extra: str) -> subprocess.CompletedProcess[str]:
+def run_ok(
+    *overrides: str, cwd: Path, devices: int = 1, timeout: float = 240, **extra: str
+) -> subprocess.CompletedProcess[str]:
     """Run a command that must succeed; its output is shown if it fails."""
-    done = run(*overrides, cwd=cwd, devices=devices, **extra)
+    done = run(*overrides, cwd=cwd, devices=devices, timeout=timeout, **extra)
     assert done.returncode == 0, f"{overrides}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -121,7 +123,7 @@ def start_processes(count: int, *arguments: str, cwd: Path, module: str = "maxhy
 
 
 def run_processes(
-    count: int, *arguments: str, cwd: Path, devices: int = 1, **extra: str
+    count: int, *arguments: str, cwd: Path, devices: int = 1, timeout: float = 240, **extra: str
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run a command in `count` processes that form a cluster through JAX variables, each with its own devices."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -130,7 +132,7 @@ def run_processes(
     def run_process(index: int) -> subprocess.CompletedProcess[str]:
         values = (address, str(count), str(index))
         cluster = dict(zip(CLUSTER_VARIABLES, values, strict=True)) if count > 1 else {}
-        return run_ok(*arguments, cwd=cwd, devices=devices, **cluster, **extra)
+        return run_ok(*arguments, cwd=cwd, devices=devices, timeout=timeout, **cluster, **extra)
 
     fork_server.server_address(compile_cache.PREFIX)  # Started once, before the threads.
     with ThreadPoolExecutor(count) as pool:

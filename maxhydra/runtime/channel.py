@@ -1,0 +1,159 @@
+"""Values from process 0 to all others: what only it knows, such as requests, files that it reads, and rewards.
+
+Process 0 is the front end of a task that has clients or files: it reads the inputs, schedules the devices of all
+processes, and writes the outputs. Values travel over TCP instead of a collective operation of jax, because that
+is a device program: sent by one thread while another one dispatches the model's programs, it would be dispatched in a
+different order in each process, and the processes would wait for each other forever.
+
+With a single process, all functions return their argument.
+"""
+
+import base64
+import contextlib
+import functools
+import itertools
+import json
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed
+
+# Processes reach a channel at different times, after loading weights; if one dies, peers.py ends the others.
+WAIT_MS = 24 * 3600 * 1000
+HEADER = struct.Struct("!Q")
+TOKEN_BYTES = 16
+
+_numbers = itertools.count()
+
+
+class ChannelClosedError(RuntimeError):
+    """Process 0 has closed the channel, or has ended."""
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def is_main() -> bool:
+    """Whether this process is process 0, which reads inputs, decides and writes outputs for all."""
+    return jax.process_index() == 0
+
+
+def broadcast(
+    value: Any = None, *, encode: Callable[[Any], Any] = _identity, decode: Callable[[Any], Any] = _identity
+) -> Any:
+    """The value of process 0, in every process. A collective call.
+
+    Values are JSON and NumPy arrays, and tuples arrive as lists; `encode` and `decode` convert others.
+    """
+    channel = _default_channel()
+    if not channel.is_shared:
+        return value
+    if not is_main():
+        return decode(channel.share())
+    channel.share(encode(value))
+    return value
+
+
+@functools.cache
+def _default_channel() -> "Channel":
+    return Channel()
+
+
+class Channel:
+    """An ordered stream of values from process 0. All processes open their channels in the same order."""
+
+    def __init__(self) -> None:
+        self._links: list[socket.socket] = []
+        """In process 0 a connection to every other process, otherwise one to process 0."""
+        if jax.process_count() == 1:
+            return
+        state: Any = distributed.global_state
+        key = f"maxhydra/channel/{next(_numbers)}"
+        host = state.coordinator_address.rpartition(":")[0].strip("[]")
+        if is_main():
+            self._links = _accept(host, key, state)
+        else:
+            port, token = json.loads(state.client.blocking_key_value_get(key, WAIT_MS))
+            link = socket.create_connection((host, port))
+            link.sendall(bytes.fromhex(token))
+            self._links = [link]
+        for link in self._links:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are other processes."""
+        return bool(self._links)
+
+    def share(self, value: Any = None) -> Any:
+        """The value of process 0, which sends it to the others; they wait for it, and their argument is ignored."""
+        if not self._links:
+            return value
+        if is_main():
+            content = json.dumps(value, default=_array_to_json, separators=(",", ":")).encode()
+            for link in self._links:
+                # A process that is gone is noticed and named by peers.py.
+                with contextlib.suppress(OSError):
+                    link.sendall(HEADER.pack(len(content)) + content)
+            return value
+        [size] = HEADER.unpack(_receive(self._links[0], HEADER.size))
+        return json.loads(_receive(self._links[0], size), object_hook=_array_from_json)
+
+    def close(self) -> None:
+        """Close the connections; a process that waits for a value gets ChannelClosedError."""
+        for link in self._links:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+            link.close()
+
+
+def _accept(host: str, key: str, state: Any) -> list[socket.socket]:
+    """Connections of all other processes, which find address and token in jax's key-value store."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    is_local = host in ("127.0.0.1", "localhost", "::1")
+    token, others = secrets.token_bytes(TOKEN_BYTES), state.num_processes - 1
+    links: list[socket.socket] = []
+    with socket.create_server((host if is_local else "", 0), family=family, backlog=others) as server:
+        state.client.key_value_set(key, json.dumps([server.getsockname()[1], token.hex()]))
+        while len(links) < others:
+            link, _ = server.accept()
+            with contextlib.suppress(OSError, ChannelClosedError):
+                link.settimeout(10)
+                if secrets.compare_digest(_receive(link, TOKEN_BYTES), token):
+                    link.settimeout(None)
+                    links.append(link)
+                    continue
+            link.close()
+    return links
+
+
+def _receive(link: socket.socket, size: int) -> bytes:
+    content = bytearray(size)
+    view, filled = memoryview(content), 0
+    while filled < size:
+        try:
+            count = link.recv_into(view[filled:])
+        except OSError:
+            count = 0
+        if not count:
+            raise ChannelClosedError("process 0 has ended")
+        filled += count
+    return bytes(content)
+
+
+def _array_to_json(value: Any) -> Any:
+    if not isinstance(value, np.ndarray) or value.dtype.hasobject:
+        raise TypeError(f"{type(value).__name__} cannot be sent to another process")
+    return {"array": base64.b64encode(value.tobytes()).decode(), "dtype": value.dtype.str, "shape": value.shape}
+
+
+def _array_from_json(value: dict[str, Any]) -> Any:
+    if value.keys() != {"array", "dtype", "shape"}:
+        return value
+    return np.frombuffer(base64.b64decode(value["array"]), value["dtype"]).reshape(value["shape"])

@@ -1,0 +1,191 @@
+"""Inference tasks and task=grpo in several processes, on a mesh that spans them, against one process.
+
+Commands of a test run one after the other in the same processes, which saves most of their time.
+"""
+
+import json
+import re
+import signal
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from array_record.python.array_record_module import ArrayRecordReader
+
+from maxhydra.config import ConfigError
+from maxhydra.config.compose.composer import compose
+from maxhydra.data.formats.payload import decode_arrays
+from maxhydra.model import build
+from maxhydra.rl.setup import check
+from maxhydra.runtime.peers import EXIT_LOST
+from tests.support.cli import ROOT, SMALL, run_processes, start_processes
+from tests.support.polling import wait_for
+
+MODEL = [*SMALL, "model.num_heads=4", "model.num_kv_heads=4", "train.per_device_batch_size=2"]
+LOAD = "checkpoint.load_parameters=weights"
+ENGINE = ["task.engine.max_batch=2", "task.engine.cache_tokens=256", "task.engine.page_size=32"]
+NAMES = ("one", "two")
+MESH = ["mesh.fsdp=2"]
+SAMPLING = ["task.sampling.ignore_eos=true", "task.sampling.temperature=1"]
+
+
+def score(output: str) -> list[str]:
+    return ["task=score", *MODEL, LOAD, "task.input=ids.jsonl", f"task.output={output}", "task.batch=4"]
+
+
+def decode(output: str) -> list[str]:
+    files = ["task.input=prompts.jsonl", f"task.output={output}", "task.samples=2"]
+    return ["task=decode", *MODEL, LOAD, *ENGINE, *files, "task.sampling.max_tokens=5", *SAMPLING]
+
+
+def teacher_logits(output: str) -> list[str]:
+    data = ["data=grain", "data.path=text.jsonl", "data.eval_fraction=0.1"]
+    return ["task=teacher_logits", *MODEL, LOAD, *data, "task.k=4", "task.shards=2", f"task.output={output}"]
+
+
+def grpo(name: str) -> list[str]:
+    prompts = ["data=arithmetic", "data.record_type=prompts", "train.seq_len=20", "train.per_device_batch_size=4"]
+    reward = ["reward=function", "reward.terms.own.function=reward_functions:vowels", "reward.workers=1"]
+    updates = ["train.steps=3", "task.iterations=2", "checkpoint.every=2", "train.eval_every=2"]
+    # As many completions as in a batch, so that the same programs sample them.
+    updates += ["train.eval_batches=1", "task.evaluation.samples=4", "task.evaluation.temperature=1"]
+    task = ["task=grpo", "task.max_tokens=4", "task.group_size=4", "task.rounds=2", f"run.name={name}"]
+    return [*task, *MODEL, *ENGINE, *prompts, *reward, *updates, "task.engine.max_batch=8"]
+
+
+def run_commands(*commands: list[str]) -> None:
+    """Program of each process."""
+    from maxhydra import tasks
+
+    for overrides in commands:
+        resolved = compose(overrides)
+        result = tasks.run(resolved.config, choices=resolved.choices, overrides=overrides, path=None)
+        assert result.status == "finished", result.reason
+
+
+def run(processes: int, *commands: list[str], cwd: Path, devices: int) -> None:
+    paths = f"{ROOT}:{ROOT / 'tests/support'}"
+    settings = {"module": "tests.tasks.test_processes", "PYTHONPATH": paths}
+    run_processes(processes, json.dumps(commands), cwd=cwd, devices=devices, timeout=600, **settings)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Inputs of all tasks, random weights, and the results of one process and of two."""
+    folder = tmp_path_factory.mktemp("inputs")
+    model = build(compose(MODEL).config.model)
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(folder / "weights" / "params", jax.jit(model.init)(jax.random.key(7)))
+    numbers = np.random.default_rng(0)
+    ids = [{"ids": numbers.integers(0, 256, length).tolist(), "name": length} for length in (9, 1, 15, 5, 12)]
+    write_lines(folder / "ids.jsonl", ids)
+    text = (ROOT / "maxhydra/data/text/shakespeare.txt").read_text().splitlines()[300:380]
+    # Of similar length, since every bucket is compiled.
+    prompts = [{"prompt": line[: 9 + number], "sampling": {"seed": number}} for number, line in enumerate(text[1:4])]
+    write_lines(folder / "prompts.jsonl", prompts)
+    write_lines(folder / "text.jsonl", [{"text": line} for line in text])
+    for processes, name in enumerate(NAMES, start=1):
+        commands = [score(f"{name}.scores.jsonl"), decode(f"{name}.texts.jsonl"), teacher_logits(name), grpo(name)]
+        run(processes, *[[*command, *MESH] for command in commands], cwd=folder, devices=2 // processes)
+    return folder
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return sorted(map(json.loads, path.read_text().splitlines()), key=lambda row: (row["index"], row.get("sample")))
+
+
+def documents(folder: Path) -> list[dict[str, np.ndarray]]:
+    readers = [ArrayRecordReader(str(path)) for path in sorted(folder.glob("*.array_record"))]
+    return [decode_arrays(content) for reader in readers for content in reader.read_all()]
+
+
+def metrics(folder: Path, name: str) -> list[float]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row[name] for row in rows if name in row]
+
+
+def compare_scores(one: Path, other: Path) -> None:
+    for expected, found in zip(lines(one), lines(other), strict=True):
+        np.testing.assert_allclose(found.pop("logprobs"), expected.pop("logprobs"), atol=1e-5)
+        np.testing.assert_allclose(found.pop("perplexity") or 0, expected.pop("perplexity") or 0, rtol=1e-5)
+        assert found == expected
+
+
+def completions(path: Path) -> list[tuple[int, int, str]]:
+    return [(row["index"], row["sample"], row["text"]) for row in lines(path)]
+
+
+@pytest.mark.slow
+def test_scores_of_two_and_four_processes_are_those_of_one(folder: Path) -> None:
+    compare_scores(folder / "one.scores.jsonl", folder / "two.scores.jsonl")
+    run(4, [*score("four.scores.jsonl"), *MESH, "mesh.tensor=2"], cwd=folder, devices=1)
+    compare_scores(folder / "one.scores.jsonl", folder / "four.scores.jsonl")
+
+
+@pytest.mark.slow
+def test_completions_of_two_processes_are_those_of_one_also_after_a_kill(folder: Path) -> None:
+    one, two = (completions(folder / f"{name}.texts.jsonl") for name in NAMES)
+    assert two == one and len({text for _, _, text in one}) == 6
+    output, command = folder / "killed.jsonl", [*decode("killed.jsonl"), *MESH]
+    processes = start_processes(2, *command, cwd=folder)
+    wait_for(lambda: output.exists() and output.stat().st_size, seconds=240)
+    processes[1].kill()
+    assert processes[0].wait(60) == EXIT_LOST
+    assert 0 < len(lines(output)) < len(one), "killed too late"
+    run(2, command, cwd=folder, devices=1)
+    assert completions(output) == one
+
+
+@pytest.mark.slow
+def test_teacher_logits_of_two_processes_are_those_of_one(folder: Path) -> None:
+    one, two = (documents(folder / name) for name in NAMES)
+    for expected, found in zip(one, two, strict=True):
+        np.testing.assert_array_equal(found["tokens"], expected["tokens"])
+        np.testing.assert_allclose(found["teacher_logits"], expected["teacher_logits"], atol=2e-3)
+    assert len(one) > 50
+
+
+@pytest.mark.slow
+def test_grpo_in_two_processes_learns_as_in_one(folder: Path) -> None:
+    for key in ("reward/mean", "answers/tokens", "loss", "eval/reward"):
+        one, two = (metrics(folder / "outputs" / name, key) for name in NAMES)
+        np.testing.assert_allclose(two, one, atol=1e-5)
+    assert len(set(metrics(folder / "outputs" / "two", "loss"))) == 3
+
+
+@pytest.mark.slow
+def test_a_server_of_two_processes_completes_as_task_decode(folder: Path) -> None:
+    """Process 0 has the server; SIGTERM to both, as from a launcher, ends both after the last request."""
+    command = ["task=serve", *MODEL, LOAD, *ENGINE, *MESH, "task.port=0"]
+    processes = start_processes(2, *command, cwd=folder)
+    console = folder / "console.0"
+    wait_for(lambda: "serving" in console.read_text(), seconds=240)
+    prompt, sampling = json.loads((folder / "prompts.jsonl").read_text().splitlines()[0]).values()
+    body = {"prompt": prompt, "max_tokens": 5, "temperature": 1, "ignore_eos": True, **sampling}
+    url = re.findall(r"http://\S+", console.read_text())[0] + "/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=240) as reply:
+        text = json.load(reply)["choices"][0]["text"]
+    assert text == completions(folder / "two.texts.jsonl")[0][2]
+    for process in reversed(processes):
+        process.signal(signal.SIGTERM)
+    assert [process.wait(60) for process in processes] == [0, 0]
+
+
+def test_off_policy_rollouts_are_rejected() -> None:
+    config = compose([*grpo("it"), "task.off_policy_steps=1"]).config
+    with pytest.raises(ConfigError, match=r"task\.off_policy_steps.*several processes"):
+        check(config, config.task, processes=2)
+
+
+if __name__ == "__main__":
+    run_commands(*json.loads(sys.argv[1]))
