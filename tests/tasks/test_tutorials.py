@@ -16,13 +16,13 @@ from tests.support import compile_cache as compiling
 from tests.support import fork_server as warm
 from tests.support.cli import ROOT, environment
 
-# Sizes for commands that do not set them. An experiment has its own sequence length. There is no sample, which takes
-# longer to compile than the training step; tests/tasks/test_interrupt.py has one.
+# Sizes for commands that do not set them. An experiment has its own sequence length. The sample, which takes longer to
+# compile than the training step, is left out; tests/tasks/test_interrupt.py has one.
 SIZES = ["train.eval_batches=1", "train.sample.tokens=0", "train.per_device_batch_size=8", "model.scan_unroll=1"]
 SIZES_WITHOUT_EXPERIMENT = ["train.seq_len=32"]
 SIZES_OF_DECODE = ["task.sampling.max_tokens=8"]
 SIZES_OF_TOKENIZE = ["task.workers=1"]
-# Adds the sizes to a command line of overrides, and leaves subcommands as they are.
+# Adds the sizes to a command line of overrides, and not to one of a subcommand.
 SCRIPT = """#!/bin/sh
 case "$1" in -m|*=*) ;; *) exec {program} "$@" ;; esac
 sizes="{sizes}"
