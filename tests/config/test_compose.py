@@ -20,7 +20,7 @@ from maxhydra.config.serialize import from_yaml, to_yaml
 from tests.support.sampled_cases import sample_cases
 
 OPTIONS = [(group, path.stem) for group, paths in groups().items() for path in paths]
-# Models for which Hydra composes the whole run; the others differ only in sizes.
+# Models that are composed in every way; the others differ only in sizes.
 MODELS = sample_cases(list(model_options()), 12)
 
 
@@ -80,11 +80,30 @@ def test_every_option_composes(group: str, option: str, text: Path, composer: Co
     overrides = choose(group, option, text)
     composed = composer.check_overrides(overrides, with_hydra=False).composed()
     assert composed.choices[group] == option
-    if group == "model" and option in model_options():
+    if group == "model" and option in MODELS:
         assert composed.config.model == model_option(option), "the same without a run around it"
-    if group != "model" or option in MODELS:
+    if group not in INDEPENDENT and (group != "model" or option in MODELS):
         assert composed.config == composer.check_overrides(overrides).composed().config
         assert from_yaml(to_yaml(composed.config)) == composed.config
+
+
+# Groups whose options set different sections, so that Hydra can compose one option of each at a time.
+INDEPENDENT = (
+    *("mesh", "data", "optimizer", "optimizer/schedule", "quantization"),
+    *("hardware", "checkpoint", "tracker", "reward"),
+)
+OPTIONS_OF = {group: [path.stem for path in groups()[group]] for group in INDEPENDENT}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(max(map(len, OPTIONS_OF.values()))))
+def test_independent_options_compose_as_in_hydra(number: int, text: Path, composer: Composer) -> None:
+    chosen = {group: options[number % len(options)] for group, options in OPTIONS_OF.items()}
+    overrides = [override for group, option in chosen.items() for override in choose(group, option, text)]
+    composed = composer.check_overrides(overrides).composed()
+    assert composed.choices.items() >= chosen.items()
+    assert composed.config == composer.check_overrides(overrides, with_hydra=False).composed().config
+    assert from_yaml(to_yaml(composed.config)) == composed.config
 
 
 def test_every_option_has_a_description() -> None:

@@ -15,7 +15,7 @@ from maxhydra.launch.compose import compose_job
 from maxhydra.launch.job_spec import JobSpec, read_job_spec
 from maxhydra.launch.registry import launcher_from_json
 from maxhydra.launch.slurm.settings import SlurmSettings, render
-from tests.support.cli import SMALL, environment, facts
+from tests.support.cli import SMALL, environment, facts, run_ok
 
 
 def compose(sweep: SweepContext, trial: Trial) -> JobSpec:
@@ -117,13 +117,16 @@ def test_all_invalid_settings_are_reported_at_once() -> None:
 def test_a_worker_needs_no_hydra_and_resumes_its_run(tmp_path: Path) -> None:
     sweep = SweepContext(tmp_path / "sweep", (*SMALL, "checkpoint.every=2"), str(tmp_path))
     folder = sweep.path(Trial(0, "0_a", ()))
-    for steps in (3, 5):
-        compose(sweep, Trial(0, "0_a", (f"train.steps={steps}",))).write(folder)
-        script = "import sys; from maxhydra.cli.main import run; code = run(sys.argv[1:]); "
-        script += "sys.exit(code or ('hydra' in sys.modules and 99))"
-        command = [sys.executable, "-c", script, "job", f"{folder}/job.yaml", "--run-dir", str(folder)]
-        done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    arguments = ["job", f"{folder}/job.yaml", "--run-dir", str(folder)]
+    compose(sweep, Trial(0, "0_a", ("train.steps=3",))).write(folder)
+    run_ok(*arguments, cwd=tmp_path)
+    compose(sweep, Trial(0, "0_a", ("train.steps=5",))).write(folder)
+    # The fork server has imported Hydra.
+    script = "import sys; from maxhydra.cli.main import run; code = run(sys.argv[1:]); "
+    script += "sys.exit(code or ('hydra' in sys.modules and 99))"
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     run = facts(folder)
     assert [(session["start_step"], session["end_step"]) for session in run["sessions"]] == [(0, 3), (3, 5)]
     assert run["choices"]["model"] == "tiny" and "train.steps=5" in run["overrides"]

@@ -60,7 +60,8 @@ def environment(devices: int = 1, **extra: str) -> dict[str, str]:
     """A clean environment with `devices` simulated devices."""
     removed = ("XLA_", "JAX_", "SLURM_", "PYTHONDONTWRITEBYTECODE")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(removed)}
-    settings = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": compile_cache.xla_flags(devices)}
+    flags = f"{compile_cache.xla_flags(devices)} {compile_cache.SINGLE_THREAD}"
+    settings = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     return {**inherited, **compile_cache.cache_variables(), **settings, **extra}
 
 

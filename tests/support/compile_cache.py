@@ -16,6 +16,9 @@ FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split
 # XLA aborts on unknown flags; this one was removed in jax 0.11.
 FLAGS += ["--xla_cpu_use_fusion_emitters=false"] if version("jax").startswith("0.10.") else []
 
+# For commands, whose matmuls are so small that waking threads for them takes a tenth of their CPU time.
+SINGLE_THREAD = "--xla_cpu_multi_thread_eigen=false"
+
 # Cache folders older than this many seconds belong to sessions that were killed.
 PREFIX, MAX_AGE_SECONDS = "maxhydra-tests-", 6 * 3600
 

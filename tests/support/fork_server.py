@@ -1,7 +1,8 @@
 """A process that has imported everything a run needs, and forks itself for each command.
 
 Imports take half the time of a short run, and the tests run hundreds of commands. A fork is an ordinary process: it has
-the working directory, environment and streams of its client, can be killed, and exits normally.
+the working directory, environment and streams of its client, and can be killed. It joins its threads and runs its exit
+functions, but does not free its memory object by object, which would first copy the pages that it shares.
 
     python -m tests.support.fork_server NUMBER    serves a listening socket until its parent process ends
     python tests/support/fork_server.py SOCKET ARGUMENTS...    runs `maxhydra ARGUMENTS...`
@@ -22,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -207,10 +209,26 @@ def _prepare() -> None:
     compile_cache.reduce_gc()
 
 
+def _exit(code: int | str | None) -> None:
+    """Exit as the interpreter does with the code of a SystemExit, without freeing memory first."""
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else bool(code))
+
+
 if __name__ == "__main__":
     if len(sys.argv) == 2:
         _prepare()
-        _become(_serve(socket.socket(fileno=int(sys.argv[1]))))
+        try:
+            _become(_serve(socket.socket(fileno=int(sys.argv[1]))))
+        except SystemExit as error:
+            _exit(error.code)
+        _exit(None)
     else:
         command = Command(sys.argv[1], sys.argv[2:], folder=os.getcwd(), environment=os.environ)
         # Forward signals: a scheduler knows only this process.

@@ -27,7 +27,7 @@ from maxhydra.train.restore import initialize_or_resume
 from tests.support.cli import SMALL, facts, losses, parameter_hash, run_ok, start_silent
 
 STEPS = 24
-SFT = [*SMALL, "task=sft", "data=arithmetic", "model.emb_dim=64", "optimizer/schedule=constant"]
+SFT = [*SMALL, "task=sft", "data=arithmetic", "model.emb_dim=64", "optimizer/schedule=constant", "train.eval_batches=0"]
 ADAPTER = ["adapter.targets=[attention/,mlp/]", "adapter.dropout=0.1", "checkpoint.load_parameters=outputs/base"]
 LORA = [*SFT, "adapter=lora", *ADAPTER, f"train.steps={STEPS}", "checkpoint.every=4"]
 

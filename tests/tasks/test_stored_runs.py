@@ -190,9 +190,10 @@ def test_a_config_file_is_executed(name: str, stored: Path) -> None:
 def test_a_run_resumes_as_if_it_was_never_interrupted(run: str, whole: str, steps: int, own: Path) -> None:
     """With delayed scaling, also the largest values of the last steps are restored."""
     outputs = own / "outputs"
-    # The flags of this test suite compile other programs, whose losses differ in the last bits.
-    flags = " ".join(facts(outputs / whole)["xla_flags"])
-    run_ok("runs", "resume", run, f"train.steps={steps}", cwd=own, XLA_FLAGS=flags)
+    # The flags of this test suite compile other programs, in half the time, whose losses differ in the last bits.
+    is_same = is_same_machine(outputs / whole)
+    flags = {"XLA_FLAGS": " ".join(facts(outputs / whole)["xla_flags"])} if is_same else {}
+    run_ok("runs", "resume", run, f"train.steps={steps}", cwd=own, **flags)
     assert_continues(outputs / run, outputs / whole, steps)
     assert [session["start_step"] for session in facts(outputs / run)["sessions"]] == [0, 6 if run == "pretrain" else 3]
     assert [run["path"] for run in answer("runs", "list", f"step={steps}", cwd=own)].count(run) == 1
@@ -240,10 +241,9 @@ def test_a_mixture_gives_the_stored_scores(stored: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixture", "float8"])
-def test_a_new_run_starts_from_the_weights(name: str, stored: Path) -> None:
+def test_a_new_run_starts_from_the_weights(stored: Path) -> None:
     """The loss of its first step is not that of fresh weights."""
-    new = f"after_{name}"
+    name, new = "float8", "after_float8"
     changes = [f"checkpoint.load_parameters=outputs/{name}", "train.steps=1", f"run.name={new}", "checkpoint=none"]
     run_ok("runs", "rerun", name, "--anyway", *changes, cwd=stored)
     (loss,) = losses(stored / "outputs" / new).values()

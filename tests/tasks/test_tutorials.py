@@ -1,8 +1,13 @@
-"""Runs every command in the console blocks of docs/, page by page and in order, each page in a new folder."""
+"""Runs every command in the console blocks of docs/, page by page and in order, each page in a new folder.
+
+Commands train and decode with short sequences, small batches and short evaluations.
+"""
 
 import re
+import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,28 +16,83 @@ from tests.support import compile_cache as compiling
 from tests.support import fork_server as warm
 from tests.support.cli import ROOT, environment
 
+# Sizes for commands that do not set them. An experiment has its own sequence length. The sample, which takes longer to
+# compile than the training step, is left out; tests/tasks/test_interrupt.py has one.
+SIZES = ["train.eval_batches=1", "train.sample.tokens=0", "train.per_device_batch_size=8", "model.scan_unroll=1"]
+SIZES_WITHOUT_EXPERIMENT = ["train.seq_len=32"]
+SIZES_OF_DECODE = ["task.sampling.max_tokens=8"]
+SIZES_OF_TOKENIZE = ["task.workers=1"]
+# Adds the sizes to a command line of overrides, and not to one of a subcommand.
+SCRIPT = """#!/bin/sh
+case "$1" in -m|*=*) ;; *) exec {program} "$@" ;; esac
+sizes="{sizes}"
+case " $* " in *" experiment="*) ;; *) sizes="$sizes {without_experiment}" ;; esac
+case " $* " in *" task=decode "*) sizes="$sizes {decode}" ;; *" task=tokenize "*) sizes="$sizes {tokenize}" ;; esac
+for size in $sizes; do
+  case " $* " in *" ${{size%%=*}}="*) ;; *) set -- "$@" "$size" ;; esac
+done
+exec {program} "$@"
+"""
 BLOCK = re.compile(r"^```console(?: exit=(\d+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if BLOCK.search(page.read_text())]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
-    commands = [
+# Folders by the command that was run in them: several pages start with the same run.
+FOLDERS: dict[tuple[str, int], Path] = {}
+
+
+def commands_of(page: Path) -> list[tuple[str, int]]:
+    """The commands of a page with their exit codes."""
+    return [
         (line.removeprefix("$ "), int(code or 0))
         for code, block in BLOCK.findall(page.read_text())
         for line in block.splitlines()
         if line.startswith("$ ")
     ]
-    assert commands
-    binaries = tmp_path / ".bin"
-    binaries.mkdir()
-    warm.write_script(binaries / "maxhydra", compiling.PREFIX)
+
+
+# Number of pages that start with a command.
+NUM_PAGES = Counter(commands_of(page)[0] for page in PAGES)
+
+
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment whose `maxhydra` adds the sizes."""
+    binaries = tmp_path_factory.mktemp("binaries")
+    program = warm.write_script(binaries / "program", compiling.PREFIX)
+    script = binaries / "maxhydra"
+    sizes = {
+        "sizes": SIZES,
+        "without_experiment": SIZES_WITHOUT_EXPERIMENT,
+        "decode": SIZES_OF_DECODE,
+        "tokenize": SIZES_OF_TOKENIZE,
+    }
+    script.write_text(SCRIPT.format(program=program, **{name: " ".join(each) for name, each in sizes.items()}))
+    script.chmod(0o755)
     env = environment()
     env["PATH"] = f"{binaries}:{Path(sys.executable).parent}:{env['PATH']}"
     # The commands set the number of devices themselves.
-    env["XLA_FLAGS"] = compiling.xla_flags()
-    for command, code in commands:
-        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert done.returncode == code, f"$ {command}\n{done.stdout}\n{done.stderr}"
-        assert "Traceback" not in done.stderr
+    env["XLA_FLAGS"] = f"{compiling.xla_flags()} {compiling.SINGLE_THREAD}"
+    return env
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_command_of_the_page_runs(
+    page: Path, tmp_path: Path, variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    first, *others = commands_of(page)
+    if first in FOLDERS:
+        shutil.copytree(FOLDERS[first], tmp_path, dirs_exist_ok=True)
+    else:
+        run_command(*first, tmp_path, variables)
+        if NUM_PAGES[first] > 1:
+            FOLDERS[first] = shutil.copytree(tmp_path, tmp_path_factory.mktemp("first"), dirs_exist_ok=True)
+    for command, code in others:
+        run_command(command, code, tmp_path, variables)
+
+
+def run_command(command: str, code: int, folder: Path, variables: dict[str, str]) -> None:
+    done = subprocess.run(["bash", "-c", command], cwd=folder, env=variables, capture_output=True, text=True)
+    assert done.returncode == code, f"$ {command}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
