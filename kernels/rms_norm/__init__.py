@@ -106,7 +106,12 @@ def rms_norm(
     row = OPERATION.select(backend, call)
     run = with_sizes(row.run, sizes)
 
+    # The compiler would gather rows that are split over batch and tokens to merge them.
+    is_partitioned = row.splits is None and bool(call.splits)
+
     def on_device(x_BTD: jax.Array, scale_D: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if is_partitioned:
+            return run(x_BTD, scale_D, eps=eps, dtype=dtype)
         residual_MD, normed_MD = run(x_BTD.reshape(-1, D), scale_D, eps=eps, dtype=dtype)
         return residual_MD.reshape(x_BTD.shape), normed_MD.reshape(x_BTD.shape)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 
 def rms_norm(x_MD: jax.Array, scale_D: jax.Array, *, eps: float, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """`x_MD` may have several dimensions of rows."""
     return x_MD, (unit_rms(x_MD, eps) * scale_D.astype(jnp.float32)).astype(dtype)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.rms_norm import OPERATION, Call, UnsupportedError, rms_norm, triton
@@ -16,6 +16,7 @@ from tests.support.skips import import_optional
 torch = import_optional("torch", extra="parity")
 
 EPS = 1e-5
+DIMENSIONS = ("batch", "stream_length")
 TILES = triton.Tiles(triton.Tile(2, 4), triton.Tile(4, 4))
 
 
@@ -95,3 +96,18 @@ def test_the_kernel_over_a_mesh_equals_one_device(monkeypatch: pytest.MonkeyPatc
 
     for got, want in zip(value_and_grads(place), value_and_grads(Placement("cpu")), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-2)
+
+
+def test_xla_gathers_no_rows_that_are_split_over_batch_and_length() -> None:
+    mesh = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    place = Placement("cpu", mesh, batch="fsdp", stream_length="tensor")
+
+    def gradients(x: jax.Array, scale: jax.Array, d_stream: jax.Array, d_normed: jax.Array) -> tuple:
+        normed = partial(rms_norm, eps=EPS, dtype=jnp.float32, backend="xla", place=place)
+        return jax.vjp(normed, x, scale)[1]((d_stream, d_normed))
+
+    rows = jax.ShapeDtypeStruct((4, 8, 16), jnp.float32, sharding=NamedSharding(mesh, place.spec(*DIMENSIONS, None)))
+    scale = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    program = jax.jit(gradients).lower(rows, scale, rows, rows).compile()
+    assert "all-gather" not in str(program.as_text())
+    assert program.output_shardings[0].is_equivalent_to(rows.sharding, 3)
