@@ -59,6 +59,13 @@ def test_collectives_of_a_program_text() -> None:
     assert program.unknown_loops == 0
 
 
+@pytest.mark.parametrize(("pairs", "wire_bytes"), [("{0,0},{1,1}", 0), ("{0,0},{1,2},{2,1}", 8)])
+def test_a_permutation_of_every_device_to_itself_sends_nothing(pairs: str, wire_bytes: int) -> None:
+    line = f"  %moved = f32[2]{{0}} collective-permute(%p), source_target_pairs={{{pairs}}}"
+    text = f"ENTRY %main (p: f32[2]) -> f32[2] {{\n  %p = f32[2]{{0}} parameter(0)\n{line}\n}}\n"
+    assert [one.wire_bytes for one in hlo.collectives(hlo.parse_program(text))] == [wire_bytes]
+
+
 @pytest.mark.parametrize(
     "attributes, devices, axes",
     [
