@@ -27,6 +27,7 @@ from maxhydra.layers.expert_rows import (
     ExpertsSpec,
     RoutedTokens,
     RowOrder,
+    SharedExpert,
     Tokens,
     Weights,
     apply_experts,
@@ -54,6 +55,31 @@ class ExpertMesh:
     """Those of the holders over which the tokens are split too."""
     hidden: tuple[str, ...]
     """Mesh axes over which the hidden dimension of each expert is split."""
+    batch: Any
+    length: Any
+    """Entries of the PartitionSpec of tokens."""
+
+    @classmethod
+    def of(cls, spec: ExpertsSpec, ctx: Context) -> "ExpertMesh":
+        sharder = ctx.sharder
+        batch, length, hidden = sharder.spec(("act_batch", "act_length" if ctx.is_length_split else None, "act_mlp"))
+        holders = sharder.mesh_axes("experts")
+        hidden = tuple(axis for axis in axes_of(hidden) if axis not in holders)
+        exchanged = tuple(axis for axis in holders if axis in (*axes_of(batch), *axes_of(length)))
+        # With a cache a completion must not depend on the other sequences of its batch.
+        parallel = spec.parallel if ctx.cache is None else dataclasses.replace(spec.parallel, buffer=None, chunks=1)
+        spec = dataclasses.replace(spec, parallel=parallel)
+        return cls(spec, ctx.place, holders, exchanged, hidden, batch, length)
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether partial sums are scattered over the axes that split the residual stream: if it is these."""
+        return bool(self.summed) and axes_of(self.place.stream_length) == (*axes_of(self.length), *self.summed)
+
+    @property
+    def adds_shared(self) -> bool:
+        """Whether the shared expert is split like the others, so that one reduce-scatter serves both."""
+        return self.is_scattered and self.summed == self.hidden
 
     @property
     def replicated(self) -> tuple[str, ...]:
@@ -118,40 +144,50 @@ class ExpertMesh:
 
 
 def expert_parallel(
-    weights: Weights, routed: RoutedTokens, is_real_BT: jax.Array, spec: ExpertsSpec, ctx: Context
+    weights: Weights,
+    routed: RoutedTokens,
+    is_real_BT: jax.Array,
+    mesh: ExpertMesh,
+    ctx: Context,
+    *,
+    shared: SharedExpert | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """[B, T, D] weighted outputs, sharded as the residual stream, and [B, T, K], whether each was computed; None: all.
 
     Padding is not sent: it would fill the buffers, and its output is not used.
     """
-    sharder, place = ctx.sharder, ctx.place
-    batch, length, hidden = sharder.spec(("act_batch", "act_length" if ctx.is_length_split else None, "act_mlp"))
-    holders = sharder.mesh_axes("experts")
-    hidden = tuple(axis for axis in axes_of(hidden) if axis not in holders)
-    exchanged = tuple(axis for axis in holders if axis in (*axes_of(batch), *axes_of(length)))
-    # With a cache a completion must not depend on the other sequences of its batch.
-    parallel = spec.parallel if ctx.cache is None else dataclasses.replace(spec.parallel, buffer=None, chunks=1)
-    mesh = ExpertMesh(dataclasses.replace(spec, parallel=parallel), place, holders, exchanged, hidden)
-    # Partial sums are scattered over the axes that split the residual stream, if it is these.
-    is_scattered = bool(mesh.summed) and axes_of(place.stream_length) == (*axes_of(length), *mesh.summed)
+    spec, place = mesh.spec, mesh.place
 
-    def on_device(weights: Weights, routed: RoutedTokens, is_real_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def on_device(
+        weights: Weights, shared: SharedExpert | None, routed: RoutedTokens, is_real_BT: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         out_MD, is_sent_MK = _on_device(weights, routed.flat(), is_real_BT.reshape(-1, 1), mesh)
         out_BTD = out_MD.reshape(routed.x_BTD.shape)
-        if is_scattered:
+        if shared is not None:
+            out_BTD = out_BTD + shared(routed.x_BTD, spec)
+        if mesh.is_scattered:
             out_BTD = jax.lax.psum_scatter(out_BTD, mesh.summed, scatter_dimension=1, tiled=True)
         elif mesh.summed:
             out_BTD = _replicated_sum(out_BTD, mesh.summed)
         return out_BTD, is_sent_MK.reshape(routed.ids_BTK.shape)
 
-    along = PartitionSpec(batch, length)
+    in_specs, out_specs = _specs(mesh, shared)
+    out_BTD, is_sent_BTK = place.manual(on_device, in_specs, out_specs)(weights, shared, routed, is_real_BT)
+    out_BTD = (out_BTD if mesh.is_scattered else ctx.to_stream(out_BTD)).astype(jnp.float32)
+    return out_BTD, None if spec.parallel.buffer is None or not mesh.holders else is_sent_BTK
+
+
+def _specs(mesh: ExpertMesh, shared: SharedExpert | None) -> tuple[Any, Any]:
+    """Shardings of weights, shared expert, tokens and mask, and of the outputs."""
+    holders, hidden, along = mesh.holders, mesh.hidden, PartitionSpec(mesh.batch, mesh.length)
     into, out_of = PartitionSpec(holders, None, hidden), PartitionSpec(holders, hidden, None)
-    bias = PartitionSpec(holders, hidden) if spec.has_bias else None
-    in_specs: Any = (Weights._make([into, into, out_of, bias, bias]), along, along)
-    out_specs = (PartitionSpec(batch, place.stream_length if is_scattered else length), along)
-    out_BTD, is_sent_BTK = place.manual(on_device, in_specs, out_specs)(weights, routed, is_real_BT)
-    out_BTD = (out_BTD if is_scattered else ctx.to_stream(out_BTD)).astype(jnp.float32)
-    return out_BTD, None if parallel.buffer is None or not holders else is_sent_BTK
+    bias = PartitionSpec(holders, hidden) if mesh.spec.has_bias else None
+    of_shared = None
+    if shared is not None:
+        scale: Any = None if shared.scale_BT1 is None else along
+        of_shared = SharedExpert._make([PartitionSpec(None, hidden)] * 2 + [PartitionSpec(hidden), scale])
+    out = PartitionSpec(mesh.batch, mesh.place.stream_length if mesh.is_scattered else mesh.length)
+    return (Weights._make([into, into, out_of, bias, bias]), of_shared, along, along), (out, along)
 
 
 def _on_device(

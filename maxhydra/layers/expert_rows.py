@@ -108,6 +108,23 @@ class Weights(NamedTuple):
     up_EF: jax.Array | None
 
 
+class SharedExpert(NamedTuple):
+    """The expert that every token uses, whose partial sums are added to those of the others."""
+
+    gate_DF: jax.Array
+    up_DF: jax.Array
+    down_FD: jax.Array
+    scale_BT1: jax.Array | None
+    """Factor of the output."""
+
+    def __call__(self, x_BTD: jax.Array, spec: ExpertsSpec) -> jax.Array:
+        gate_BTF, up_BTF = (jnp.einsum("BTD,DF->BTF", x_BTD, kernel_DF) for kernel_DF in (self.gate_DF, self.up_DF))
+        hidden_BTF = gated(spec.activation, checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up"))
+        if self.scale_BT1 is not None:
+            hidden_BTF = (hidden_BTF * self.scale_BT1).astype(hidden_BTF.dtype)
+        return jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down_FD)
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["pairs_R", "rows_MK"], meta_fields=["is_complete"])
 @dataclasses.dataclass(frozen=True)
 class RowOrder:

@@ -17,8 +17,8 @@ from flax import nnx
 from maxhydra.config import ConfigError, Problem
 from maxhydra.kernels.grouped_matmul import few_rows
 from maxhydra.layers.context import Context
-from maxhydra.layers.expert_parallel import expert_parallel
-from maxhydra.layers.expert_rows import ExpertsSpec, RoutedTokens, Tokens, Weights, dropless
+from maxhydra.layers.expert_parallel import ExpertMesh, expert_parallel
+from maxhydra.layers.expert_rows import ExpertsSpec, RoutedTokens, SharedExpert, Tokens, Weights, dropless
 from maxhydra.layers.params import ParamBuilder
 from maxhydra.layers.quant.int4 import Int4
 from maxhydra.layers.quant.int8 import Int8
@@ -79,9 +79,15 @@ class Experts(nnx.Module):
         self.down = ExpertLinear("down", (F, D), ("mlp", "embed"), spec=spec, make=make)
 
     def __call__(
-        self, routed: RoutedTokens, ctx: Context, *, capacity: int | None, is_real_BT: jax.Array
+        self,
+        routed: RoutedTokens,
+        ctx: Context,
+        *,
+        capacity: int | None,
+        is_real_BT: jax.Array,
+        shared: SharedExpert | None = None,
     ) -> ExpertsOutput:
-        """`capacity`: slots of an expert per sequence, which padding does not use."""
+        """`capacity`: slots of an expert per sequence, which padding does not use. `shared`: only if `adds_shared`."""
         fits_BTK = None
         if capacity is not None:
             slots_BTK = _slots(routed.ids_BTK, is_real_BT, self.spec.experts)
@@ -94,7 +100,8 @@ class Experts(nnx.Module):
                 out_MD = dropless(self._weights(), routed.flat(), self.spec, ctx.place)
             out_BTD = out_MD.reshape(routed.x_BTD.shape)
         else:
-            out_BTD, fits_BTK = expert_parallel(self._weights(), routed, is_real_BT, self.spec, ctx)
+            mesh = ExpertMesh.of(self.spec, ctx)
+            out_BTD, fits_BTK = expert_parallel(self._weights(), routed, is_real_BT, mesh, ctx, shared=shared)
         dropped = None if fits_BTK is None else jnp.sum(is_real_BT[..., None] & ~fits_BTK, dtype=jnp.float32)
         if self.down.bias is None:
             return ExpertsOutput(out_BTD, dropped)
@@ -103,6 +110,10 @@ class Experts(nnx.Module):
         weights_BTE = jnp.sum(jnp.where(is_routed_BTKE, routed.weights_BTK[..., None], 0), axis=2)
         bias_ED = self.down.bias[...].astype(jnp.float32)
         return ExpertsOutput(out_BTD + jnp.einsum("BTE,ED->BTD", weights_BTE, bias_ED), dropped)
+
+    def adds_shared(self, ctx: Context, *, capacity: int | None) -> bool:
+        """Whether a shared expert can be computed with these, so that the sums of both are sent once."""
+        return capacity is None and bool(ctx.place.free_axes) and ExpertMesh.of(self.spec, ctx).adds_shared
 
     def _decode(self, tokens: Tokens, is_real_BT: jax.Array, ctx: Context) -> jax.Array | None:
         """[M, D] in float32, by kernels that read only the experts of real tokens; None if they do not apply."""

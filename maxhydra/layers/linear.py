@@ -185,6 +185,11 @@ class Linear(nnx.Module):
         return self.format is not None and self.format.kind in TRAINING_KINDS
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is a matmul with an unquantized kernel and nothing else."""
+        return isinstance(self.kernel, nnx.Param) and not any((self.format, self.lora, self.bias is not None))
+
+    @property
     def width(self) -> int:
         """Size of the first output dimension."""
         if isinstance(self.kernel, Nf4 | Int4):

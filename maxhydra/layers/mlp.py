@@ -81,6 +81,14 @@ class Mlp(nnx.Module):
         out_BTD = ctx.to_stream(out_BTD)
         return FeedForwardOutput(checkpoint_name(out_BTD, "mlp_out"), {})
 
+    @property
+    def plain_kernels(self) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+        """Kernels of gate, up and down in the compute dtype; None if anything but these is computed."""
+        if self.gate is None or not all(projection.is_plain for projection in (self.gate, self.up, self.down)):
+            return None
+        gate_DF, up_DF, down_FD = (linear.weight(linear.stored) for linear in (self.gate, self.up, self.down))
+        return gate_DF, up_DF, down_FD
+
     def _hidden(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         if self.gate is None:
             up_BTF = ctx.constrain(self.up(x_BTD, ctx), "act_batch", "act_length", "act_mlp")

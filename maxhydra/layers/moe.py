@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.rms_norm.reference import unit_rms
 from maxhydra.layers.context import Context
-from maxhydra.layers.expert_rows import ExpertsSpec, RoutedTokens
+from maxhydra.layers.expert_rows import ExpertsSpec, RoutedTokens, SharedExpert
 from maxhydra.layers.experts import Experts
 from maxhydra.layers.interfaces import AuxOutputs, FeedForwardOutput
 from maxhydra.layers.mlp import Mlp, MlpSpec
@@ -279,9 +279,10 @@ class Moe(nnx.Module):
         routing = self.router(x_BTD if router_input_BTD is None else router_input_BTD)
         routed = RoutedTokens(x_BTD, routing.ids_BTK, routing.weights_BTK)
         capacity = self.spec.capacity(x_BTD.shape[1]) if ctx.cache is None else None
-        out_BTD, dropped = self.experts(routed, ctx, capacity=capacity, is_real_BT=is_real_BT)
+        shared = self._shared_expert(x_BTD, ctx) if self.experts.adds_shared(ctx, capacity=capacity) else None
+        out_BTD, dropped = self.experts(routed, ctx, capacity=capacity, is_real_BT=is_real_BT, shared=shared)
         out_BTD = out_BTD.astype(self.spec.dtypes.compute)
-        if self.shared is not None:
+        if self.shared is not None and shared is None:
             out_BTD = out_BTD + self._shared(x_BTD, ctx)
         out_BTD = ctx.constrain_stream(out_BTD)
         load_E = expert_load(routing.ids_BTK, is_real_BT, self.spec.router.experts)
@@ -292,11 +293,19 @@ class Moe(nnx.Module):
 
     def _shared(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         assert self.shared is not None
-        out_BTD = self.shared(x_BTD, ctx).out_BTD
+        out_BTD, gate_BT1 = self.shared(x_BTD, ctx).out_BTD, self._gate(x_BTD, ctx)
+        return out_BTD if gate_BT1 is None else (gate_BT1 * out_BTD).astype(out_BTD.dtype)
+
+    def _shared_expert(self, x_BTD: jax.Array, ctx: Context) -> SharedExpert | None:
+        """The shared expert as the experts add it; None if there is none or it is more than three matmuls."""
+        kernels = None if self.shared is None else self.shared.plain_kernels
+        return None if kernels is None else SharedExpert(*kernels, self._gate(x_BTD, ctx))
+
+    def _gate(self, x_BTD: jax.Array, ctx: Context) -> jax.Array | None:
+        """Factor of the shared expert's output; None without one."""
         if self.shared_gate is None:
-            return out_BTD
-        gate_BT1 = jax.nn.sigmoid(self.shared_gate(x_BTD, ctx).astype(jnp.float32))
-        return (gate_BT1 * out_BTD).astype(out_BTD.dtype)
+            return None
+        return jax.nn.sigmoid(self.shared_gate(x_BTD, ctx).astype(jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)

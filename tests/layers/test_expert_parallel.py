@@ -15,6 +15,7 @@ from maxhydra.layers import Context
 from maxhydra.layers import expert_parallel as subject
 from maxhydra.layers.context import KernelChoice
 from maxhydra.layers.expert_rows import RoutedTokens, Weights
+from maxhydra.measure import hlo
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.sharding.mesh import AXIS_TYPES
 from maxhydra.train.loss import load_metrics
@@ -86,6 +87,15 @@ def test_outputs_and_gradients_equal_those_of_one_device(case, dispatch):
     mixture, sharder = Mixture(moe, dispatch=dispatch), sharder_of(axes, **rules)
     found = value_and_gradients(lambda w, x: mixture(w, x, sharder=sharder).out_BTD, *inputs(mixture))
     assert_same(found, one_device(case))
+
+
+def test_the_shared_expert_is_summed_with_the_others():
+    """One reduce-scatter of the output; what is all-reduced is smaller, for the load and the mask."""
+    mixture, sharder = Mixture(BIASED), sharder_of({"fsdp": 4, "tensor": 2})
+    run = jax.jit(lambda weights, x: mixture(weights, x, sharder=sharder).out_BTD)
+    moved = hlo.collectives(hlo.parse_program(run.lower(*inputs(mixture)).compile().as_text()))
+    large = [one.kind for one in moved if one.bytes >= BATCH * LENGTH * EMB and one.kind != "all-gather"]
+    assert large == ["reduce-scatter"]
 
 
 def accepted_rows(chosen, devices, capacity):
@@ -183,7 +193,8 @@ def local_equations(dispatch, *, devices, top_k=4, buffer=2.0, tokens=256):
 
     def summed(weights, x, shares):
         routed = RoutedTokens(x, jnp.zeros(pairs, int), shares)
-        return jnp.sum(subject.expert_parallel(weights, routed, positions == 0, spec, ctx)[0])
+        mesh = subject.ExpertMesh.of(spec, ctx)
+        return jnp.sum(subject.expert_parallel(weights, routed, positions == 0, mesh, ctx, shared=None)[0])
 
     shapes = [(E, D, F), (E, D, F), (E, F, D)]
     weights = Weights(*(jnp.zeros(shape, spec.compute) for shape in shapes), None, None)
