@@ -97,18 +97,18 @@ class Router(nnx.Module):
         self.correction = make.zeros((E,), (None,)) if spec.bias_rate is not None else None
 
     @jax.named_scope("router")
-    def __call__(self, x_BTD: jax.Array) -> Routing:
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> Routing:
         x_BTD, kernel_DE = self._normalize(x_BTD.astype(jnp.float32)), self.kernel[...].astype(jnp.float32)
         logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD, kernel_DE, precision=jax.lax.Precision.HIGHEST)
         if self.bias is not None:
             logits_BTE = logits_BTE + self.bias[...].astype(jnp.float32)
         if self.spec.scores is config.RouterScores.softmax_of_chosen:
-            ids_BTK = self._choose(logits_BTE)
+            ids_BTK = self._choose(logits_BTE, ctx)
             weights_BTK = jax.nn.softmax(jnp.take_along_axis(logits_BTE, ids_BTK, axis=-1))
             return Routing(ids_BTK, self._scale_weights(weights_BTK, ids_BTK), jax.nn.softmax(logits_BTE))
         is_sigmoid = self.spec.scores is config.RouterScores.sigmoid
         scores_BTE = jax.nn.sigmoid(logits_BTE) if is_sigmoid else jax.nn.softmax(logits_BTE)
-        ids_BTK = self._choose(scores_BTE)
+        ids_BTK = self._choose(scores_BTE, ctx)
         weights_BTK = jnp.take_along_axis(scores_BTE, ids_BTK, axis=-1)
         if self.spec.normalize:
             weights_BTK = _normalized(weights_BTK)
@@ -130,11 +130,19 @@ class Router(nnx.Module):
             return weights_BTK
         return weights_BTK * self.expert_scale[...].astype(jnp.float32)[ids_BTK]
 
-    def _choose(self, scores_BTE: jax.Array) -> jax.Array:
-        """[B, T, K] experts with the best biased scores, among those of the best groups."""
+    def _choose(self, scores_BTE: jax.Array, ctx: Context) -> jax.Array:
+        """[B, T, K] experts with the best biased scores, among those of the best groups.
+
+        Every device sorts the scores of its own tokens; the compiler would gather those of all devices.
+        """
         scores_BTE = jax.lax.stop_gradient(scores_BTE)
         if self.correction is not None:
             scores_BTE = scores_BTE + jax.lax.stop_gradient(self.correction[...]).astype(jnp.float32)
+        place = ctx.place.dividing(batch=scores_BTE.shape[0], length=scores_BTE.shape[1])
+        tokens = place.spec("batch", "length", None)
+        return place.manual(self._best_experts, (tokens,), tokens)(scores_BTE)
+
+    def _best_experts(self, scores_BTE: jax.Array) -> jax.Array:
         if self.spec.groups > 1:
             scores_BTE = self._limit_to_groups(scores_BTE)
         return _best(scores_BTE, self.spec.top_k)
@@ -276,7 +284,7 @@ class Moe(nnx.Module):
     ) -> FeedForwardOutput:
         """`router_input_BTD`: input of the router if it is not x."""
         is_real_BT = ctx.is_real_BT
-        routing = self.router(x_BTD if router_input_BTD is None else router_input_BTD)
+        routing = self.router(x_BTD if router_input_BTD is None else router_input_BTD, ctx)
         routed = RoutedTokens(x_BTD, routing.ids_BTK, routing.weights_BTK)
         capacity = self.spec.capacity(x_BTD.shape[1]) if ctx.cache is None else None
         shared = self._shared_expert(x_BTD, ctx) if self.experts.adds_shared(ctx, capacity=capacity) else None

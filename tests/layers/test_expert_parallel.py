@@ -13,6 +13,7 @@ from maxhydra.config.schema import model as config
 from maxhydra.config.schema.hardware import AXES, RULES, Mesh
 from maxhydra.layers import Context
 from maxhydra.layers import expert_parallel as subject
+from maxhydra.layers import moe as moe_layer
 from maxhydra.layers.context import KernelChoice
 from maxhydra.layers.expert_rows import RoutedTokens, Weights
 from maxhydra.measure import hlo
@@ -96,6 +97,15 @@ def test_the_shared_expert_is_summed_with_the_others():
     moved = hlo.collectives(hlo.parse_program(run.lower(*inputs(mixture)).compile().as_text()))
     large = [one.kind for one in moved if one.bytes >= BATCH * LENGTH * EMB and one.kind != "all-gather"]
     assert large == ["reduce-scatter"]
+
+
+def test_every_device_sorts_the_scores_of_its_own_tokens(monkeypatch):
+    monkeypatch.setattr(moe_layer, "MOST_PAIRS", 0)
+    mixture, sharder = Mixture(PLAIN), sharder_of({"fsdp": 8})
+    run = jax.jit(lambda weights, x: mixture(weights, x, sharder=sharder).out_BTD)
+    x = jax.device_put(mixture.inputs(BATCH, LENGTH), sharder.sharding(("act_batch", None, None)))
+    moved = hlo.collectives(hlo.parse_program(run.lower(mixture.weights, x).compile().as_text()))
+    assert [one for one in moved if one.kind != "all-reduce"] == []
 
 
 def accepted_rows(chosen, devices, capacity):
