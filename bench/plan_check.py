@@ -92,6 +92,9 @@ CASES = {
     f"{FULL}",
     "latent_sequence4": f"model=deepseek2-16b model.num_layers=3 {BASE} train.per_device_batch_size=0.25 "
     f"mesh.sequence=4 mesh.fsdp=2 {FULL}",
+    "latent_sequence8": "model=deepseek2-16b model.num_layers=3 model.context_length=131072 train.seq_len=131072 "
+    "train.per_device_batch_size=0.125 mesh.sequence=8",
+    "latent_tensor4": f"{DEFAULTS} model=deepseek2-16b model.num_layers=3 mesh.fsdp=2 mesh.tensor=4",
     "windows_sequence2": f"model=gemma3-4b model.num_layers=12 {BASE} train.per_device_batch_size=0.5 mesh.fsdp=4 "
     f"mesh.sequence=2 {FULL}",
     "experts_mixed": f"{QWEN} model.num_layers=4 mesh.data=2 mesh.fsdp=2 mesh.expert=2 {FULL}",

@@ -198,13 +198,15 @@ class Mla(nnx.Module):
 
     def _update_cache(self, x_BTD: jax.Array, ctx: Context) -> tuple[LatentCacheView, Any]:
         """The latents and keys to attend to, and the cache with those of this call."""
-        latent_BTR, key_BTP = jnp.split(self.latent(x_BTD, ctx), [self.spec.latent_dim], axis=-1)
+        # Every device computes the latents of all its tokens; the compiler would split and gather them over `tensor`.
+        both_BTR = ctx.constrain(self.latent(x_BTD, ctx), "act_batch", "act_length", None)
+        latent_BTR, key_BTP = jnp.split(both_BTR, [self.spec.latent_dim], axis=-1)
         latent_BTR = self.latent_norm(latent_BTR)
         key_BTP = self._rotate(key_BTP[:, :, None], ctx)[:, :, 0]
         index_BTI = None if self.indexer is None else self.indexer.keys(x_BTD, ctx)
         if ctx.cache is None:
             tokens = TokenInfo(ctx.segments, ctx.segments, None, None)
-            if self._strategy(ctx) != "ring":
+            if not self._has_split_keys(ctx):
                 latent_BTR, key_BTP, index_BTI = (_unsplit(x, ctx) for x in (latent_BTR, key_BTP, index_BTI))
             return LatentCacheView(latent_BTR, key_BTP, index_BTI, tokens), None
         keys_BTH = key_BTP if index_BTI is None else jnp.concatenate([key_BTP, index_BTI], axis=-1)
@@ -215,15 +217,25 @@ class Mla(nnx.Module):
         return LatentCacheView(cached.value_BSKH[:, :, 0], key_BSP, index_BSI, tokens), cache
 
     def _strategy(self, ctx: Context) -> str | None:
-        """Strategy for sequences that are sharded along their length; all but ring gather the latents, which are small.
-
-        None: they are not sharded.
-        """
+        """Strategy for sequences that are sharded along their length; None: they are not sharded."""
         if not ctx.is_length_split:
             return None
         has_selection = self.indexer is not None
         with kernel_errors_as_config_errors():
             return choose_strategy(ctx.place, self._request, num_heads=self.spec.num_heads, has_selection=has_selection)
+
+    def _has_split_keys(self, ctx: Context) -> bool:
+        """Whether keys and values stay split along the sequence until attention; otherwise the latents are gathered.
+
+        By ulysses, if that sends less. Latents are gathered for the keys, again for the gradient of their kernel, and
+        their gradient is scattered; heads are exchanged once in each direction.
+        """
+        strategy = self._strategy(ctx)
+        if strategy != "ulysses":
+            return strategy == "ring"
+        latents = 3 * (self.spec.latent_dim + self.spec.rope_dim) * ctx.place.num_shards("length")
+        heads = 2 * self.spec.num_heads * (self.spec.key_dim + self.spec.value_dim) / ctx.place.num_shards("heads")
+        return heads < latents
 
     def _rotate(self, x_BTNP: jax.Array, ctx: Context) -> jax.Array:
         """Apply RoPE."""
@@ -239,7 +251,8 @@ class Mla(nnx.Module):
 
     def _keys_values(self, view: LatentCacheView, ctx: Context) -> tuple[jax.Array, jax.Array]:
         # Otherwise the compiler gathers the gradients of all heads for the kernel gradient in its stored sharding.
-        sharding = self._whole_key_sharding(ctx, None) if self._strategy(ctx) == "ulysses" else None
+        has_whole_heads = self._strategy(ctx) == "ulysses" and not self._has_split_keys(ctx)
+        sharding = self._whole_key_sharding(ctx, None) if has_whole_heads else None
         both_BSNH = self._place_keys(self.key_value(view.latent_BSR, ctx, sharding), ctx)
         plain_BSNF, v_BSNV = jnp.split(both_BSNH, [self.spec.plain_dim], axis=-1)
         shared_BSNP = jnp.broadcast_to(view.key_BSP[:, :, None], (*plain_BSNF.shape[:3], self.spec.rope_dim))
@@ -250,13 +263,13 @@ class Mla(nnx.Module):
         )
 
     def _place_keys(self, x_BSNH: jax.Array, ctx: Context) -> jax.Array:
-        """Keys or values where attention takes them; with ulysses a device projects only the heads it attends to."""
-        strategy = self._strategy(ctx)
-        if strategy == "ulysses":
+        """Keys or values where attention takes them; with ulysses and gathered latents, only the heads of a device."""
+        is_split = self._has_split_keys(ctx)
+        if self._strategy(ctx) == "ulysses" and not is_split:
             return jax.lax.with_sharding_constraint(
                 x_BSNH, self._whole_key_sharding(ctx, *whole_key_spec(ctx.place)[:2])
             )
-        return ctx.constrain(x_BSNH, "act_batch", "act_length" if strategy == "ring" else None, "act_heads", None)
+        return ctx.constrain(x_BSNH, "act_batch", "act_length" if is_split else None, "act_heads", None)
 
     def _whole_key_sharding(self, ctx: Context, *before: Any) -> NamedSharding:
         """Sharding over the heads that a device attends to; `before`: of the dimensions before the heads."""
@@ -273,7 +286,7 @@ class Mla(nnx.Module):
         return jnp.einsum("BTNR,RNV->BTNV", mixed_BTNR, value_RNV)
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, view: LatentCacheView, ctx: Context) -> jax.Array:
-        is_gathered = self._strategy(ctx) in ("ulysses", "all_gather")
+        is_gathered = self._strategy(ctx) is not None and not self._has_split_keys(ctx)
         options: dict[str, Any] = {"kernel": self.spec.kernel, "has_whole_keys": is_gathered, **view.tokens._asdict()}
         return attend(q, k, v, self._request, ctx, **options)
 

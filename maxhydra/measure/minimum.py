@@ -9,7 +9,9 @@ Per layer, in the compute dtype (bfloat16 as a rule), with one pass of recomputa
   both directions, and the same for embedding and head (Korthikanti et al., 2022).
 - expert parallelism: each token's hidden state to its top_k experts and back, in both directions, each device once.
 - sequence parallelism: keys and values of the whole sequence forward and backward, and their gradients (ring), or the
-  heads by all-to-all (Ulysses), whichever is less. Windows: only the keys and values that reach the next device.
+  heads by all-to-all (Ulysses), whichever is less. Windows: only the keys and values that reach the next device. MLA:
+  the latents travel around the ring. For Ulysses every device needs the latents of all tokens, of which an all-to-all
+  sends no part only to one device: they are gathered, or keys and values are exchanged and the shared keys gathered.
 - pipeline parallelism: the hidden states of all microbatches from stage to stage, in both directions.
 
 What `model.remat` does not save is sent again in the backward pass: the gathered inputs of both branches under tensor
@@ -19,7 +21,8 @@ tokens of experts; the exchanges of attention under `full`. `recomputed=False` l
 
 import math
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -144,17 +147,32 @@ def _sequence_bytes(leaves: list[Leaf], tokens: float, again: Recomputed, *, con
         if name not in ("key/kernel", "latent/kernel") or not is_softmax:
             continue
         layers = shape[0] if axes[0] == "layers" else 1
-        width = math.prod(shape[-2:]) * 2 if name == "key/kernel" else shape[-1]
-        query = widths[f"{prefix}attention/out/kernel"][0]
-        heads = math.prod(query[-3:-1]) * 2
+        heads, width, exchanged = _head_widths(widths, prefix, ways)
         local = tokens * _itemsize(config) / sharder.mesh.shape["tensor"] * (ways - 1)
         ring = (3 + again.attention) * width * local
-        ulysses = (2 + again.attention) * (heads + width) * local / ways
+        ulysses = (2 + again.attention) * (heads + exchanged) * local / ways
         reach = _window(path, config)
         # Keys and values of the tokens before a device's own, forward and, with their gradients, backward.
         halo = math.inf if reach is None else (3 + again.attention) * width * rows * reach * _itemsize(config)
         total += layers * min(ring, ulysses, halo / sharder.mesh.shape["tensor"])
     return total
+
+
+def _head_widths(widths: Mapping[str, tuple[tuple[int, ...], Any]], prefix: str, ways: int) -> tuple[int, int, int]:
+    """Numbers per token: of queries and outputs, of keys and values around a ring, and of these by all-to-all."""
+
+    def shape(name: str) -> tuple[int, ...]:
+        return widths[f"{prefix}attention/{name}/kernel"][0]
+
+    query = "query" if f"{prefix}attention/query/kernel" in widths else "query_up"
+    heads = math.prod(shape(query)[-2:]) + math.prod(shape("out")[-3:-1])
+    if f"{prefix}attention/latent/kernel" not in widths:
+        keys = 2 * math.prod(shape("key")[-2:])
+        return heads, keys, keys
+    latent, *key_value = shape("key_value")[-3:]
+    width = shape("latent")[-1]
+    # Whole latents reach every device, or whole keys that all heads share and a part of the other keys and values.
+    return heads, width, min(width * ways, math.prod(key_value) + (width - latent) * ways)
 
 
 def _window(path: str, config: Config) -> int | None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from maxhydra.config.schema.hardware import DATA, REPLICA, STAGE, ContextStrategy
 from maxhydra.config.schema.model import Dispatch, RematPolicy
-from maxhydra.layers import MoeSpec
+from maxhydra.layers import MlaSpec, MoeSpec
 from maxhydra.plan.case import Array, Case, per_mesh
 
 FLOAT32 = 4
@@ -200,6 +200,12 @@ def tensor_transfers(case: Case) -> Iterator[Transfer]:
         yield Transfer("activations", axes, calls * sent, calls, phase, Overlap.none)
     for phase in Phase:
         yield Transfer("logits", axes, sent * case.grad_accum, case.grad_accum, phase, Overlap.none)
+    # Every device has the latents of MLA; their gradients are partial sums over the heads.
+    mixers = [(kind.mixer, count) for kind, count in case.subject.kinds if isinstance(kind.mixer, MlaSpec)]
+    if latents := sum(count * (mixer.latent_dim + mixer.rope_dim) for mixer, count in mixers):
+        times, share = case.grad_accum * case.ticks, latents / case.config.model.emb_dim
+        calls = times * sum(count for _, count in mixers)
+        yield Transfer("latents", axes, 2 * sent * share * times, calls, Phase.backward, Overlap.none)
 
 
 def sequence_transfers(case: Case) -> Iterator[Transfer]:
@@ -207,12 +213,17 @@ def sequence_transfers(case: Case) -> Iterator[Transfer]:
     axes = case.sharder.mesh_axes("act_length")
     if not axes:
         return
-    again = case.remat.policy is not RematPolicy.none
+    policy, saved = case.remat.policy, case.remat.save
+    is_exchanged_again = policy is RematPolicy.custom and not {"query", "key", "value", "context"} <= set(saved)
     compute = jnp.dtype(case.config.model.dtypes.compute.value).itemsize
     shards = math.prod(case.mesh[axis] for axis in axes)
     for kind, count in case.subject.kinds:
         exchanges = _exchanges_heads(case, kind.mixer, shards)
         forward, backward = _numbers_sent(case, kind.mixer, shards)
+        # The exchanged heads are saved by `minimal`, and by `custom` under the names of the heads.
+        again = policy is not RematPolicy.none
+        if exchanges:
+            again = policy is RematPolicy.full or is_exchanged_again
         calls = count * case.grad_accum * (4 if exchanges else 2)
         for phase, sent in ((Phase.forward, forward), (Phase.backward, backward + again * forward)):
             size = sent * compute * count * case.grad_accum
@@ -221,22 +232,28 @@ def sequence_transfers(case: Case) -> Iterator[Transfer]:
 
 def _numbers_sent(case: Case, mixer: object, shards: int) -> tuple[float, float]:
     """Numbers that a device sends forward and backward for a layer over `sequence`; float32 gradients count twice."""
-    (queries, keys), tokens = _head_widths(case, mixer), case.stream_tokens
+    (queries, keys, latents), tokens = _head_widths(case, mixer), case.stream_tokens
     if _exchanges_heads(case, mixer, shards):
         # Queries, keys and values, and the output back; the same for the gradients.
-        sent = tokens * (shards - 1) * (2 * queries + keys) / shards
-        return sent, sent
+        sent = tokens * (shards - 1) * (queries + keys) / shards
+        if 3 * latents * shards > 2 * keys:
+            return sent, sent
+        # As layers/mla.py chooses: gathered latents, again for the gradient of the kernel, and their own gradients.
+        sent = tokens * (shards - 1) * queries / shards
+        gathered = tokens * (shards - 1) * latents
+        return sent + gathered, sent + 2 * gathered
     own = case.seq_len // shards
     window = getattr(mixer, "window", None) or getattr(mixer, "chunk", None)
     if window is not None and case.config.mesh.context is not ContextStrategy.ring:
         # The tokens before those of a device, as kernels/attention/context.py counts them.
         sent = tokens * min(-(-(window - 1) // 128) * 128, case.seq_len - own) / own * keys
         return sent, sent
-    sent = tokens * (shards - 1) * keys
-    if case.config.mesh.context is ContextStrategy.all_gather:
+    if case.config.mesh.context is ContextStrategy.all_gather or getattr(mixer, "indexer", None):
+        sent = tokens * (shards - 1) * latents
         return sent, 3 * sent
+    sent = tokens * (shards - 1) * keys
     # Zigzag order moves queries, keys and the output; gradients of the keys take one step more, back to their device.
-    order = tokens * (2 * queries + keys)
+    order = tokens * (queries + keys)
     return sent + order, sent + 2 * tokens * shards * keys + order
 
 
@@ -250,16 +267,21 @@ def _exchanges_heads(case: Case, mixer: object, shards: int) -> bool:
     return bool(heads) and not is_local and heads % (shards * case.sharder.num_shards("act_heads")) == 0
 
 
-def _head_widths(case: Case, mixer: object) -> tuple[float, float]:
-    """Numbers per token of a device's query heads, and of its keys and values: the latent of MLA is sent whole."""
+def _head_widths(case: Case, mixer: object) -> tuple[float, float, float]:
+    """Numbers per token of a device's queries and outputs, of its keys and values, and of what is gathered for these.
+
+    The last is the latent of MLA, which all heads share.
+    """
     heads: int = getattr(mixer, "num_heads", 0) or getattr(mixer, "num_value_heads", 0)
     tensor = case.sharder.num_shards("act_heads")
     latent = getattr(mixer, "latent_dim", None)
     if latent is not None:
-        return heads * getattr(mixer, "value_dim", 0) / tensor, float(latent + getattr(mixer, "rope_dim", 0))
+        own: float = heads * (getattr(mixer, "key_dim", 0) + getattr(mixer, "value_dim", 0)) / tensor
+        return own, own, float(latent + getattr(mixer, "rope_dim", 0))
     width: int = getattr(mixer, "head_dim", 0) or getattr(mixer, "key_dim", 0)
     kv_heads: int = getattr(mixer, "num_kv_heads", 0) or getattr(mixer, "num_key_heads", 0)
-    return heads * width / tensor, 2.0 * kv_heads * width / case.sharder.num_shards("act_kv_heads")
+    keys = 2.0 * kv_heads * width / case.sharder.num_shards("act_kv_heads")
+    return 2.0 * heads * width / tensor, keys, keys
 
 
 def expert_rows(case: Case, spec: MoeSpec) -> float:

@@ -253,9 +253,12 @@ def test_sharded_output_equals_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ring", "ulysses", "all_gather"])
-def test_gradients_over_sharded_sequences_equal_one_device(strategy):
-    layer, x = random_layer(make_model(q_lora_rank=NARROW)), inputs()
+@pytest.mark.parametrize(
+    ("strategy", "latent"), [("ring", LATENT), ("ulysses", LATENT), ("ulysses", 2), ("all_gather", LATENT)]
+)
+def test_gradients_over_sharded_sequences_equal_one_device(strategy, latent):
+    """Ulysses exchanges the heads of keys and values, or gathers latents if these are small."""
+    layer, x = random_layer(make_model(q_lora_rank=NARROW, kv_lora_rank=latent)), inputs()
     mesh = build_mesh(Mesh(fsdp=2, sequence=2, tensor=2), jax.devices()[:8])
     segments = jnp.asarray(np.array([[1] * 9 + [0] * 5, [1] * 5 + [2] * 9]))
     graphdef, weights = nnx.split(layer)
