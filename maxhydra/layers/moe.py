@@ -133,7 +133,7 @@ class Router(nnx.Module):
     def _choose(self, scores_BTE: jax.Array, ctx: Context) -> jax.Array:
         """[B, T, K] experts with the best biased scores, among those of the best groups.
 
-        Every device sorts the scores of its own tokens; the compiler would gather those of all devices.
+        Every device sorts the scores of its tokens; the compiler would gather those of all devices.
         """
         scores_BTE = jax.lax.stop_gradient(scores_BTE)
         if self.correction is not None:

@@ -90,7 +90,7 @@ class Collective:
     def wire_bytes(self) -> float:
         """Bytes that a device sends in one run of it by the ring algorithm, the lower bound of every other one."""
         if self.kind in ("collective-permute", "collective-broadcast"):
-            # A permutation that leaves every part where it is, which XLA writes for some layouts, is a copy.
+            # XLA writes a change of layout as a permutation of every device to itself: a copy.
             return self.bytes if len(set(self.devices)) != 1 else 0
         passes = 2 if self.kind == "all-reduce" else 1
         # An empty list of groups stands for all devices.

@@ -268,9 +268,9 @@ def _exchanges_heads(case: Case, mixer: object, shards: int) -> bool:
 
 
 def _head_widths(case: Case, mixer: object) -> tuple[float, float, float]:
-    """Numbers per token of a device's queries and outputs, of its keys and values, and of what is gathered for these.
+    """Numbers per token of a device's queries and outputs, of its keys and values, and of the latents of MLA.
 
-    The last is the latent of MLA, which all heads share.
+    Without latents the last is that of keys and values.
     """
     heads: int = getattr(mixer, "num_heads", 0) or getattr(mixer, "num_value_heads", 0)
     tensor = case.sharder.num_shards("act_heads")

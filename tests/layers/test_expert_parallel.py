@@ -91,7 +91,7 @@ def test_outputs_and_gradients_equal_those_of_one_device(case, dispatch):
 
 
 def test_the_shared_expert_is_summed_with_the_others():
-    """One reduce-scatter of the output; what is all-reduced is smaller, for the load and the mask."""
+    """One reduce-scatter of the output; all-reduced arrays (load, mask) are smaller."""
     mixture, sharder = Mixture(BIASED), sharder_of({"fsdp": 4, "tensor": 2})
     run = jax.jit(lambda weights, x: mixture(weights, x, sharder=sharder).out_BTD)
     moved = hlo.collectives(hlo.parse_program(run.lower(*inputs(mixture)).compile().as_text()))
