@@ -22,6 +22,8 @@ from maxhydra.sharding import LogicalAxes
 
 # Dropout keys of a layer that its two residual branches use.
 FREE_KEYS = 2
+# Keys of a builder that are derived at once.
+KEY_BATCH = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +50,23 @@ class ParamBuilder:
     def __init__(self, key: jax.Array, *, dtype: np.dtype, layers: int | None, matmul_spec: MatmulSpec):
         self._key, self._dtype, self._matmul_spec = key, dtype, matmul_spec
         self._numbers = count(1)
+        self._batches: dict[int, jax.Array] = {}
         self._path = ""
         self._stack: tuple[int, ...] = () if layers is None else (layers,)
         self._stack_axes: LogicalAxes = () if layers is None else ("layers",)
 
     def stacked(self, layers: int) -> "ParamBuilder":
         """A builder of weights that are stacked over this many layers, on a leading axis `layers`."""
-        key = jax.random.fold_in(self._key, next(self._numbers))
+        key = self._key_of(next(self._numbers))
         return ParamBuilder(key, dtype=self._dtype, layers=layers, matmul_spec=self._matmul_spec)
+
+    def _key_of(self, number: int) -> jax.Array:
+        """The key with this number folded in; a batch of them at once compiles in the time of one."""
+        batch, index = divmod(number, KEY_BATCH)
+        if batch not in self._batches:
+            numbers = jnp.arange(batch * KEY_BATCH, (batch + 1) * KEY_BATCH, dtype=jnp.uint32)
+            self._batches[batch] = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(self._key, numbers)
+        return self._batches[batch][index]
 
     def below(self, name: str) -> "ParamBuilder":
         """The same builder for a submodule of this name."""
@@ -73,7 +84,7 @@ class ParamBuilder:
         self, shape: tuple[int, ...], axes: LogicalAxes, sample: Callable[[jax.Array, tuple[int, ...]], jax.Array]
     ) -> nnx.Param:
         """Random values from a function of key and shape."""
-        key = jax.random.fold_in(self._key, next(self._numbers))
+        key = self._key_of(next(self._numbers))
         return nnx.Param(sample(key, self._stack + shape).astype(self._dtype), axes=self._stack_axes + axes)
 
     def matrix(
@@ -89,7 +100,7 @@ class ParamBuilder:
 
         `is_wide`: the matrix is used in its own dtype, not in the compute dtype.
         """
-        key = jax.random.fold_in(self._key, next(self._numbers))
+        key = self._key_of(next(self._numbers))
         matrix = self._normal(key, rows, columns, axes, std=std, dtype=self._dtype)
         matrix.set_metadata(is_wide=is_wide)
         return matrix
@@ -98,7 +109,7 @@ class ParamBuilder:
         self, name: str, rows: int, columns: int, axes: LogicalAxes, *, std: float
     ) -> nnx.Param | Int8:
         """The embedding or head matrix; as a head it is contracted over the residual stream."""
-        key = jax.random.fold_in(self._key, next(self._numbers))
+        key = self._key_of(next(self._numbers))
         matrix = self._normal(key, (rows,), (columns,), axes, std=std, dtype=self._dtype)
         return Int8(matrix[...], axes, summed=("embed",)) if self._is_int8(name) else matrix
 
@@ -125,7 +136,7 @@ class ParamBuilder:
     ) -> Linear:
         """A projection with kernel variance scale^2 / fan-in: unit-variance inputs give outputs of variance scale^2."""
         number = next(self._numbers)
-        key = jax.random.fold_in(self._key, number)
+        key = self._key_of(number)
         std = scale * math.prod(inputs) ** -0.5
         kernel = self._normal(key, inputs, outputs, axes, std=std, dtype=self._dtype)
         name = self._path + name

@@ -21,7 +21,7 @@ from tests.support.data_files import WRITERS
 
 LENGTH = 440
 # With MAXHYDRA_FULL=1 a source takes a minute.
-POSITIONS, BATCHES = (200, 50) if os.environ.get("MAXHYDRA_FULL") == "1" else (50, 10)
+POSITIONS, BATCHES = (200, 50) if os.environ.get("MAXHYDRA_FULL") == "1" else (20, 6)
 
 # Batches of four rows from three streams, in windows of a few rows.
 COMMON = ["train.seq_len=32", "model.vocab_size=60000", "data.packing.window=6", "data.streams=3"]

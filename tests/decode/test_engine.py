@@ -20,6 +20,7 @@ from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.page_pool import PagePool
 from maxhydra.decode.request import Completion, Request, RequestRejectedError
+from maxhydra.decode.steps import CompiledSteps
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh
@@ -63,6 +64,28 @@ def start(devices: int = 1, params=None, eos=(EOS,), **changes) -> Engine:
 def make_request(prompt, **changes) -> Request:
     fields = {"max_tokens": 12, "stop": (), "ignore_eos": False, **GREEDY, **changes}
     return Request(prompt=tuple(prompt.encode() if isinstance(prompt, str) else prompt), **fields)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    """Engines with equal weights, cache and mesh share compiled programs. Which ones they use is their own choice."""
+    programs: dict = {}
+
+    def once(compile):
+        def find(steps: CompiledSteps, key):
+            arrays = jax.tree.leaves((steps._abstract_params, steps._abstract_caches))
+            kinds = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in arrays)
+            place = (compile.__name__, key, steps._cache_spec, kinds)
+            if place not in programs:
+                programs[place] = compile(steps, key)
+            return programs[place]
+
+        return find
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_compile_forward", "_compile_sample", "_compile_multi_step"):
+            patch.setattr(CompiledSteps, name, once(getattr(CompiledSteps, name)))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +139,7 @@ def varied_requests(count: int) -> list[Request]:
 @functools.cache
 def completed_alone() -> list[Completion]:
     """Complete each request alone, without prefix cache, with the prompt in one chunk."""
-    engine = start(max_batch=1, prefix_cache=False, prefill_chunk=64)
+    engine = start(prefix_cache=False, prefill_chunk=64)
     completions = [engine.submit(request).result() for request in varied_requests(32)]
     engine.close()
     return completions
@@ -157,7 +180,7 @@ def test_multi_step_decoding_gives_the_tokens_of_single_steps():
 @pytest.mark.slow
 def test_nothing_is_compiled_after_the_warm_up():
     """A mixed load: all sampling features, prompts of one and several chunks, shared prefixes, changing batches."""
-    engine = start(warm_up=True, burst=4, max_batch=4)
+    engine = start(warm_up=True, burst=4, max_batch=4, prefill_chunk=16)
     try:
         before = engine.stats()["programs_compiled"]
         requests = [*varied_requests(8), make_request("a" * 70, temperature=0.7), make_request("a" * 70, logprobs=2)]

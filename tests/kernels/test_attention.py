@@ -3,7 +3,7 @@
 import itertools
 import logging
 import re
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -122,8 +122,16 @@ def value_and_grads(backend: str, inputs, request: Request, sinks_N=None, **arra
     return [np.asarray(x.astype(jnp.float32)) for x in (out, *grads)]
 
 
+@cache
+def of_case(backend: str, heads: str, mask: str):
+    """`value_and_grads` in float32."""
+    fields = dict(MASKS[mask])
+    arrays = tags(fields)
+    return value_and_grads(backend, make_inputs(HEADS[heads]), make_request(**fields), **arrays)
+
+
 CASES = [
-    pytest.param(HEADS[heads], dict(MASKS[mask]), id=f"{heads}-{mask}")
+    pytest.param(heads, mask, id=f"{heads}-{mask}")
     for heads, mask in itertools.product(HEADS, MASKS)
     if heads == "gqa" or mask in ("causal", "sinks", "everything")
 ]
@@ -131,8 +139,9 @@ CASES = [
 
 @pytest.mark.parametrize(("heads", "mask"), CASES)
 def test_reference_equals_the_transcription(heads, mask):
+    mask = dict(MASKS[mask])
     arrays = tags(mask)
-    q, k, v = make_inputs(heads)
+    q, k, v = make_inputs(HEADS[heads])
     request = make_request(**mask)
     segments = make_segments() if "q_segments_BT" in arrays else None
     sinks = arrays.get("sinks_N")
@@ -143,10 +152,7 @@ def test_reference_equals_the_transcription(heads, mask):
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "mask"), CASES)
 def test_xla_equals_the_reference_with_gradients(heads, mask):
-    arrays = tags(mask)
-    inputs, request = make_inputs(heads), make_request(**mask)
-    expected = value_and_grads("reference", inputs, request, **arrays)
-    for got, want in zip(value_and_grads("xla", inputs, request, **arrays), expected, strict=True):
+    for got, want in zip(of_case("xla", heads, mask), of_case("reference", heads, mask), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
@@ -163,12 +169,11 @@ def test_xla_in_bfloat16_is_near_the_reference(mask, softmax_dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "window_of_one", "chunk", "everything", "chunk_and_more"])
 def test_blocks_of_queries_change_nothing(mask, monkeypatch):
-    mask = dict(MASKS[mask])
+    whole, mask = of_case("xla", "gqa", mask), dict(MASKS[mask])
     arrays = tags(mask)
     inputs, request = make_inputs((4, 2)), make_request(**mask)
-    whole = value_and_grads("xla", inputs, request, **arrays)
     monkeypatch.setattr(xla, "MIN_BLOCK", 4)
     monkeypatch.setattr(xla, "LANES", 2)
     assert len(list(xla._blocks(LENGTH, LENGTH, request, by_position=False))) == 5

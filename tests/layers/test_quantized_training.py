@@ -151,6 +151,7 @@ def test_delayed_scaling_uses_the_amax_history_and_updates_it(before: float) -> 
 def test_a_run_with_an_amax_history_resumes_bit_identically(tmp_path: Path) -> None:
     """Bit-identical on the same device; close on four devices, which split the heads."""
     sizes = ["model.num_layers=2", "model.emb_dim=32", "model.mlp_dim=48", "model.num_heads=2", "model.head_dim=16"]
+    sizes += ["train.seq_len=32"]
     requested = ["quantization=fp8_delayed", "quantization.history=3", "train.grad_accum=2"]
     alone, split = ([*sizes, *requested, *mesh] for mesh in ([], ["mesh.fsdp=2", "mesh.tensor=2"]))
     states, step, config = started(alone, devices=1)

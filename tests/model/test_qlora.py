@@ -83,8 +83,11 @@ def test_outputs_and_adapter_gradients_equal_those_of_dequantized_weights() -> N
     ours, expected = total(packed, frozen), total(plain, unpacked)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), ours, expected)
     answers = merge_adapter(packed, merge_trees(trained, frozen), dtype=np.dtype(np.float32))
-    hidden, _ = packed.base.hidden(answers, TOKENS, context(2, 7))
-    np.testing.assert_allclose(hidden, packed.hidden(merge_trees(trained, frozen), TOKENS, context(2, 7))[0], atol=1e-5)
+
+    def hidden(model: Any, params: Any) -> jax.Array:
+        return jax.jit(lambda params: model.hidden(params, TOKENS, context(2, 7))[0])(params)
+
+    np.testing.assert_allclose(hidden(packed.base, answers), hidden(packed, merge_trees(trained, frozen)), atol=1e-5)
     by_hand = added(merge_trees(trained, unpacked), 2.0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), answers, by_hand)
 
@@ -94,12 +97,12 @@ def test_residuals_hold_no_dequantized_weights() -> None:
     """No residual of the forward pass has the size of a full-precision kernel."""
     config = dataclasses.replace(model_config(**SIZES), num_layers=4)
     model = build(config, qlora(targets=["attention/value"]))
-    trained, frozen = split_trainable(model.init(jax.random.key(0)))
+    trained, frozen = split_trainable(jax.eval_shape(model.init, jax.random.key(0)))
 
-    def loss(trained: Any) -> jax.Array:
+    def loss(trained: Any, frozen: Any) -> jax.Array:
         return jnp.sum(model.hidden(merge_trees(trained, frozen), TOKENS, context(2, 7))[0])
 
-    saved = jax.tree.leaves(jax.eval_shape(lambda t: jax.vjp(loss, t)[1], trained))
+    saved = jax.tree.leaves(jax.eval_shape(lambda t, f: jax.vjp(lambda t: loss(t, f), t)[1], trained, frozen))
     sizes = [leaf.size for leaf in saved if jnp.issubdtype(leaf.dtype, jnp.floating)]
     assert max(sizes) < 4 * SIZES["emb_dim"] * SIZES["mlp_dim"]
 
@@ -114,7 +117,7 @@ def test_inputs_not_divisible_by_the_block_size_are_rejected() -> None:
 def test_engine_tokens_with_an_adapter_equal_merged_weights(kind: AdapterKind) -> None:
     """In the decode layout, with unstacked and transposed weights."""
     model = build(model_config(**SIZES, vocab_size=264), lora(kind=kind))
-    weights = noisy(model.init(jax.random.key(0)))
+    weights = noisy(jax.jit(model.init)(jax.random.key(0)))
     sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)
     sizes = {"max_batch": 2, "cache_tokens": 64, "page_size": 8, "max_context": None, "prefill_chunk": 16}
     settings = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}

