@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from maxhydra.config.schema.hardware import DATA, REPLICA, STAGE, ContextStrategy
 from maxhydra.config.schema.model import Dispatch, RematPolicy
-from maxhydra.layers import MlaSpec, MoeSpec
+from maxhydra.layers import DeltaSpec, MlaSpec, MoeSpec
 from maxhydra.plan.case import Array, Case, per_mesh
 
 FLOAT32 = 4
@@ -233,6 +233,11 @@ def sequence_transfers(case: Case) -> Iterator[Transfer]:
 def _numbers_sent(case: Case, mixer: object, shards: int) -> tuple[float, float]:
     """Numbers that a device sends forward and backward for a layer over `sequence`; float32 gradients count twice."""
     (queries, keys, latents), tokens = _head_widths(case, mixer), case.stream_tokens
+    if isinstance(mixer, DeltaSpec):
+        # kernels/gated_delta/over_length.py gathers each device's transition and change of the state, in float32.
+        states = mixer.num_value_heads * mixer.key_dim * (mixer.key_dim + mixer.value_dim)
+        sent = 2 * (tokens / (case.seq_len // shards)) * (shards - 1) * states / case.sharder.num_shards("act_heads")
+        return sent, sent
     if _exchanges_heads(case, mixer, shards):
         # Queries, keys and values, and the output back; the same for the gradients.
         sent = tokens * (shards - 1) * (queries + keys) / shards

@@ -56,6 +56,15 @@ def test_memory_and_traffic_of_every_compiled_case(name: str) -> None:
     assert abs(sent) < SENT_LIMIT
 
 
+def test_traffic_of_the_delta_rule_over_sequence() -> None:
+    """States are gathered, not keys and values; memory of this case is not estimated within the limit."""
+    lines = map(json.loads, (check.DOCS / "lab" / "aot.jsonl").read_text().splitlines())
+    line = next(line for line in lines if line["name"] == "qwen3-next-80b-a3b_sequence")
+    sent = sum(bytes_by_axes(transfers(check.case_of(" ".join(line["overrides"]), 8))).values()) / check.MIB
+    compiled = sum(collective["wire_mib"] for collective in line["collectives"])
+    assert sent == pytest.approx(compiled, rel=SENT_LIMIT)
+
+
 @pytest.mark.parametrize("index", [0, 2, -1])
 def test_step_times_are_those_measured_on_one_h200(index: int) -> None:
     overrides, tokens_per_second = check.measured_cases()[index]
