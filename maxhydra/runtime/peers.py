@@ -10,6 +10,7 @@ jax.distributed has a similar service, but it ends the process from C++ after 10
 SIGTERM hides a second SIGTERM. A process has one state, like `signals`; with a single process all functions do nothing.
 """
 
+import atexit
 import contextlib
 import json
 import logging
@@ -325,6 +326,8 @@ def start(settings: Distributed) -> None:
         port, token = json.loads(client.blocking_key_value_get(KEY, settings.timeout_seconds * 1000))
         peers.connect((host, port), token, settings.timeout_seconds)
     log.addHandler(peers.last)
+    # For programs that use no membership(); the interpreter keeps the exception that ends one.
+    atexit.register(lambda: peers.has_left or peers.leave(getattr(sys, "last_value", None)))
     _active = peers
 
 
