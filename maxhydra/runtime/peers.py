@@ -91,8 +91,7 @@ class _Connection:
         return f"process {self.index} on {self.host}"
 
     def describe_last(self) -> str:
-        line = f", its last log line was: {self.line}" if self.line else ""
-        return f"last known step {self.step}{line}"
+        return f"last known step {self.step}" + (f", its last log line was: {self.line}" if self.line else "")
 
 
 class _Peers:
@@ -213,7 +212,9 @@ class _Peers:
         _exit(reason, self.record, code=code)
 
     def leave(self, error: BaseException | None) -> None:
-        """Notify the others; an interrupted run is restarted, one with an error is not."""
+        """Notify the others, once; an interrupted run is restarted, one with an error is not."""
+        if self.has_left:
+            return
         self.has_left = True
         text = None if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:500].rstrip(": ")
         for connection in self._connections.values():
@@ -326,8 +327,7 @@ def start(settings: Distributed) -> None:
         port, token = json.loads(client.blocking_key_value_get(KEY, settings.timeout_seconds * 1000))
         peers.connect((host, port), token, settings.timeout_seconds)
     log.addHandler(peers.last)
-    # For programs that use no membership(); the interpreter keeps the exception that ends one.
-    atexit.register(lambda: peers.has_left or peers.leave(getattr(sys, "last_value", None)))
+    atexit.register(lambda: peers.leave(getattr(sys, "last_value", None)))  # of programs without membership()
     _active = peers
 
 
