@@ -291,6 +291,7 @@ def test_render_rejects_what_a_launch_rejects(capsys: pytest.CaptureFixture[str]
     assert code == 2 and "must name the hardware, because it selects the nodes" in output
 
 
+@pytest.mark.slow
 def test_the_worker_runs_the_files_of_the_config_map(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Rendered, extracted as a pod would see it, run, and reported through the termination message."""
     folder = f"run.outputs={tmp_path / 'outputs'}"

@@ -107,6 +107,7 @@ def test_experts_are_chosen_as_by_top_k(monkeypatch):
 FULL = {"experts": 8, "top_k": 3, "bias": True, "clamp": 2.0, "shared": config.Shared(dim=8, gate=config.Gate.sigmoid)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3])
 def test_kernels_of_few_tokens_equal_the_grouped_matmuls(batch, monkeypatch):
     """The last of several tokens is padding."""

@@ -69,6 +69,7 @@ def expected(texts: list[str] = TEXTS) -> list[list[int]]:
     return [[256, *text.encode(), 257] for text in texts]
 
 
+@pytest.mark.slow
 def test_shards_hold_every_record_once_in_order_and_give_the_same_batches(texts: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     done = run_ok(*arguments(texts, output, "task.workers=2"), cwd=tmp_path)
@@ -89,6 +90,7 @@ def test_shards_hold_every_record_once_in_order_and_give_the_same_batches(texts:
         loader.close()
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_resumed(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of four shards are finished when everything is killed; they are not written again."""
     output, gate = tmp_path / "out", tmp_path / "gate"

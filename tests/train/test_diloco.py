@@ -111,6 +111,7 @@ def expected(fragments: int) -> tuple[dict[str, np.ndarray], list[float]]:
     return shared, mean_losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fragments", "mesh", "devices"), [(1, (), 2), (2, (), 2), (1, ("mesh.fsdp=2", "mesh.tensor=2"), 8)]
 )

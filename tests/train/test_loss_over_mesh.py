@@ -70,6 +70,7 @@ def traffic(chunk: int, *overrides: str) -> float:
     return sum(each.count * each.wire_bytes for each in found if "loss" in each.source or each.bytes >= V * D)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [["mesh.fsdp=8"], ["mesh.fsdp=2", "mesh.sequence=2", "mesh.tensor=2"]], ids=str)
 def test_traffic_does_not_depend_on_the_number_of_chunks(mesh: list[str]) -> None:
     assert traffic(4, *mesh) == pytest.approx(traffic(0, *mesh), rel=0.02)
@@ -89,6 +90,7 @@ def test_logprobs_gather_the_head_once_per_pass() -> None:
     assert runs["all-gather"] <= 2 and runs["reduce-scatter"] == 1, runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "loss_of"),
     [
