@@ -21,6 +21,8 @@ Facts = dict[str, Any]
 RUN_FORMAT = 2
 
 FACTS, DAMAGED = "run.json", "run.json.damaged"
+# The folder of profiles, its file of op_names by operation, and the event around each step in a trace.
+PROFILES, OPERATIONS, STEP_EVENT = "profile", "operations.json", "train"
 # Optional facts by the type that readers expect; null is accepted for all.
 _OBJECTS = ("objective", "git", "choices", "timings", "packages", "variables", "metrics")
 _TEXTS = ("name", "task", "reason", "notes", "host", "sample", "config_dir")

@@ -4,6 +4,7 @@ The trace holds the operations that each device executed, with start and duratio
 in the folder of the profile, because a trace can take seconds to read.
 """
 
+import contextlib
 import dataclasses
 import gzip
 import json
@@ -14,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.record.atomic_io import replace_file
+from maxhydra.record.facts import OPERATIONS, PROFILES, STEP_EVENT
 from maxhydra.runs.page import Html, concat, element, head_row, scrolling, section
 
-FOLDER, OPERATIONS, SUMMARY = "profile", "operations.json", "summary.json"
-FORMAT = 1
-# Name of the event around the dispatch of a step.
-STEP = "train"
+SUMMARY, FORMAT = "summary.json", 1
 TOP = 15
 # Share below which a part is not listed.
 SMALLEST = 0.001
@@ -91,7 +90,7 @@ class Summary:
 
 def profile_folders(run: Path) -> list[Path]:
     """The folders of a run's profiles, in the order of their steps."""
-    found = [path for path in (run / FOLDER).glob("step_*") if trace_path(path) is not None]
+    found = [path for path in (run / PROFILES).glob("step_*") if trace_path(path) is not None]
     return sorted(found, key=lambda path: (len(path.name.partition("-")[0]), path.name))
 
 
@@ -118,11 +117,9 @@ def summarize_profile(folder: Path) -> Summary:
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{trace} cannot be read: {error}") from None
     summary = summarize_events(events, names)
-    try:
-        content = {"format": FORMAT, "trace": trace.parent.name, **dataclasses.asdict(summary)}
+    content = {"format": FORMAT, "trace": trace.parent.name, **dataclasses.asdict(summary)}
+    with contextlib.suppress(OSError):  # the folder of another user
         replace_file(stored, json.dumps(content, indent=1) + "\n")
-    except OSError:
-        pass  # The folder of another user.
     return summary
 
 
@@ -136,7 +133,7 @@ def _read_names(path: Path) -> dict[str, str]:
 def summarize_events(events: Iterable[Event], names: dict[str, str]) -> Summary:
     """Summarize trace events; `names` maps operations of the compiled program to their op_name."""
     events = list(events)
-    marks = [event.get("args", {}) for event in events if event.get("name") == STEP]
+    marks = [event.get("args", {}) for event in events if event.get("name") == STEP_EVENT]
     steps = max(1, len({mark["step_num"] for mark in marks if "step_num" in mark}))
     devices = _device_events(events)
     times: defaultdict[str, float] = defaultdict(float)

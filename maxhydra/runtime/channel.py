@@ -75,7 +75,7 @@ class Channel:
             return
         state: Any = distributed.global_state
         key = f"maxhydra/channel/{next(_numbers)}"
-        host = state.coordinator_address.rpartition(":")[0].strip("[]")
+        host = coordinator_host(state)
         if is_main():
             self._links = _accept(host, key, state)
         else:
@@ -113,13 +113,24 @@ class Channel:
             link.close()
 
 
-def _accept(host: str, key: str, state: Any) -> list[socket.socket]:
-    """Connections of all other processes, which find address and token in jax's key-value store."""
+def coordinator_host(state: Any) -> str:
+    """The host of process 0, from the state of jax.distributed."""
+    host: str = state.coordinator_address.rpartition(":")[0].strip("[]")
+    return host
+
+
+def open_server(host: str, *, backlog: int) -> socket.socket:
+    """A server of process 0 at a free port, reachable from other hosts unless `host` is local."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     is_local = host in ("127.0.0.1", "localhost", "::1")
+    return socket.create_server((host if is_local else "", 0), family=family, backlog=backlog)
+
+
+def _accept(host: str, key: str, state: Any) -> list[socket.socket]:
+    """Connections of all other processes, which find address and token in jax's key-value store."""
     token, others = secrets.token_bytes(TOKEN_BYTES), state.num_processes - 1
     links: list[socket.socket] = []
-    with socket.create_server((host if is_local else "", 0), family=family, backlog=others) as server:
+    with open_server(host, backlog=others) as server:
         state.client.key_value_set(key, json.dumps([server.getsockname()[1], token.hex()]))
         while len(links) < others:
             link, _ = server.accept()

@@ -27,6 +27,7 @@ from typing import Any
 from jax._src import distributed
 
 from maxhydra.config.schema.hardware import Distributed
+from maxhydra.runtime.channel import coordinator_host, open_server
 
 EXIT_LOST = os.EX_TEMPFAIL
 BEAT_SECONDS = 1.0
@@ -314,12 +315,10 @@ def start(settings: Distributed) -> None:
     client, index, count = state.client, state.process_id, state.num_processes
     if count == 1:
         return
-    host = state.coordinator_address.rpartition(":")[0].strip("[]")
+    host = coordinator_host(state)
     peers = _Peers(index, count, settings.silence_seconds)
     if index == 0:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        is_local = host in ("127.0.0.1", "localhost", "::1")
-        server = socket.create_server((host if is_local else "", 0), family=family, backlog=count)
+        server = open_server(host, backlog=count)
         token = secrets.token_hex(16)
         peers.listen(server, token)
         client.key_value_set(KEY, json.dumps([server.getsockname()[1], token]))

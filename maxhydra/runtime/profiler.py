@@ -15,11 +15,11 @@ from pathlib import Path
 import jax
 
 from maxhydra.config.schema.run import Profile
+from maxhydra.record.facts import OPERATIONS, PROFILES, STEP_EVENT
 from maxhydra.runtime import signals
 
 log = logging.getLogger("maxhydra")
-FOLDER, OPERATIONS, MEMORY = "profile", "operations.json", "memory.prof"
-STEP = "train"
+MEMORY = "memory.prof"
 # `%fusion.1 = f32[8]{0} fusion(...), ..., metadata={op_name="jit(step)/mlp/dot_general" ...}`
 _INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{op_name="([^"]+)"', re.MULTILINE)
 
@@ -57,7 +57,7 @@ class Profiler:
         is_range = step in self._settings.steps[:1]
         self._last = self._settings.steps[1] if is_range else step + self._settings.length - 1
         name = f"step_{step:05d}" + (f"-process_{self._process}" if self._process else "")
-        self._target = self._folder / FOLDER / name
+        self._target = self._folder / PROFILES / name
         options = jax.profiler.ProfileOptions()
         # Calls of Python functions would be most events of the trace, and slow down the host.
         options.python_tracer_level = 0
@@ -73,7 +73,7 @@ class Profiler:
         if self._last is None:
             yield
         else:
-            with jax.profiler.StepTraceAnnotation(STEP, step_num=step):
+            with jax.profiler.StepTraceAnnotation(STEP_EVENT, step_num=step):
                 yield
 
     def is_complete(self, step: int) -> bool:
