@@ -52,7 +52,8 @@ def check_yaml(text: str, name: str) -> None:
             elif isinstance(event, yaml.ScalarEvent):
                 counts[-1] += 1
             if reason := _excess(event, counts, anchors):
-                raise ConfigError(Problem(f"{name}:{event.start_mark.line + 1}", reason))
+                line = event.start_mark.line + 1 if event.start_mark else 1
+                raise ConfigError(Problem(f"{name}:{line}", reason))
     except yaml.YAMLError:
         return
 
