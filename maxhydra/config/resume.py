@@ -35,6 +35,7 @@ FREE_KEYS = (
     # Reports and evaluations.
     *("train.log_every", "train.progress", "train.sample.*", "train.eval_every", "train.eval_start"),
     *("train.eval_batches", "train.target_eval_loss", "train.early_stop.*", "task.evaluation.*"),
+    "task.keep_rollouts",
     *("checkpoint.mode", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_best", "checkpoint.best_metric"),
     # Hardware, sharding, kernels and memory. The batch over all devices is compared separately.
     *("hardware.platform", "hardware.device_kinds", "hardware.peak_tflops*", "hardware.memory_gib"),
@@ -84,6 +85,7 @@ FIXED_KEYS = (
     *("reward.terms*", "reward.answer", "reward.passes", "reward.pass_at"),
     *("task.name", "task.loss", "task.beta", "task.label_smoothing", "task.margin", "task.reference"),
     *("task.group_size", "task.max_tokens", "task.clip.*", "task.kl.*", "task.scale", "task.mask_degenerate"),
+    *("task.baseline", "task.entropy_bonus", "task.mask_truncated", "task.importance", "task.importance_floor"),
     *("task.rounds", "task.importance_cap", "task.iterations", "task.off_policy_steps"),
     *("task.engine.cache_dtype", "task.engine.deterministic"),
     *("task.teacher.model", "task.teacher.overrides", "task.divergence", "task.alpha", "task.alpha_end"),

@@ -55,7 +55,7 @@ class ScheduledBatches(LoaderBatches):
         batch = super().peek()
         return {**batch, **self._columns(jnp.zeros((), jnp.int32), sequences_in(batch))}
 
-    def take(self, state: TrainState) -> Batch:
+    def take(self, step: int, state: TrainState) -> Batch:
         batch = super().take(state)
         return {**batch, **self._columns(state.step, sequences_in(batch))}
 

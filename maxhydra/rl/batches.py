@@ -1,7 +1,7 @@
 """Batches of rollouts for the training loop: on-policy, or sampled ahead of time in a background thread."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -11,8 +11,10 @@ import numpy as np
 
 from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.data import BatchSpec, Loader, Row
+from maxhydra.record.rollouts import RolloutWriter
+from maxhydra.rl.advantages import advantages
 from maxhydra.rl.loss import OLD_LOGPROBS, REFERENCE_LOGPROBS
-from maxhydra.rl.rollout import Rollout, RolloutWorker
+from maxhydra.rl.rollout import Group, Rollout, RolloutWorker, columns, metrics
 from maxhydra.rl.setup import REFERENCE, policy_weights
 from maxhydra.runtime import signals
 from maxhydra.train import Scorer
@@ -35,8 +37,16 @@ class RolloutBatches:
     sampled ahead are completed first.
     """
 
-    def __init__(self, worker: RolloutWorker, loader: Loader[list[Row]], spec: BatchSpec, logprob_fn: LogprobFn):
+    def __init__(
+        self,
+        worker: RolloutWorker,
+        loader: Loader[list[Row]],
+        spec: BatchSpec,
+        logprob_fn: LogprobFn,
+        writer: RolloutWriter | None = None,
+    ):
         self._worker, self._loader, self._spec, self._logprob_fn = worker, loader, spec, logprob_fn
+        self._writer = writer
         self._task = worker.task
         self._num_prompts = 0
         """Prompts sampled so far; numbers the next one for its seed."""
@@ -54,12 +64,15 @@ class RolloutBatches:
 
     def peek(self) -> Mapping[str, Any]:
         shape, sharding = (self._spec.batch, self._spec.rows.seq_len), self._spec.sharding
-        dtypes = {**COLUMNS, **dict.fromkeys(logprob_columns(self._task), np.float32)}
+        dtypes = {**COLUMNS, **dict.fromkeys(loss_columns(self._task), np.float32)}
         return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
 
-    def take(self, state: TrainState) -> Batch:
+    def take(self, step: int, state: TrainState) -> Batch:
         if not self._uses_left:
-            self._set_current(self._next(state.weights), uses=self._task.iterations)
+            rollout = self._next(state.weights)
+            self._set_current(rollout, uses=self._task.iterations)
+            if self._writer is not None:
+                self._writer.append(step, rollout.records)
         self._uses_left -= 1
         return self._batch
 
@@ -116,15 +129,37 @@ class RolloutBatches:
         return rollout
 
     def _make(self, weights: Tree) -> Rollout:
-        seq_len = self._spec.rows.seq_len
-        rollout, num_prompts = self._worker.sample_batch(
-            policy_weights(weights), self._loader, seq_len=seq_len, number=self._num_prompts
-        )
-        self._num_prompts += num_prompts
-        if not logprob_columns(self._task):
-            return rollout
-        logprobs = jax.device_get(self._logprob_fn(weights, self._to_device(rollout.columns)))
-        return Rollout({**rollout.columns, **logprobs}, rollout.metrics)
+        task = self._task
+        groups, batch_size = self._worker.sample_batch(policy_weights(weights), self._loader, number=self._num_prompts)
+        self._num_prompts += len(groups)
+        batch = groups[:batch_size]
+        arrays, values = columns(batch, task, self._spec.rows.seq_len), metrics(groups, batch_size, task)
+        if logprob_columns(task):
+            placed = {**arrays, "advantages": np.zeros_like(arrays["weights"])}
+            arrays |= jax.device_get(self._logprob_fn(weights, self._to_device(placed)))
+        log_ratio_BS = None
+        if task.is_kl_in_reward:
+            log_ratio_BS = arrays[OLD_LOGPROBS] - arrays.pop(REFERENCE_LOGPROBS)
+            values["kl"] = float((log_ratio_BS * arrays["weights"]).sum() / max(arrays["weights"].sum(), 1))
+        rewards_PG = np.array([group.rewards for group in batch])
+        arrays["advantages"] = advantages(rewards_PG, arrays["weights"], task, log_ratio_BS)
+        return Rollout(arrays, values, self._records(groups, arrays))
+
+    def _records(self, groups: Sequence[Group], arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+        """Records of all completions; those of the batch with their advantage and the error of the sampler."""
+        if self._writer is None:
+            return []
+        records = [record for group in groups for record in group.records()]
+        mask_BS = arrays["weights"] > 0
+        for row, record in enumerate(records):
+            is_used = row < len(mask_BS) and bool(mask_BS[row].any())
+            record["is_used"] = is_used
+            if is_used:
+                record["advantage"] = round(float(arrays["advantages"][row][mask_BS[row]].mean()), 6)
+            if is_used and OLD_LOGPROBS in arrays:
+                error_S = np.abs(arrays[OLD_LOGPROBS][row] - arrays["sampled_logprobs"][row])[mask_BS[row]]
+                record["sampler_error"] = round(float(np.exp(error_S).mean()), 6)
+        return records
 
     def _to_device(self, columns: Mapping[str, np.ndarray]) -> Batch:
         """Global arrays of columns that every process holds."""
@@ -138,10 +173,16 @@ class RolloutBatches:
 def logprob_columns(task: GrpoTask) -> tuple[str, ...]:
     """The columns that `make_logprob_fn` adds.
 
-    Old log-probs are needed if the weights change before or while a batch is used, reference log-probs for a KL term.
+    Old log-probs are needed if the weights change before or while a batch is used, and for a KL penalty in the reward;
+    reference log-probs for any KL penalty.
     """
-    is_stale = task.iterations > 1 or task.off_policy_steps > 0
-    return (*((OLD_LOGPROBS,) if is_stale else ()), *((REFERENCE_LOGPROBS,) if task.kl.beta > 0 else ()))
+    needs_old = task.iterations > 1 or task.off_policy_steps > 0 or task.is_kl_in_reward
+    return (*((OLD_LOGPROBS,) if needs_old else ()), *((REFERENCE_LOGPROBS,) if task.kl.beta > 0 else ()))
+
+
+def loss_columns(task: GrpoTask) -> tuple[str, ...]:
+    """The columns of `make_logprob_fn` that the loss uses: a KL penalty in the reward is part of the advantages."""
+    return tuple(name for name in logprob_columns(task) if name != REFERENCE_LOGPROBS or not task.is_kl_in_reward)
 
 
 def make_logprob_fn(scorer: Scorer, task: GrpoTask, *, parts: int) -> LogprobFn:

@@ -9,6 +9,7 @@ import numpy as np
 
 from maxhydra.config.schema.reward import Reward
 from maxhydra.data import Row
+from maxhydra.record.rollouts import RolloutWriter
 from maxhydra.rl.rewards import extract_answer, normalize
 from maxhydra.rl.rollout import Group, RolloutWorker
 from maxhydra.rl.setup import policy_weights
@@ -17,7 +18,12 @@ from maxhydra.train.state import TrainState
 
 
 def held_out_pass_rate(
-    worker: RolloutWorker, batches: Callable[[], Iterator[list[Row]]], reward: Reward, *, limit: int
+    worker: RolloutWorker,
+    batches: Callable[[], Iterator[list[Row]]],
+    reward: Reward,
+    *,
+    limit: int,
+    writer: RolloutWriter | None = None,
 ) -> Evaluate | None:
     """Evaluates a policy on the first `limit` batches of held-out prompts. None for a limit of 0.
 
@@ -36,6 +42,8 @@ def held_out_pass_rate(
             temperature=evaluation.temperature,
             number=-len(held_out),
         )
+        if writer is not None:
+            writer.append(int(state.step), [record for group in groups for record in group.records()])
         return eval_metrics(groups, evaluation.samples, reward)
 
     return evaluate if limit else None

@@ -84,6 +84,17 @@ def _length(term: Term) -> Score:
     return score
 
 
+def _overlong(term: Term) -> Score:
+    """0 up to target - buffer tokens, falling linearly to -1 at target (soft overlong punishment, Yu et al., 2025)."""
+    target, buffer = term.target, term.buffer
+    assert target is not None and buffer is not None
+
+    def score(sample: Sample) -> float:
+        return min(0.0, max(-1.0, (target - buffer - sample.tokens) / buffer))
+
+    return score
+
+
 def _function(term: Term) -> Score:
     """A user-defined reward function, `module:function`."""
     assert term.function is not None
@@ -134,5 +145,6 @@ BUILDERS: dict[RewardKind, Callable[[Term], Score]] = {
     RewardKind.function: _function,
     RewardKind.length: _length,
     RewardKind.math: _math,
+    RewardKind.overlong: _overlong,
     RewardKind.reasoning_gym: _reasoning_gym,
 }

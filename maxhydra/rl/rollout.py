@@ -9,7 +9,7 @@ import base64
 import dataclasses
 import io
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,13 +18,14 @@ import numpy as np
 from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.reward import Reward
-from maxhydra.config.schema.tasks.training import GrpoTask, PolicyLoss, Scale
+from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.data import Loader, Row
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.open import reject_stages
 from maxhydra.decode.request import Completion
 from maxhydra.decode.sampling_params import PromptEncoder, make_requests
 from maxhydra.model import ModelDef
+from maxhydra.rl.advantages import is_degenerate
 from maxhydra.rl.reward_pool import RewardPool, RewardResult
 from maxhydra.rl.rewards import Sample, extract_answer
 from maxhydra.runtime.channel import broadcast, is_main
@@ -104,28 +105,56 @@ class Group:
     prompt: tuple[int, ...]
     completions: list[Completion]
     results: list[RewardResult]
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Text, answer and record of the prompt."""
+    number: int = 0
+    """Index of the prompt in the run, from which the seeds of its completions derive; negative in evaluations."""
 
     @property
     def rewards(self) -> list[float]:
         return [result.reward for result in self.results]
 
+    @property
+    def is_degenerate(self) -> bool:
+        return bool(is_degenerate(np.array([self.rewards]))[0])
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The completions as lines of the run's rollouts; see record/rollouts.py."""
+        for sample, (completion, result) in enumerate(zip(self.completions, self.results, strict=True)):
+            yield {
+                "prompt_number": self.number,
+                "sample": sample,
+                "prompt": self.info.get("prompt"),
+                "completion": completion.text,
+                "expected": as_text(self.info.get("answer")),
+                "reward": result.reward,
+                "terms": result.terms,
+                "is_correct": result.is_correct,
+                "errors": result.errors,
+                "tokens": len(completion.tokens),
+                "finish": completion.finish,
+            }
+
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """A batch on the host: columns [P * G, S], and its metrics."""
+    """A batch on the host: columns [P * G, S], its metrics, and the records of all completions that were sampled."""
 
     columns: dict[str, np.ndarray]
     metrics: dict[str, float]
+    records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         archive = io.BytesIO()
         np.savez_compressed(archive, **self.columns)  # type: ignore[arg-type]
-        return {"columns": base64.b64encode(archive.getvalue()).decode(), "metrics": self.metrics}
+        columns = base64.b64encode(archive.getvalue()).decode()
+        return {"columns": columns, "metrics": self.metrics, "records": self.records}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Rollout":
         with np.load(io.BytesIO(base64.b64decode(content["columns"])), allow_pickle=False) as columns:
-            return cls(dict(columns), dict(content["metrics"]))
+            # Checkpoints of earlier versions have no records.
+            return cls(dict(columns), dict(content["metrics"]), list(content.get("records", [])))
 
 
 class RolloutWorker:
@@ -149,14 +178,13 @@ class RolloutWorker:
         ]
         results = self._reward_pool.score(reward_inputs)
         return [
-            Group(prompt, group, results[index * samples : (index + 1) * samples])
-            for index, (prompt, group) in enumerate(zip(prompts, completions, strict=True))
+            Group(prompt, group, results[index * samples : (index + 1) * samples], row["info"].item(), number + index)
+            for index, (prompt, group, row) in enumerate(zip(prompts, completions, rows, strict=True))
         ]
 
-    def sample_batch(
-        self, weights: Tree, loader: Loader[list[Row]], *, seq_len: int, number: int
-    ) -> tuple[Rollout, int]:
-        """A batch with one group per prompt of a loader batch, and the number of prompts that were sampled.
+    def sample_batch(self, weights: Tree, loader: Loader[list[Row]], *, number: int) -> tuple[list[Group], int]:
+        """All groups that were sampled, and how many of them, the first ones, are a batch: one per prompt of a loader
+        batch.
 
         Completions are sampled from the model's unmodified distribution, whose gradient the losses estimate. Degenerate
         groups are replaced by groups of further prompts, for up to task.rounds loader batches (dynamic sampling, DAPO).
@@ -172,12 +200,10 @@ class RolloutWorker:
             )
             num_prompts += batch_size
             for group in groups:
-                (degenerate if is_degenerate(np.array([group.rewards]))[0] else informative).append(group)
+                (degenerate if group.is_degenerate else informative).append(group)
             if len(informative) >= batch_size:
                 break
-        groups = [*informative, *degenerate]
-        selected = groups[:batch_size]
-        return Rollout(columns(selected, self.task, seq_len), metrics(groups, selected)), num_prompts
+        return [*informative, *degenerate], batch_size
 
     def _reward_input(self, info: dict[str, Any], completion: Completion) -> Sample:
         return Sample(
@@ -204,13 +230,13 @@ def unfiltered_sampling(max_tokens: int, temperature: float) -> Sampling:
     )
 
 
+def as_text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
 def columns(groups: Sequence[Group], task: GrpoTask, seq_len: int) -> dict[str, np.ndarray]:
     """Arrays with one row per completion; a token's weight and log-prob are at the position that predicts it."""
-    rewards_PG = np.array([group.rewards for group in groups])
-    row_advantages = advantages(rewards_PG, scale_of(task)).ravel()
-    weights = np.ones(len(row_advantages))
-    if task.mask_degenerate:
-        weights = ~is_degenerate(rewards_PG).repeat(task.group_size)
+    weights = row_weights(groups, task)
     rows = [(group.prompt, completion) for group in groups for completion in group.completions]
     arrays = {name: np.zeros((len(rows), seq_len), np.int32) for name in ("tokens", "targets", "positions")}
     arrays |= {name: np.zeros((len(rows), seq_len), np.float32) for name in ("weights", "sampled_logprobs")}
@@ -222,11 +248,21 @@ def columns(groups: Sequence[Group], task: GrpoTask, seq_len: int) -> dict[str, 
         arrays["positions"][index, : len(ids) - 1] = np.arange(len(ids) - 1)
         arrays["weights"][index, predicted] = weights[index]
         arrays["sampled_logprobs"][index, predicted] = [token.logprob for token in completion.logprobs]
-    return {**arrays, "advantages": np.broadcast_to(row_advantages[:, None], (len(rows), seq_len)).copy()}
+    return arrays
 
 
-def metrics(groups: Sequence[Group], selected: Sequence[Group]) -> dict[str, float]:
-    """Metrics over all sampled groups, whether they were selected for training or not."""
+def row_weights(groups: Sequence[Group], task: GrpoTask) -> np.ndarray:
+    """[B]: 0 for completions that task.mask_degenerate and task.mask_truncated exclude, else 1."""
+    weights = np.ones((len(groups), task.group_size))
+    if task.mask_degenerate:
+        weights[is_degenerate(np.array([group.rewards for group in groups]), task.effective_baseline)] = 0
+    if task.mask_truncated:
+        weights *= [[completion.finish != "length" for completion in group.completions] for group in groups]
+    return weights.ravel()
+
+
+def metrics(groups: Sequence[Group], batch_size: int, task: GrpoTask) -> dict[str, float]:
+    """Metrics over all sampled groups, of which the first `batch_size` are trained on."""
     results = [result for group in groups for result in group.results]
     completions = [completion for group in groups for completion in group.completions]
     rewards = np.array([group.rewards for group in groups])
@@ -239,31 +275,7 @@ def metrics(groups: Sequence[Group], selected: Sequence[Group]) -> dict[str, flo
         "answers/right": np.mean([result.is_correct for result in results]),
         "answers/tokens": np.mean([len(completion.tokens) for completion in completions]),
         "answers/truncated": np.mean([completion.finish == "length" for completion in completions]),
-        "groups/degenerate": is_degenerate(rewards).mean(),
-        "groups/drawn": len(groups) / len(selected),
+        "groups/degenerate": is_degenerate(rewards, task.effective_baseline).mean(),
+        "groups/drawn": len(groups) / batch_size,
     }
     return {name: float(value) for name, value in values.items()}
-
-
-# Added to the standard deviation, so that rounding differences between rewards do not become advantages.
-EPSILON = 1e-4
-
-
-def scale_of(task: GrpoTask) -> Scale:
-    """task.scale, or the default of the loss."""
-    return task.scale or (Scale.none if task.loss is PolicyLoss.dr_grpo else Scale.group)
-
-
-def advantages(rewards_PG: np.ndarray, scale: Scale) -> np.ndarray:
-    """Rewards minus their group mean, scaled as `scale` says; exactly 0 if all rewards of a group are equal."""
-    centred = rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
-    if scale is Scale.group:
-        centred = centred / (rewards_PG.std(axis=1, keepdims=True, ddof=1) + EPSILON)
-    elif scale is Scale.batch:
-        centred = centred / (rewards_PG.std(ddof=1) + EPSILON)
-    return np.where(is_degenerate(rewards_PG)[:, None], 0.0, centred).astype(np.float32)
-
-
-def is_degenerate(rewards_PG: np.ndarray) -> np.ndarray:
-    """[P]: groups whose rewards are all equal, which give no learning signal."""
-    return rewards_PG.max(axis=1) == rewards_PG.min(axis=1)

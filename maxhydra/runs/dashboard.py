@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from maxhydra.runs.compare import compare
 from maxhydra.runs.curves import compare_charts, encode, is_system
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.rerun import rerun_command
+from maxhydra.runs.rollouts import describe, find_rollouts, kinds_of, parse_query
 
 # Minimum interval between scans of the folder, however many pages are open.
 REFRESH_SECONDS = 1.5
@@ -129,6 +130,19 @@ class Dashboard:
             file.seek(max(0, size - LOG_BYTES))
             text = file.read(LOG_BYTES).decode(errors="replace")
         return {"text": redact_text(text if size <= LOG_BYTES else text.partition("\n")[2])}
+
+    def rollouts(self, path: str, fields: Mapping[str, str]) -> dict[str, Any]:
+        """Completions of a run that match, and the kinds that it has; or the problem of a field."""
+        try:
+            wanted = parse_query(fields)
+        except ConfigError as error:
+            return {"problem": str(error)}
+        with self._lock:
+            (run,) = self._known_runs([path])
+            folder = self.registry.directory(run).path
+        page = find_rollouts(folder, wanted)
+        records = [{**record, "about": describe(record)} for record in page.records]
+        return {"kinds": kinds_of(folder), "total": page.total, "records": records}
 
     def _refresh(self) -> None:
         if time.monotonic() - self._refreshed >= REFRESH_SECONDS:

@@ -26,6 +26,7 @@ from maxhydra.runs.page import (
 )
 from maxhydra.runs.plan_picture import plan_section
 from maxhydra.runs.profile import profile_section
+from maxhydra.runs.rollouts import rollouts_section
 from maxhydra.runs.settings import get_setting, list_settings, read_config_text
 from maxhydra.runs.summary import (
     Facts,
@@ -56,6 +57,7 @@ def write_report(run: RunDirectory) -> Path:
         charts=_charts(run_charts),
         plan=plan_section(run.path),
         profile=profile_section(run.path),
+        rollouts=rollouts_section(run.path) or Html(),
         sample=_sample(facts.get("sample")),
         config=_config(config),
         environment=_environment(facts),

@@ -64,6 +64,8 @@ class Server(ThreadingHTTPServer):
                 return dashboard.compare(runs)
             case "/api/log":
                 return dashboard.log(query["run"][0])
+            case "/api/rollouts":
+                return dashboard.rollouts(query["run"][0], {name: values[0] for name, values in query.items()})
             case "/api/machine":
                 return machine(dashboard.registry.root)
         raise KeyError(path)

@@ -5,6 +5,7 @@ from contextlib import closing
 from maxhydra import data
 from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.decode.sampling_params import PromptEncoder
+from maxhydra.record.rollouts import EVAL, FOLDER, KINDS, TRAIN, RolloutWriter
 from maxhydra.rl.batches import RolloutBatches, make_logprob_fn
 from maxhydra.rl.evaluate import held_out_pass_rate
 from maxhydra.rl.loss import group_loss
@@ -30,6 +31,9 @@ def run(job: Job) -> Outcome:
     states = with_reference(plan_states(config, sharder), config, task)
     engine_sharder = rollout_sharder(task, sharder)
     engine = PolicyEngine(states.model, prompts, task.engine, sharder=engine_sharder, seed=config.run.seed)
+    writers = {}
+    if job.run.writes and task.keep_rollouts:
+        writers = {kind: RolloutWriter(job.run.path / FOLDER, kind, keep=task.keep_rollouts) for kind in KINDS}
     with closing(RewardPool(config.reward)) as reward_pool, closing(engine):
         worker = RolloutWorker(engine, reward_pool, task, config.reward)
         scorer = Scorer(states.model, sharder, config.train.loss_chunk)
@@ -38,12 +42,13 @@ def run(job: Job) -> Outcome:
             states=states,
             loss=group_loss(scorer, task),
             spec=spec,
-            batches=RolloutBatches(worker, prompt_loader(config, prompt_spec), spec, logprob_fn),
+            batches=RolloutBatches(worker, prompt_loader(config, prompt_spec), spec, logprob_fn, writers.get(TRAIN)),
             evaluate=held_out_pass_rate(
                 worker,
                 lambda: data.held_out(config.data, prompt_spec, data.local_rows),
                 config.reward,
                 limit=config.train.eval_batches,
+                writer=writers.get(EVAL),
             ),
         )
         result = train(training, config, run=job.run, machine=job.machine)

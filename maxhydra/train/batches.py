@@ -20,8 +20,8 @@ class BatchSource(Protocol):
         """Arrays or shapes like those of the next batch, for compiling the step."""
         ...
 
-    def take(self, state: TrainState) -> Batch:
-        """The next batch. `state` is the one that will be trained on it; it is donated after, so only read it now."""
+    def take(self, step: int, state: TrainState) -> Batch:
+        """The batch of a step. `state` is the one that is trained on it; it is donated after, so only read it now."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class LoaderBatches:
     def peek(self) -> Mapping[str, Any]:
         return self.loader.peek()
 
-    def take(self, state: TrainState) -> Batch:
+    def take(self, step: int, state: TrainState) -> Batch:
         return next(self.loader)
 
     def state(self) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signal
     for step in range(start + 1, steps + 1):
         loop.start_profile(step)
         try:
-            batch = loop.take(state)
+            batch = loop.take(step, state)
         except signals.Interrupted:
             if step == start + 1:
                 raise
@@ -150,10 +150,10 @@ class _Loop:
         # Evaluations run in a thread, so that the main thread can react to a signal while one compiles.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="evaluate")
 
-    def take(self, state: TrainState) -> Batch:
-        """The next batch, with the time that the loop waited for it."""
+    def take(self, step: int, state: TrainState) -> Batch:
+        """The batch of a step, with the time that the loop waited for it."""
         wait_start = time.perf_counter()
-        batch = self._context.batches.take(state)
+        batch = self._context.batches.take(step, state)
         seconds, is_generated = time.perf_counter() - wait_start, not isinstance(self._context.batches, LoaderBatches)
         self._context.metrics.count_batch(sequences_in(batch), wait=seconds, is_generated=is_generated)
         return batch

@@ -141,6 +141,8 @@ class ScoredTokens(NamedTuple):
 
     logprobs: jax.Array
     aux: Any
+    entropy: jax.Array | None = None
+    """Entropy [B, S] of the next-token distributions, if it was asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,13 +160,28 @@ class Scorer:
         return self.score(weights, batch, key, is_adapted=is_adapted).logprobs
 
     def score(
-        self, weights: Any, batch: Mapping[str, jax.Array], key: jax.Array | None, *, is_adapted: bool
+        self,
+        weights: Any,
+        batch: Mapping[str, jax.Array],
+        key: jax.Array | None,
+        *,
+        is_adapted: bool,
+        with_entropy: bool = False,
     ) -> ScoredTokens:
         """Like calling the scorer, and also returns the aux outputs of the layers."""
         context = Context.of_batch(batch, self.sharder, key, is_adapted=is_adapted)
         forward = self.model.forward(weights, batch["tokens"], context)
+        head = self.model.lm_head(weights, self.sharder)
+        if with_entropy:
+            logprobs, entropy = map_sequence_chunks(
+                lambda hidden, targets: logprobs_and_entropy(head(hidden), targets),
+                forward.hidden_BTD,
+                batch["targets"],
+                chunk=self.chunk,
+            )
+            return ScoredTokens(logprobs, forward.aux, entropy)
         logprobs = token_logprobs(
-            self.model.lm_head(weights, self.sharder),
+            head,
             forward.hidden_BTD,
             batch["targets"],
             chunk=self.chunk,
@@ -192,6 +209,14 @@ def token_logprobs(
         return map_sequence_chunks(
             lambda hidden, targets: target_logprobs(logits_of(hidden), targets), hidden, targets, chunk=chunk
         )
+
+
+def logprobs_and_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """log p(target), and the entropy of p."""
+    wide = logits.astype(jnp.float32)
+    logprobs, normaliser, _ = logprobs_at_targets(wide, targets)
+    all_logprobs = wide - normaliser[..., None]
+    return logprobs, -jnp.sum(jnp.exp(all_logprobs) * all_logprobs, axis=-1)
 
 
 def map_sequence_chunks(function: Callable[..., T], *arrays: jax.Array, chunk: int) -> T:

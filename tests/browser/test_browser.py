@@ -10,6 +10,7 @@ import time
 import pytest
 
 from maxhydra.record.atomic_io import process_start
+from maxhydra.record.rollouts import RolloutWriter
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.server import Server
 from maxhydra.runs.sweep import write_sweep_report
@@ -186,6 +187,24 @@ def test_tabs_columns_keys_and_read_errors(window, server, outputs):
     )
     (broken / "run.json").unlink()
     check_clean(window, server.url)
+
+
+def test_rollouts_are_filtered_and_followed_over_steps(window, server, outputs):
+    writer = RolloutWriter(outputs / "lr" / "3_lr" / "rollouts", "eval", keep=1000)
+    for step in (0, 10):
+        sampled = [{"prompt_number": -number, "sample": 0, "reward": number, "tokens": 2} for number in range(1, 31)]
+        writer.append(
+            step, [{**item, "prompt": EVIL, "completion": f"{item['prompt_number']} at {step}"} for item in sampled]
+        )
+    open_dashboard(window, server, "#run=lr/3_lr&tab=rollouts")
+    until(window, "document.querySelectorAll('.rollout').length === 20")
+    assert "1 to 20 of 60" in window.find_element("css selector", ".pager").text
+    type_into(window, '.filters [name="reward"]', "30:\n")
+    until(window, "document.querySelectorAll('.rollout').length === 2")
+    press(window, ".rollout button")
+    until(window, "document.querySelector('.rollout')?.textContent.includes('-30 at 0')")
+    type_into(window, '.filters [name="reward"]', "much\n")
+    assert "reward" in until(window, "document.querySelector('#rollouts [role=alert]')?.textContent")
 
 
 def test_dark_and_light_and_foreign_text(window, server):

@@ -9,13 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.config.schema.tasks.training import Clip, GrpoTask, Kl, KlEstimator, PolicyLoss, Scale
+from maxhydra.config.schema.tasks.training import (
+    Baseline,
+    Clip,
+    GrpoTask,
+    Importance,
+    Kl,
+    KlEstimator,
+    PolicyLoss,
+    Scale,
+)
+from maxhydra.rl.advantages import advantages, is_degenerate
 from maxhydra.rl.loss import Logprobs, kl_estimate, policy_loss
-from maxhydra.rl.rollout import advantages, is_degenerate, scale_of
+from maxhydra.train.loss import logprobs_and_entropy
 from tests.support.skips import import_optional
 
 B, S = 6, 9
 MAX_TOKENS = 12
+TOKENS = Importance.token_truncate
 
 
 def inputs(seed: int = 0) -> dict[str, np.ndarray]:
@@ -30,6 +41,7 @@ def inputs(seed: int = 0) -> dict[str, np.ndarray]:
         "reference": new + 0.5 * random.standard_normal((B, S)),
         "advantages": random.standard_normal(B),
         "mask": (np.arange(S) < lengths[:, None]).astype(np.float64),
+        "entropy": random.gamma(2.0, 0.5, (B, S)),
     }
 
 
@@ -40,7 +52,9 @@ def policy_loss_of(task: GrpoTask, given: dict[str, np.ndarray]) -> tuple[float,
 
     def loss(new: jax.Array) -> jax.Array:
         reference = arrays["reference"] if task.kl.beta else None
-        logprobs = Logprobs(new, arrays["old"], arrays["sampled"], reference)
+        # The entropy depends on the weights too: a function of the new log-probs stands in for it.
+        entropy = arrays["entropy"] * new**2 if task.entropy_bonus else None
+        logprobs = Logprobs(new, arrays["old"], arrays["sampled"], reference, entropy)
         sums = policy_loss(logprobs, advantage, arrays["mask"], task)
         return sums["loss"] / sums["weight"]
 
@@ -57,7 +71,7 @@ def trl_loss(task: GrpoTask, given: dict[str, np.ndarray]) -> tuple[float, np.nd
     trainer: Any = trl.GRPOTrainer.__new__(trl.GRPOTrainer)
     level = "sequence" if task.loss is PolicyLoss.gspo else "token"
     vars(trainer).update(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (new, torch.zeros_like(new), None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (new, tensors["entropy"] * new**2, None),
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
@@ -65,19 +79,24 @@ def trl_loss(task: GrpoTask, given: dict[str, np.ndarray]) -> tuple[float, np.nd
         beta=task.kl.beta,
         loss_type="grpo" if task.loss is PolicyLoss.gspo else task.loss.value,
         epsilon_low=task.clip.low,
-        epsilon_high=task.clip.high,
-        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        # TRL's bound of CISPO is the ratio itself, not its distance from 1.
+        epsilon_high=task.clip.high + (task.loss is PolicyLoss.cispo),
+        args=SimpleNamespace(delta=task.clip.dual, use_bias_correction_kl=False, steps_per_generation=1),
         use_vllm=task.importance_cap is not None,
         vllm_importance_sampling_correction=True,
         max_completion_length=task.max_tokens,
         current_gradient_accumulation_steps=1,
-        _entropy_bonus_enabled=False,
-        accelerator=SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x),
+        _entropy_bonus_enabled=task.entropy_bonus > 0,
+        use_adaptive_entropy=False,
+        entropy_coef=task.entropy_bonus,
+        accelerator=SimpleNamespace(
+            num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x, sync_gradients=True
+        ),
         model=SimpleNamespace(training=True),
         _metrics={"train": defaultdict(list)},
     )
     ids = torch.zeros((B, S), dtype=torch.long)
-    ratio = torch.exp(tensors["old"] - tensors["sampled"]).clamp(max=task.importance_cap or 1.0)
+    ratio = trl_importance_ratio(torch, task, tensors)
     batch = {
         "prompt_ids": ids[:, :1],
         "prompt_mask": ids[:, :1],
@@ -94,22 +113,41 @@ def trl_loss(task: GrpoTask, given: dict[str, np.ndarray]) -> tuple[float, np.nd
     return loss.item(), new.grad.numpy()
 
 
+def trl_importance_ratio(torch: Any, task: GrpoTask, tensors: dict[str, Any]) -> Any:
+    """Transcribed from TRL, which computes it together with the completions."""
+    difference = (tensors["old"] - tensors["sampled"]) * tensors["mask"]
+    mode = task.effective_importance
+    if mode in (Importance.sequence_truncate, Importance.sequence_mask):
+        difference = difference.sum(dim=-1, keepdim=True)
+    ratio = torch.exp(difference)
+    if mode in (Importance.token_truncate, Importance.sequence_truncate):
+        return ratio.clamp(min=task.importance_floor, max=task.importance_cap)
+    outside = (ratio < (task.importance_floor or 0.0)) | (ratio > (task.importance_cap or np.inf))
+    return ratio.masked_fill(outside, 0.0)
+
+
 # With per-token weights, TRL's sequence-level gradient differs from that of GSPO-token, which the next test checks.
-CASES = [
-    (kind, beta, cap)
-    for kind in PolicyLoss
-    for beta in (0.0, 0.1)
-    for cap in (None, 1.2)
-    if cap is None or kind is not PolicyLoss.gspo
+# rloo and reinforce_pp, which TRL's GRPOTrainer does not have, are tested below.
+OF_TRL = (PolicyLoss.dapo, PolicyLoss.grpo, PolicyLoss.dr_grpo, PolicyLoss.gspo, PolicyLoss.cispo)
+CASES = [{"loss": loss, "kl": Kl(beta=beta), "importance_cap": None} for loss in OF_TRL for beta in (0.0, 0.1)]
+CASES += [
+    {"loss": loss, "importance": mode, "importance_cap": 1.2, "importance_floor": floor, "kl": Kl(beta=0.1)}
+    for loss in OF_TRL
+    for mode in Importance
+    for floor in (None, 0.9)
+    if loss is not PolicyLoss.gspo or "sequence" in mode.value
 ]
+CASES += [{"loss": loss, "clip": Clip(low=0.1, high=0.28, dual=1.4)} for loss in OF_TRL[:4]]
+CASES += [{"loss": loss, "entropy_bonus": 0.03} for loss in OF_TRL]
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize(("kind", "beta", "cap"), CASES)
-def test_losses_and_gradients_are_those_of_trl(kind: PolicyLoss, beta: float, cap: float | None) -> None:
+@pytest.mark.parametrize("fields", CASES, ids=str)
+def test_losses_and_gradients_are_those_of_trl(fields: dict[str, Any]) -> None:
     """TRL's GSPO has the sequence-level gradient, which equals GSPO-token's with one advantage per completion."""
-    clip = Clip(low=0.1, high=0.28)
-    task = GrpoTask(name="grpo", loss=kind, clip=clip, kl=Kl(beta=beta), importance_cap=cap, max_tokens=MAX_TOKENS)
+    low = Clip.low if fields["loss"] is PolicyLoss.cispo else 0.1
+    task = GrpoTask(**{"name": "grpo", "clip": Clip(low=low, high=0.28), "max_tokens": MAX_TOKENS, **fields})
+    assert not list(task.check())
     given = inputs()
     value, gradient = policy_loss_of(task, given)
     expected, expected_gradient = trl_loss(task, given)
@@ -117,9 +155,43 @@ def test_losses_and_gradients_are_those_of_trl(kind: PolicyLoss, beta: float, ca
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parity
+def test_rloo_is_that_of_trl() -> None:
+    torch = import_optional("torch", extra="parity")
+    trl = import_optional("trl", extra="parity")
+    task = GrpoTask(name="grpo", loss=PolicyLoss.rloo, clip=Clip(low=0.1, high=0.1), importance_cap=None)
+    given = inputs(2)
+    tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in given.items()}
+    new = tensors["new"].clone().requires_grad_()
+    trainer: Any = trl.RLOOTrainer.__new__(trl.RLOOTrainer)
+    accelerator = SimpleNamespace(reduce=lambda x, reduction: x, gather=lambda x: x)
+    vars(trainer).update(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (new, torch.zeros_like(new), None),
+        aux_loss_enabled=False,
+        epsilon_low=task.clip.low,
+        epsilon_high=task.clip.high,
+        accelerator=accelerator,
+        model=SimpleNamespace(training=True),
+        _metrics={"train": defaultdict(list)},
+    )
+    ids = torch.zeros((B, S), dtype=torch.long)
+    batch = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids"), ids)
+    old = (tensors["old"] * tensors["mask"]).sum(1)
+    loss = trainer._compute_loss(
+        None, {**batch, "completion_mask": tensors["mask"], "advantages": tensors["advantages"], "old_logps": old}
+    )
+    loss.backward()
+    value, gradient = policy_loss_of(task, given)
+    assert 0 < np.count_nonzero((gradient == 0).all(1)) < B, "some completions are clipped"
+    assert value == pytest.approx(loss.item(), rel=1e-5)
+    np.testing.assert_allclose(gradient, new.grad.numpy(), rtol=1e-5, atol=1e-6)
+
+
 def test_gspo_token_by_its_formula() -> None:
     """s_i,t = sg[s_i] pi / sg[pi]: clipped per completion, with the gradient and advantage of each token."""
-    task = GrpoTask(name="grpo", loss=PolicyLoss.gspo, clip=Clip(low=0.05, high=0.05), importance_cap=1.1)
+    task = GrpoTask(
+        name="grpo", loss=PolicyLoss.gspo, clip=Clip(low=0.05, high=0.05), importance_cap=1.1, importance=TOKENS
+    )
     given = inputs(1)
     mask, advantage = given["mask"], given["advantages"][:, None]
     length = mask.sum(1, keepdims=True)
@@ -166,7 +238,7 @@ def test_masked_completions_change_nothing(kind: PolicyLoss) -> None:
 @pytest.mark.parametrize("kind", PolicyLoss)
 def test_masked_positions_may_have_any_value(kind: PolicyLoss) -> None:
     """Prompt and padding tokens, whose log-ratios are unbounded."""
-    task = GrpoTask(name="grpo", loss=kind, kl=Kl(beta=0.1), importance_cap=2.0, max_tokens=MAX_TOKENS)
+    task = GrpoTask(name="grpo", loss=kind, kl=Kl(beta=0.1), max_tokens=MAX_TOKENS)
     given = inputs(3)
     far = {**given, "new": np.where(given["mask"] == 0, -200.0, given["new"])}
     far["sampled"] = np.where(given["mask"] == 0, 0.0, given["sampled"])
@@ -179,17 +251,86 @@ def test_masked_positions_may_have_any_value(kind: PolicyLoss) -> None:
     assert all(np.isfinite(value) for value in sums.values())
 
 
+REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [0.3, 0.3, 0.3, 0.3], [0.0, 0.0, 0.0, 2.0]])
+
+
+def row_advantages(task: GrpoTask, rewards: np.ndarray = REWARDS) -> np.ndarray:
+    """[P, G]: advantages that are equal for all tokens of a completion."""
+    found = advantages(rewards, np.ones((rewards.size, 2)), task)
+    assert (found[:, 0] == found[:, 1]).all()
+    return found[:, 0].reshape(rewards.shape)
+
+
 def test_advantages_are_those_of_the_formula() -> None:
-    rewards = np.array([[1.0, 0.0, 0.0, 1.0], [0.3, 0.3, 0.3, 0.3], [0.0, 0.0, 0.0, 2.0]])
-    centred = rewards - rewards.mean(1, keepdims=True)
     torch = import_optional("torch", extra="parity")
-    group = torch.tensor(rewards).std(dim=1, keepdim=True).numpy() + 1e-4
-    np.testing.assert_allclose(advantages(rewards, Scale.group), centred / group, atol=1e-6)
-    whole = float(torch.tensor(rewards).std()) + 1e-4
-    np.testing.assert_allclose(advantages(rewards, Scale.batch), centred / whole, atol=1e-6)
-    np.testing.assert_allclose(advantages(rewards, Scale.none), centred, atol=1e-6)
-    assert is_degenerate(rewards).tolist() == [False, True, False]
-    assert not advantages(np.full((2, 3), 0.1), Scale.group).any()
-    assert scale_of(GrpoTask(name="grpo")) is Scale.group
-    assert scale_of(GrpoTask(name="grpo", loss=PolicyLoss.dr_grpo)) is Scale.none
-    assert scale_of(GrpoTask(name="grpo", loss=PolicyLoss.dr_grpo, scale=Scale.batch)) is Scale.batch
+    centred = REWARDS - REWARDS.mean(1, keepdims=True)
+    group = torch.tensor(REWARDS).std(dim=1, keepdim=True).numpy() + 1e-4
+    whole = float(torch.tensor(REWARDS).std()) + 1e-4
+    expected = {Scale.group: centred / group, Scale.batch: centred / whole, Scale.none: centred}
+    for scale, values in expected.items():
+        np.testing.assert_allclose(row_advantages(GrpoTask(name="grpo", scale=scale)), values, atol=1e-6)
+    assert is_degenerate(REWARDS).tolist() == [False, True, False]
+    assert not is_degenerate(REWARDS, Baseline.batch).any()
+    assert not row_advantages(GrpoTask(name="grpo"), np.full((2, 3), 0.1)).any()
+    assert GrpoTask(name="grpo").effective_scale is Scale.group
+    assert GrpoTask(name="grpo", loss=PolicyLoss.dr_grpo).effective_scale is Scale.none
+    assert GrpoTask(name="grpo", loss=PolicyLoss.dr_grpo, scale=Scale.batch).effective_scale is Scale.batch
+
+
+def test_advantages_of_rloo_with_a_penalty_in_the_reward() -> None:
+    """r - beta sum(kl), minus the mean of the other completions (Ahmadian et al., 2024)."""
+    task = GrpoTask(name="grpo", loss=PolicyLoss.rloo, kl=Kl(beta=0.05))
+    random = np.random.default_rng(0)
+    mask = (np.arange(S) < random.integers(1, S + 1, REWARDS.size)[:, None]).astype(float)
+    log_ratio = random.standard_normal(mask.shape)
+    net = REWARDS - 0.05 * (log_ratio * mask).sum(1).reshape(REWARDS.shape)
+    others = np.stack([[np.delete(group, index).mean() for index in range(len(group))] for group in net])
+    found = advantages(REWARDS, mask, task, log_ratio)
+    np.testing.assert_allclose(found[:, 0].reshape(REWARDS.shape), net - others, atol=1e-6)
+
+
+def test_advantages_of_reinforce_pp() -> None:
+    """Returns to go with a penalty per token, whitened over the tokens of the batch (Hu et al., 2025)."""
+    task = GrpoTask(name="grpo", loss=PolicyLoss.reinforce_pp, kl=Kl(beta=0.05))
+    random = np.random.default_rng(1)
+    lengths = random.integers(1, S + 1, REWARDS.size)
+    mask = (np.arange(S) < lengths[:, None]).astype(float)
+    log_ratio = random.standard_normal(mask.shape)
+    token_rewards = -0.05 * log_ratio * mask
+    token_rewards[np.arange(len(mask)), lengths - 1] += REWARDS.ravel()
+    returns = np.zeros_like(mask)
+    running = np.zeros(len(mask))
+    for position in reversed(range(S)):
+        running = token_rewards[:, position] + running
+        returns[:, position] = running
+    tokens = returns[mask > 0]
+    expected = (returns - tokens.mean()) / np.sqrt(tokens.var(ddof=1))
+    found = advantages(REWARDS, mask, task, log_ratio)
+    np.testing.assert_allclose(found[mask > 0], expected[mask > 0], rtol=1e-3)
+
+
+def test_entropy_of_scored_tokens() -> None:
+    random = np.random.default_rng(0)
+    logits, targets = random.standard_normal((2, 3, 7)), random.integers(0, 7, (2, 3))
+    torch = import_optional("torch", extra="parity")
+    distribution = torch.distributions.Categorical(logits=torch.tensor(logits))
+    logprobs, entropy = logprobs_and_entropy(jnp.asarray(logits), jnp.asarray(targets))
+    np.testing.assert_allclose(logprobs, distribution.log_prob(torch.tensor(targets)), rtol=1e-5)
+    np.testing.assert_allclose(entropy, distribution.entropy(), rtol=1e-5)
+
+
+INVALID = [
+    ({"loss": PolicyLoss.cispo, "clip": Clip(low=0.1)}, "clip.low"),
+    ({"loss": PolicyLoss.cispo, "clip": Clip(dual=3.0)}, "clip.dual"),
+    ({"kl": Kl(in_reward=True)}, "kl.in_reward"),
+    ({"loss": PolicyLoss.rloo, "kl": Kl(beta=0.1, estimator=KlEstimator.k2)}, "kl.estimator"),
+    ({"importance_cap": None, "importance": TOKENS}, "importance"),
+    ({"importance_floor": 3.0}, "importance_floor"),
+    ({"loss": PolicyLoss.rloo, "importance": TOKENS}, "importance"),
+    ({"baseline": Baseline.batch, "scale": Scale.group}, "scale"),
+]
+
+
+@pytest.mark.parametrize(("fields", "path"), INVALID)
+def test_keys_without_effect_are_rejected(fields: dict[str, Any], path: str) -> None:
+    assert [problem.path for problem in GrpoTask(name="grpo", **fields).check()] == [path]

@@ -70,7 +70,7 @@ def test_an_adapter_on_a_mesh_in_bfloat16(tmp_path: Path) -> None:
         "adapter=lora",
     ]
     arguments += ["mesh=fsdp", "train.per_device_batch_size=8", "model.dtypes.compute=bfloat16", "train.grad_accum=2"]
-    arguments += ["task.loss=gspo", "task.importance_cap=2", "train.eval_batches=0"]
+    arguments += ["task.loss=gspo", "task.importance_cap=2", "task.importance=token_truncate", "train.eval_batches=0"]
     # Rollouts use replicated weights, training uses sharded ones.
     arguments += ["task.rollout_mesh=['mesh=ddp']"]
     run_ok(*arguments, "run.name=it", cwd=tmp_path, devices=2, PYTHONPATH=PATHS)

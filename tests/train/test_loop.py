@@ -44,7 +44,7 @@ class Batches:
     def __init__(self, poison: int | None = None, signal_at: int | None = None):
         self._count, self._poison, self._signal_at = 0, poison, signal_at
 
-    def take(self, state: TrainState) -> dict[str, np.ndarray]:
+    def take(self, step: int, state: TrainState) -> dict[str, np.ndarray]:
         self._count += 1
         if self._count == self._signal_at:
             os.kill(os.getpid(), signal.SIGTERM)

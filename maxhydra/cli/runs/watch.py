@@ -1,4 +1,4 @@
-"""Verbs that show a run's log, profiles, a report, or the dashboard: tail, profile, report and serve."""
+"""Verbs that show a run's log, rollouts, profiles, a report, or the dashboard."""
 
 import argparse
 import dataclasses
@@ -13,6 +13,7 @@ from maxhydra.record.redact import redact_facts
 from maxhydra.runs.profile import COLUMNS, profile_folders, summarize_profile
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.report import write_report
+from maxhydra.runs.rollouts import describe, find_rollouts, kinds_of, parse_query
 from maxhydra.runs.server import Server
 from maxhydra.runs.sweep import write_sweep_report
 
@@ -43,11 +44,7 @@ def run_tail(args: argparse.Namespace) -> int:
         if not pending.exists():
             say(f"{pending.path}: has not started yet")
             return 0
-    registry = Registry(args.outputs)
-    runs = registry.runs()
-    if not runs:
-        raise ConfigError(Problem("runs tail", f"no runs in {args.outputs}"))
-    directory = registry.directory(registry.find(args.name, runs) if args.name else runs[0])
+    directory = _find_run(args, "runs tail")
     position = _print_end(directory.log_path, args.lines)
     while args.follow:
         # Read the status before the log, so that the last lines of a run that ends in between are still printed.
@@ -59,6 +56,15 @@ def run_tail(args: argparse.Namespace) -> int:
     facts = redact_facts(directory.read())
     say(f"{directory.path}: {facts['status']}{': ' + facts['reason'] if facts['reason'] else ''}")
     return 0
+
+
+def _find_run(args: argparse.Namespace, command: str) -> RunDirectory:
+    """The run that is named, or the newest."""
+    registry = Registry(args.outputs)
+    runs = registry.runs()
+    if not runs:
+        raise ConfigError(Problem(command, f"no runs in {args.outputs}"))
+    return registry.directory(registry.find(args.name, runs) if args.name else runs[0])
 
 
 def _pending_job(outputs: Path, name: str | None) -> RunDirectory | None:
@@ -104,11 +110,7 @@ def run_profile(args: argparse.Namespace) -> int:
 
     maxhydra runs profile lr/3
     """
-    registry = Registry(args.outputs)
-    runs = registry.runs()
-    if not runs:
-        raise ConfigError(Problem("runs profile", f"no runs in {args.outputs}"))
-    directory = registry.directory(registry.find(args.name, runs) if args.name else runs[0])
+    directory = _find_run(args, "runs profile")
     folders = profile_folders(directory.path)
     if not folders:
         hint = "train with profile.steps=[FIRST,LAST] or profile.every=N, or send SIGUSR2 to a running one"
@@ -124,6 +126,41 @@ def run_profile(args: argparse.Namespace) -> int:
         say(f"{folder}\n{summary.text}\n{summary.parts_text}")
         print_table(COLUMNS, summary.rows)
         say()
+    return 0
+
+
+def declare_rollouts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="RUN")
+    parser.add_argument("--kind", default="train", help="train or eval")
+    parser.add_argument("--steps", default="", metavar="FIRST:LAST", help="steps, such as 100:200, 100: or 100")
+    parser.add_argument("--reward", default="", metavar="LOW:HIGH", help="rewards, such as 0.5: or :0")
+    parser.add_argument("--prompt", default="", metavar="NUMBER", help="number of a prompt, to see it over steps")
+    parser.add_argument("--text", default="", help="text in prompt or completion")
+    parser.add_argument("--order", default="newest", help="newest, oldest, best or worst")
+    parser.add_argument("-n", "--limit", default="5", help="number of completions")
+    add_json(parser)
+
+
+def run_rollouts(args: argparse.Namespace) -> int:
+    """Show what a model wrote in reinforcement learning: rollouts [RUN] [--kind eval] [--steps 10:20] [--order best].
+
+    Prompts, completions and rewards, of training or of evaluations. They are in rollouts/*.jsonl of the run's folder.
+
+    maxhydra runs rollouts my_grpo --reward :0 --order newest
+    maxhydra runs rollouts my_grpo --kind eval --prompt=-3 --order oldest
+    """
+    directory = _find_run(args, "runs rollouts")
+    if not kinds_of(directory.path):
+        raise ConfigError(Problem("runs rollouts", f"{directory.path} has no rollouts", hint="task=grpo writes them"))
+    names = ("kind", "steps", "reward", "prompt", "text", "order", "limit")
+    found = find_rollouts(directory.path, parse_query({name: getattr(args, name) for name in names}))
+    if args.json:
+        print_json({"total": found.total, "rollouts": found.records})
+        return 0
+    for record in found.records:
+        say(f"{describe(record)}\n{record['prompt']}\n---\n{record['completion']}\n")
+    total = "more" if found.total is None else found.total
+    say(f"{len(found.records)} of {total} completions in {directory.path}")
     return 0
 
 

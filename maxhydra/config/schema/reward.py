@@ -16,11 +16,17 @@ class RewardKind(Enum):
     function = "function"
     length = "length"
     math = "math"
+    overlong = "overlong"
     reasoning_gym = "reasoning_gym"
 
 
-# Field that a kind of term requires and no other kind uses.
-NEEDED = {RewardKind.format: "pattern", RewardKind.length: "target", RewardKind.function: "function"}
+# Fields that a kind of term requires; other kinds do not use them.
+NEEDED = {
+    RewardKind.format: ("pattern",),
+    RewardKind.length: ("target",),
+    RewardKind.overlong: ("target", "buffer"),
+    RewardKind.function: ("function",),
+}
 
 
 @schema
@@ -29,25 +35,32 @@ class Term(Schema):
 
     kind: RewardKind = RewardKind.exact
     """exact: the answer equals the expected one, ignoring case and whitespace; math: it is equal as a mathematical
-    expression; format: the completion matches a pattern; length: closeness to a number of tokens; function: a function
-    of yours; reasoning_gym: the score of the prompt's Reasoning Gym task."""
+    expression; format: the completion matches a pattern; length: closeness to a number of tokens; overlong: a penalty
+    for long completions (Yu et al., 2025); function: a function of yours; reasoning_gym: the score of the prompt's
+    Reasoning Gym task."""
     weight: float = 1.0
     """Weight of the term in the sum."""
     pattern: str | None = None
     """format: regular expression that must match the whole completion; `.` also matches line breaks."""
     target: int | None = option(None, ge=1)
-    """length: number of tokens that scores 1; the score falls linearly to 0 at zero tokens and at twice the target."""
+    """length: number of tokens that scores 1; the score falls linearly to 0 at zero tokens and at twice the target.
+    overlong: number of tokens from which the score is -1."""
+    buffer: int | None = option(None, ge=1)
+    """overlong: length of the interval before target in which the score falls linearly from 0 to -1."""
     function: str | None = None
     """function: `package.module:function`, called as function(text, prompt=, answer=, expected=, record=) -> number, in
     a separate process."""
 
     def check(self) -> Iterator[Problem]:
-        for kind, field in NEEDED.items():
+        needed = NEEDED.get(self.kind, ())
+        for field in sorted({field for fields in NEEDED.values() for field in fields}):
             value = getattr(self, field)
-            if self.kind is kind and value is None:
-                yield Problem(field, f"is needed by kind={kind.value}", value=None)
-            if self.kind is not kind and value is not None:
+            if field in needed and value is None:
+                yield Problem(field, f"is needed by kind={self.kind.value}", value=None)
+            if field not in needed and value is not None:
                 yield Problem(field, f"is not used by kind={self.kind.value}", value=value, accepted="null")
+        if self.buffer is not None and self.target is not None and self.buffer > self.target:
+            yield Problem("buffer", f"is over target={self.target}", value=self.buffer, accepted=f"1 to {self.target}")
         if self.function is not None and self.function.count(":") != 1:
             yield Problem("function", "is not a function", value=self.function, accepted="package.module:function")
         yield from pattern_problems("pattern", self.pattern, groups=0)

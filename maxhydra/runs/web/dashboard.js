@@ -109,7 +109,44 @@
     if (atEnd) content.scrollTop = content.scrollHeight;
   }
 
-  const VIEWS = { curves: () => showCurves(false), system: showSystem, compare: showCompare, log: showLog };
+  // Rollouts of one run: the filters are kept while the list below them is replaced.
+  const filters = { kind: "eval", steps: "", reward: "", prompt: "", text: "", order: "newest" };
+  const PAGE = 20;
+  let filterForm = null, rolloutStart = 0;
+  function makeFilters() {
+    const change = (event) => { filters[event.target.name] = event.target.value; rolloutStart = 0; refresh(); };
+    const choice = (name, values) => page.html("select", { name, "aria-label": name, onchange: change }, ...values.map((value) => page.html("option", { value, selected: filters[name] === value }, value)));
+    const field = (name, placeholder) => page.html("input", { name, placeholder, value: filters[name], "aria-label": placeholder, autocomplete: "off", spellcheck: false, onchange: change });
+    return page.html("form", { class: "filters", onsubmit: (event) => event.preventDefault() },
+      page.html("select", { name: "run", "aria-label": "Rollouts of", onchange: () => { rolloutStart = 0; refresh(); } }), choice("kind", ["eval", "train"]), choice("order", ["newest", "oldest", "best", "worst"]),
+      field("steps", "Steps, 10:20"), field("reward", "Reward, 0.5:1"), field("prompt", "Prompt number"), field("text", "Text"));
+  }
+
+  function rollout(record) {
+    const only = page.html("button", { type: "button", class: "quiet", onclick: () => { filters.prompt = String(record.prompt_number); filters.order = "oldest"; filterForm = null; rolloutStart = 0; refresh(); } }, "This prompt over steps");
+    return page.html("article", { class: "rollout" }, page.html("p", { class: "about" }, record.about, only), page.html("pre", { class: "prompt" }, record.prompt ?? ""), page.html("pre", {}, record.completion),
+      record.expected == null ? null : page.html("p", { class: "about" }, `expected: ${record.expected}`));
+  }
+
+  async function showRollouts() {
+    filterForm ??= makeFilters();
+    const select = filterForm.elements.run, path = state.chosen.includes(select.value) ? select.value : state.chosen[state.chosen.length - 1];
+    select.replaceChildren(...state.chosen.map((each) => page.html("option", { value: each, selected: each === path }, each)));
+    const query = Object.entries(filters).filter(([, value]) => value !== "");
+    const response = await request("rollouts", [["run", path], ["start", rolloutStart], ["limit", PAGE], ...query]);
+    if (response.kinds?.length === 1 && response.kinds[0] !== filters.kind) { filters.kind = response.kinds[0]; filterForm = null; return showRollouts(); }
+    const list = content.querySelector("#rollouts") ?? page.html("div", { id: "rollouts" });
+    if (!filterForm.isConnected) content.replaceChildren(filterForm, list);
+    page.update(list, response, () => {
+      if (response.problem) return [page.html("p", { role: "alert" }, response.problem)];
+      if (!response.kinds.length) return [page.html("p", { class: "empty" }, "This run has no rollouts; task=grpo writes them.")];
+      const last = rolloutStart + response.records.length, move = (start, text, on) => page.html("button", { type: "button", disabled: !on, onclick: () => { rolloutStart = start; refresh(); } }, text);
+      const pager = page.html("p", { class: "pager" }, move(rolloutStart - PAGE, "Previous", rolloutStart > 0), `${response.records.length ? rolloutStart + 1 : 0} to ${last} of ${response.total ?? "more"}`, move(last, "Next", response.total === null || last < response.total));
+      return [pager, ...response.records.map(rollout)];
+    });
+  }
+
+  const VIEWS = { curves: () => showCurves(false), system: showSystem, compare: showCompare, rollouts: showRollouts, log: showLog };
   async function refresh() {
     for (const button of byId("tabs").querySelectorAll("[role=tab]")) button.setAttribute("aria-selected", String(button.dataset.tab === state.tab));
     byId("controls").hidden = state.tab !== "curves" && state.tab !== "system";

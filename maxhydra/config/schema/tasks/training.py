@@ -1,5 +1,6 @@
 """Fields of the training tasks: task=dpo, grpo and distill."""
 
+import math
 from collections.abc import Iterator
 from enum import Enum
 
@@ -75,16 +76,36 @@ class DpoTask(Task):
 
 
 class PolicyLoss(Enum):
+    dapo = "dapo"
     grpo = "grpo"
     dr_grpo = "dr_grpo"
-    dapo = "dapo"
     gspo = "gspo"
+    cispo = "cispo"
+    rloo = "rloo"
+    reinforce_pp = "reinforce_pp"
+
+
+# Losses with one ratio per completion.
+SEQUENCE_LEVEL = (PolicyLoss.gspo, PolicyLoss.rloo)
+
+
+class Baseline(Enum):
+    group = "group"
+    leave_one_out = "leave_one_out"
+    batch = "batch"
 
 
 class Scale(Enum):
     group = "group"
     batch = "batch"
     none = "none"
+
+
+class Importance(Enum):
+    token_truncate = "token_truncate"
+    token_mask = "token_mask"
+    sequence_truncate = "sequence_truncate"
+    sequence_mask = "sequence_mask"
 
 
 class KlEstimator(Enum):
@@ -95,12 +116,20 @@ class KlEstimator(Enum):
 
 @schema
 class Clip(Schema):
-    """Clipping of the ratio of new to old probability of a token (with gspo, of a completion)."""
+    """Clipping of the ratio of new to old probability of a token (with gspo and rloo, of a completion)."""
 
     low: float = option(0.2, ge=0, lt=1)
     """Ratios below 1 - low have no gradient that would lower them further."""
     high: float = option(0.2, ge=0)
-    """Ratios above 1 + high have no gradient that would raise them further."""
+    """Ratios above 1 + high have no gradient that would raise them further. cispo: upper bound 1 + high of the ratio as
+    a weight of the gradient; 4 is usual."""
+    dual: float | None = option(None, gt=1)
+    """Dual clip (Ye et al., 2020): upper bound of the ratio if the advantage is negative. null: no bound."""
+
+    def check(self) -> Iterator[Problem]:
+        if self.dual is not None and self.dual <= 1 + self.high:
+            reason = f"is not over 1 + clip.high = {1 + self.high:g}"
+            yield Problem("dual", reason, value=self.dual, accepted=f"over {1 + self.high:g}")
 
 
 @schema
@@ -111,6 +140,10 @@ class Kl(Schema):
     """Weight of the KL divergence from the initial weights; 0 does not keep a copy of them."""
     estimator: KlEstimator = KlEstimator.k3
     """With r = log p_start - log p of a token: k1 is -r, k2 is r^2 / 2, k3 is exp(r) - r - 1 (Schulman, 2020)."""
+    in_reward: bool | None = None
+    """Subtract beta log(p / p_start) of the sampled tokens from the reward, instead of adding the divergence to the
+    loss: the sum over the completion, with reinforce_pp the sum over the remaining tokens. null: true for rloo and
+    reinforce_pp."""
 
 
 @schema
@@ -131,23 +164,37 @@ class GrpoTask(Task):
     """Completions per prompt; a batch consists of whole groups."""
     max_tokens: int = option(256, ge=1)
     """Maximum tokens of a completion; the rest of train.seq_len is for the prompt."""
-    loss: PolicyLoss = PolicyLoss.grpo
-    """grpo: mean over tokens, then over completions (Shao et al., 2024); dr_grpo: token sum divided by max_tokens, mean
-    over completions (Liu et al., 2025); dapo: mean over all tokens (Yu et al., 2025); gspo: ratios of whole
-    completions (Zheng et al., 2025)."""
+    loss: PolicyLoss = PolicyLoss.dapo
+    """dapo: mean over all tokens (Yu et al., 2025); grpo: mean over tokens, then over completions (Shao et al., 2024);
+    dr_grpo: token sum divided by max_tokens, mean over completions (Liu et al., 2025); gspo: ratios of whole
+    completions (Zheng et al., 2025); cispo: log-probs weighted by the clipped ratio (MiniMax, 2025); rloo:
+    leave-one-out baseline (Ahmadian et al., 2024); reinforce_pp: advantages normalized over the batch (Hu et al.,
+    2025)."""
     clip: Clip = section(Clip)
     kl: Kl = section(Kl)
+    entropy_bonus: float = option(0.0, ge=0)
+    """Weight of the mean entropy of the next-token distribution, which the loss subtracts."""
+    baseline: Baseline | None = None
+    """Subtracted from a reward: the mean of its group, of the other completions of its group, or of the batch.
+    null: leave_one_out for rloo, batch for reinforce_pp, otherwise group."""
     scale: Scale | None = None
-    """Divisor of the advantage (reward minus group mean): the standard deviation of the group or of the batch, or none.
-    null: none for loss=dr_grpo, otherwise group."""
+    """Divisor of the advantage: the standard deviation of the group or of the batch, or none. null: batch with
+    baseline=batch, none for dr_grpo and rloo, otherwise group."""
     mask_degenerate: bool = True
-    """Exclude groups with equal rewards from the loss; false keeps them with advantage 0 in the mean."""
+    """Exclude groups with equal rewards from the loss, unless baseline=batch; false keeps them with advantage 0."""
+    mask_truncated: bool = False
+    """Exclude completions that reached max_tokens from the loss (overlong filtering, DAPO)."""
     rounds: int = option(1, ge=1)
     """Dynamic sampling: maximum number of times that new prompts are sampled until the batch is full of groups with
     different rewards; groups of the last round fill the rest."""
-    importance_cap: float | None = option(None, gt=0)
-    """Truncated importance sampling: weight tokens by the ratio of training to rollout probability, up to this cap.
-    null: no weights."""
+    importance: Importance | None = None
+    """Weights that correct for the difference between the probabilities of decode engine and trainer, by the ratio of
+    each token or of the whole completion: truncate bounds the ratio, mask excludes what is out of bounds. null:
+    sequence_truncate for gspo and rloo, otherwise token_truncate."""
+    importance_cap: float | None = option(2.0, gt=0)
+    """Upper bound of the importance ratio. null: no correction."""
+    importance_floor: float | None = option(None, gt=0)
+    """Lower bound of the importance ratio. null: none."""
     iterations: int = option(1, ge=1)
     """Updates per batch of rollouts."""
     off_policy_steps: int = option(0, ge=0)
@@ -156,8 +203,68 @@ class GrpoTask(Task):
     rollout_mesh: list[str] = option([])
     """Mesh of the rollouts, as overrides such as ['mesh=ddp'] or ['mesh=fsdp_tp','mesh.tensor=2']; weights are
     resharded to it. Empty: the training mesh, without resharding."""
+    keep_rollouts: int = option(200_000, ge=0)
+    """Number of completions of training, and of evaluations, that the run folder keeps in rollouts/; 0: none."""
     evaluation: Evaluation = section(Evaluation)
     engine: Engine = section(Engine)
+
+    @property
+    def is_sequence_level(self) -> bool:
+        """Whether a completion has one ratio of new to old probability."""
+        return self.loss in SEQUENCE_LEVEL
+
+    @property
+    def effective_baseline(self) -> Baseline:
+        """`baseline`, or the default of the loss."""
+        defaults = {PolicyLoss.rloo: Baseline.leave_one_out, PolicyLoss.reinforce_pp: Baseline.batch}
+        return self.baseline or defaults.get(self.loss, Baseline.group)
+
+    @property
+    def effective_scale(self) -> Scale:
+        """`scale`, or the default of the loss."""
+        unscaled = (PolicyLoss.dr_grpo, PolicyLoss.rloo)
+        if self.scale is None and self.effective_baseline is Baseline.batch:
+            return Scale.batch
+        return self.scale or (Scale.none if self.loss in unscaled else Scale.group)
+
+    @property
+    def effective_importance(self) -> Importance | None:
+        """`importance`, or the default of the loss; None without correction."""
+        default = Importance.sequence_truncate if self.is_sequence_level else Importance.token_truncate
+        return None if self.importance_cap is None else self.importance or default
+
+    @property
+    def is_kl_in_reward(self) -> bool:
+        """Whether the KL penalty is part of the reward; otherwise it is part of the loss."""
+        default = self.loss in (PolicyLoss.rloo, PolicyLoss.reinforce_pp)
+        return self.kl.beta > 0 and (default if self.kl.in_reward is None else self.kl.in_reward)
+
+    def check(self) -> Iterator[Problem]:
+        if self.loss is PolicyLoss.cispo:
+            if self.clip.low != Clip.low:
+                reason = "is not used by loss=cispo, which has no lower bound"
+                yield Problem("clip.low", reason, value=self.clip.low, accepted=f"{Clip.low}, the default")
+            if self.clip.dual is not None:
+                yield Problem("clip.dual", "is not used by loss=cispo", value=self.clip.dual, accepted="null")
+        if self.effective_baseline is Baseline.batch and self.effective_scale is Scale.group:
+            yield Problem(
+                "scale", "is not supported with baseline=batch", value=self.scale, accepted="batch, none, null"
+            )
+        if self.kl.in_reward is not None and not self.kl.beta:
+            yield Problem("kl.in_reward", "is not used with kl.beta=0", value=self.kl.in_reward, accepted="null")
+        if self.is_kl_in_reward and self.kl.estimator is not KlEstimator.k3:
+            reason = "is not used by a penalty in the reward, which is log(p / p_start)"
+            yield Problem("kl.estimator", reason, value=self.kl.estimator, accepted="k3, the default")
+        for name in ("importance", "importance_floor"):
+            if self.importance_cap is None and getattr(self, name) is not None:
+                reason = "is not used without importance_cap"
+                yield Problem(name, reason, value=getattr(self, name), accepted="null")
+        if (self.importance_floor or 0) >= (self.importance_cap or math.inf):
+            accepted = f"under importance_cap={self.importance_cap:g}"
+            yield Problem("importance_floor", "leaves no ratio", value=self.importance_floor, accepted=accepted)
+        if self.loss is PolicyLoss.rloo and self.importance in (Importance.token_truncate, Importance.token_mask):
+            accepted = "sequence_truncate, sequence_mask"
+            yield Problem("importance", "is not supported by loss=rloo", value=self.importance, accepted=accepted)
 
     def check_model(self, model: Model) -> Iterator[Problem]:
         yield from self.engine.check_model(model)
