@@ -56,7 +56,7 @@ class ScheduledBatches(LoaderBatches):
         return {**batch, **self._columns(jnp.zeros((), jnp.int32), sequences_in(batch))}
 
     def take(self, step: int, state: TrainState) -> Batch:
-        batch = super().take(state)
+        batch = super().take(step, state)
         return {**batch, **self._columns(state.step, sequences_in(batch))}
 
     @cached_property

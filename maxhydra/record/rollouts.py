@@ -75,16 +75,16 @@ class RolloutWriter:
         """The file to append to, without the rows of `step` and later."""
         for path in reversed(files(self._folder, self._kind)):
             index = read_index(path)
-            kept = index[: np.searchsorted(index["step"], step)]
-            if not len(kept):
+            remaining = index[: np.searchsorted(index["step"], step)]
+            if not len(remaining):
                 path.unlink()
                 _index_path(path).unlink(missing_ok=True)
                 continue
-            if len(kept) >= self._file_rows and len(kept) == len(index) and _index_path(path).exists():
+            if len(remaining) >= self._file_rows and len(remaining) == len(index) and _index_path(path).exists():
                 return self._next(path)
             _index_path(path).unlink(missing_ok=True)
-            os.truncate(path, int(kept["offset"][-1]) + int(kept["length"][-1]))
-            self._rows = kept.tolist()
+            os.truncate(path, int(remaining["offset"][-1]) + int(remaining["length"][-1]))
+            self._rows = remaining.tolist()
             return path
         return self._next(None)
 
@@ -93,7 +93,7 @@ class RolloutWriter:
         return self._folder / f"{self._kind}-{number:05d}.jsonl"
 
     def _complete(self, path: Path) -> None:
-        """Write the index of a file, start the next one, and delete files that are no longer needed."""
+        """Write the index of a file, start the next one, and delete files that are not needed any more."""
         target = _index_path(path)
         temporary = target.with_suffix(".tmp")
         with open(temporary, "wb") as file:
@@ -113,7 +113,7 @@ class RolloutWriter:
 
 @dataclasses.dataclass(frozen=True)
 class Query:
-    """Which completions of a run, and in which order. Bounds are inclusive; None is no bound."""
+    """Which completions of a run, and in which order. Bounds are inclusive; None leaves a side open."""
 
     kind: str = TRAIN
     first_step: int | None = None
@@ -145,12 +145,12 @@ def search(folder: Path | str, query: Query) -> Page:
     rows, file_of = np.concatenate(indices), np.repeat(np.arange(len(indices)), [len(index) for index in indices])
     chosen = np.flatnonzero(_matches(rows, query))
     chosen = chosen[_order(rows[chosen], query.order)]
-    located = ((paths[file_of[row]], rows[row]) for row in chosen)
+    matching = ((paths[file_of[row]], rows[row]) for row in chosen)
     if not query.text:
-        wanted = chosen[query.start : query.start + query.limit]
-        return Page(list(_read((paths[file_of[row]], rows[row]) for row in wanted)), len(chosen))
+        on_page = chosen[query.start : query.start + query.limit]
+        return Page(list(_read((paths[file_of[row]], rows[row]) for row in on_page)), len(chosen))
     needle, found, end = query.text.casefold(), [], query.start + query.limit
-    for record in _read(located):
+    for record in _read(matching):
         if needle in f"{record.get('prompt', '')}\n{record.get('completion', '')}".casefold():
             found.append(record)
             if len(found) == end:
@@ -210,16 +210,16 @@ def _order(rows: np.ndarray, order: str) -> np.ndarray:
     return np.lexsort((positions, -rows["step"], rewards))
 
 
-def _read(located: Iterator[tuple[Path, np.void]]) -> Iterator[dict[str, Any]]:
+def _read(rows: Iterator[tuple[Path, np.void]]) -> Iterator[dict[str, Any]]:
     """Lines of files; those that a resumed session has dropped meanwhile are skipped."""
     path, file = None, None
     try:
-        for wanted, row in located:
-            if wanted != path:
+        for target, row in rows:
+            if target != path:
                 if file is not None:
                     file.close()
                 try:
-                    path, file = wanted, open(wanted, "rb")  # noqa: SIM115
+                    path, file = target, open(target, "rb")  # noqa: SIM115
                 except FileNotFoundError:
                     path, file = None, None
                     continue

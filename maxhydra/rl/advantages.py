@@ -5,7 +5,7 @@ P prompts, G completions of each, B = P * G completions, S positions.
 
 import numpy as np
 
-from maxhydra.config.schema.tasks.training import Baseline, GrpoTask, PolicyLoss, Scale
+from maxhydra.config.schema.tasks.training import Baseline, GrpoTask, PolicyLoss, Scale, baseline_of, scale_of
 
 # Added to the standard deviation, so that rounding differences between rewards do not become advantages.
 EPSILON = 1e-4
@@ -19,13 +19,13 @@ def advantages(
     `log_ratio_BS`, the log of policy over reference probability, is penalized with task.kl.beta if it is given.
     """
     penalty_BS = np.zeros(mask_BS.shape) if log_ratio_BS is None else task.kl.beta * log_ratio_BS * mask_BS
-    if task.effective_baseline is Baseline.batch:
+    if baseline_of(task) is Baseline.batch:
         # The sum from a token to the end: a token is not responsible for the penalties before it.
         to_go_BS = np.cumsum(penalty_BS[:, ::-1], axis=1)[:, ::-1]
         penalties = to_go_BS if task.loss is PolicyLoss.reinforce_pp else penalty_BS.sum(axis=1, keepdims=True)
-        return _relative_to_batch(rewards_PG.reshape(-1, 1) - penalties, mask_BS, task.effective_scale)
+        return _relative_to_batch(rewards_PG.reshape(-1, 1) - penalties, mask_BS, scale_of(task))
     net_PG = rewards_PG - penalty_BS.sum(axis=1).reshape(rewards_PG.shape)
-    values_B1 = _relative_to_group(net_PG, task.effective_baseline, task.effective_scale).reshape(-1, 1)
+    values_B1 = _relative_to_group(net_PG, baseline_of(task), scale_of(task)).reshape(-1, 1)
     return np.broadcast_to(values_B1, mask_BS.shape).astype(np.float32)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.config.schema.tasks.training import GrpoTask
+from maxhydra.config.schema.tasks.training import GrpoTask, is_kl_in_reward
 from maxhydra.data import BatchSpec, Loader, Row
 from maxhydra.record.rollouts import RolloutWriter
 from maxhydra.rl.advantages import advantages
@@ -138,7 +138,7 @@ class RolloutBatches:
             placed = {**arrays, "advantages": np.zeros_like(arrays["weights"])}
             arrays |= jax.device_get(self._logprob_fn(weights, self._to_device(placed)))
         log_ratio_BS = None
-        if task.is_kl_in_reward:
+        if is_kl_in_reward(task):
             log_ratio_BS = arrays[OLD_LOGPROBS] - arrays.pop(REFERENCE_LOGPROBS)
             values["kl"] = float((log_ratio_BS * arrays["weights"]).sum() / max(arrays["weights"].sum(), 1))
         rewards_PG = np.array([group.rewards for group in batch])
@@ -176,13 +176,13 @@ def logprob_columns(task: GrpoTask) -> tuple[str, ...]:
     Old log-probs are needed if the weights change before or while a batch is used, and for a KL penalty in the reward;
     reference log-probs for any KL penalty.
     """
-    needs_old = task.iterations > 1 or task.off_policy_steps > 0 or task.is_kl_in_reward
+    needs_old = task.iterations > 1 or task.off_policy_steps > 0 or is_kl_in_reward(task)
     return (*((OLD_LOGPROBS,) if needs_old else ()), *((REFERENCE_LOGPROBS,) if task.kl.beta > 0 else ()))
 
 
 def loss_columns(task: GrpoTask) -> tuple[str, ...]:
     """The columns of `make_logprob_fn` that the loss uses: a KL penalty in the reward is part of the advantages."""
-    return tuple(name for name in logprob_columns(task) if name != REFERENCE_LOGPROBS or not task.is_kl_in_reward)
+    return tuple(name for name in logprob_columns(task) if name != REFERENCE_LOGPROBS or not is_kl_in_reward(task))
 
 
 def make_logprob_fn(scorer: Scorer, task: GrpoTask, *, parts: int) -> LogprobFn:

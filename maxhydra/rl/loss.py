@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config.schema.tasks.training import Clip, GrpoTask, Importance, KlEstimator, PolicyLoss
+from maxhydra.config.schema.tasks.training import Clip, GrpoTask, Importance, KlEstimator, PolicyLoss, importance_of
 from maxhydra.rl.setup import policy_weights
 from maxhydra.train import Scorer
 from maxhydra.train.loss import Batch, LossFn, Sums, Tree, add_aux_losses
@@ -76,7 +76,7 @@ def policy_loss(logprobs: Logprobs, advantages_BS: jax.Array, mask_BS: jax.Array
         "entropy": -logprobs.new if logprobs.entropy is None else logprobs.entropy,
         "sampler_error": jnp.exp(jnp.abs(logprobs.old - logprobs.sampled)),
     }
-    if task.effective_importance is not None:
+    if importance_of(task) is not None:
         metrics["importance_weight"] = jnp.broadcast_to(weights, mask_BS.shape)
     if logprobs.reference is not None:
         metrics["kl"] = kl_estimate(logprobs.new, logprobs.reference, task.kl.estimator)
@@ -116,7 +116,7 @@ def importance_weights(log_ratio: jax.Array, mask_BS: jax.Array, task: GrpoTask)
     `log_ratio` is log(trainer / sampler) of each token. Truncated importance sampling bounds the ratio (Yao et al.,
     2025); masked importance sampling excludes tokens or completions whose ratio is out of bounds.
     """
-    mode = task.effective_importance
+    mode = importance_of(task)
     if mode is None or task.importance_cap is None:
         return jnp.ones(())
     if mode in (Importance.sequence_truncate, Importance.sequence_mask):

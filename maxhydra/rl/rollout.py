@@ -18,7 +18,7 @@ import numpy as np
 from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.reward import Reward
-from maxhydra.config.schema.tasks.training import GrpoTask
+from maxhydra.config.schema.tasks.training import GrpoTask, baseline_of
 from maxhydra.data import Loader, Row
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.open import reject_stages
@@ -255,7 +255,7 @@ def row_weights(groups: Sequence[Group], task: GrpoTask) -> np.ndarray:
     """[B]: 0 for completions that task.mask_degenerate and task.mask_truncated exclude, else 1."""
     weights = np.ones((len(groups), task.group_size))
     if task.mask_degenerate:
-        weights[is_degenerate(np.array([group.rewards for group in groups]), task.effective_baseline)] = 0
+        weights[is_degenerate(np.array([group.rewards for group in groups]), baseline_of(task))] = 0
     if task.mask_truncated:
         weights *= [[completion.finish != "length" for completion in group.completions] for group in groups]
     return weights.ravel()
@@ -275,7 +275,7 @@ def metrics(groups: Sequence[Group], batch_size: int, task: GrpoTask) -> dict[st
         "answers/right": np.mean([result.is_correct for result in results]),
         "answers/tokens": np.mean([len(completion.tokens) for completion in completions]),
         "answers/truncated": np.mean([completion.finish == "length" for completion in completions]),
-        "groups/degenerate": is_degenerate(rewards, task.effective_baseline).mean(),
+        "groups/degenerate": is_degenerate(rewards, baseline_of(task)).mean(),
         "groups/drawn": len(groups) / batch_size,
     }
     return {name: float(value) for name, value in values.items()}

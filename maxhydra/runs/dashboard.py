@@ -134,13 +134,13 @@ class Dashboard:
     def rollouts(self, path: str, fields: Mapping[str, str]) -> dict[str, Any]:
         """Completions of a run that match, and the kinds that it has; or the problem of a field."""
         try:
-            wanted = parse_query(fields)
+            parsed = parse_query(fields)
         except ConfigError as error:
             return {"problem": str(error)}
         with self._lock:
             (run,) = self._known_runs([path])
             folder = self.registry.directory(run).path
-        page = find_rollouts(folder, wanted)
+        page = find_rollouts(folder, parsed)
         records = [{**record, "about": describe(record)} for record in page.records]
         return {"kinds": kinds_of(folder), "total": page.total, "records": records}
 

@@ -17,7 +17,7 @@ from maxhydra.record.rollouts import Query, RolloutWriter, files, read_index, se
 
 def record(step: int, sample: int = 0, **fields: Any) -> dict[str, Any]:
     base = {"prompt_number": step, "sample": sample, "reward": step + sample / 10, "tokens": 3}
-    return {**base, "prompt": f"question {step}", "completion": f"Answer {step}.{sample}", **fields}
+    return {**base, "prompt": f"question {step}", "completion": f"Completion {step}.{sample}", **fields}
 
 
 def fill(folder: Path, steps: range, *, keep: int = 1000) -> RolloutWriter:
@@ -49,7 +49,7 @@ def test_completions_are_found_by_step_reward_prompt_and_text(tmp_path: Path) ->
     assert found(tmp_path, first_step=3, last_step=4, order="oldest") == [(3, 0), (3, 1), (4, 0), (4, 1)]
     assert found(tmp_path, min_reward=3.05, max_reward=4, order="oldest") == [(3, 1), (4, 0)]
     assert found(tmp_path, prompt_number=7) == [(7, 0), (7, 1)]
-    assert found(tmp_path, text="ANSWER 5.1") == [(5, 1)]
+    assert found(tmp_path, text="COMPLETION 5.1") == [(5, 1)]
     assert search(tmp_path, Query(limit=1)).total == 20
     assert search(tmp_path, Query(kind="eval")).records == []
 
@@ -86,9 +86,9 @@ def test_damaged_files_cost_their_own_lines_only(tmp_path: Path, damage: str) ->
 
 def test_old_files_are_deleted(tmp_path: Path) -> None:
     fill(tmp_path, range(1, 101), keep=50)
-    kept = found(tmp_path, order="oldest")
-    assert 50 <= len(kept) < 60
-    assert kept == [(step, sample) for step in range(1, 101) for sample in range(2)][-len(kept) :]
+    remaining = found(tmp_path, order="oldest")
+    assert 50 <= len(remaining) < 60
+    assert remaining == [(step, sample) for step in range(1, 101) for sample in range(2)][-len(remaining) :]
     assert all(len(read_index(path)) <= 6 for path in files(tmp_path, "train"))
 
 

@@ -18,6 +18,8 @@ from maxhydra.config.schema.tasks.training import (
     KlEstimator,
     PolicyLoss,
     Scale,
+    importance_of,
+    scale_of,
 )
 from maxhydra.rl.advantages import advantages, is_degenerate
 from maxhydra.rl.loss import Logprobs, kl_estimate, policy_loss
@@ -52,7 +54,7 @@ def policy_loss_of(task: GrpoTask, given: dict[str, np.ndarray]) -> tuple[float,
 
     def loss(new: jax.Array) -> jax.Array:
         reference = arrays["reference"] if task.kl.beta else None
-        # The entropy depends on the weights too: a function of the new log-probs stands in for it.
+        # The entropy depends on the weights too: it is replaced by a function of the new log-probs.
         entropy = arrays["entropy"] * new**2 if task.entropy_bonus else None
         logprobs = Logprobs(new, arrays["old"], arrays["sampled"], reference, entropy)
         sums = policy_loss(logprobs, advantage, arrays["mask"], task)
@@ -116,7 +118,7 @@ def trl_loss(task: GrpoTask, given: dict[str, np.ndarray]) -> tuple[float, np.nd
 def trl_importance_ratio(torch: Any, task: GrpoTask, tensors: dict[str, Any]) -> Any:
     """Transcribed from TRL, which computes it together with the completions."""
     difference = (tensors["old"] - tensors["sampled"]) * tensors["mask"]
-    mode = task.effective_importance
+    mode = importance_of(task)
     if mode in (Importance.sequence_truncate, Importance.sequence_mask):
         difference = difference.sum(dim=-1, keepdim=True)
     ratio = torch.exp(difference)
@@ -272,9 +274,9 @@ def test_advantages_are_those_of_the_formula() -> None:
     assert is_degenerate(REWARDS).tolist() == [False, True, False]
     assert not is_degenerate(REWARDS, Baseline.batch).any()
     assert not row_advantages(GrpoTask(name="grpo"), np.full((2, 3), 0.1)).any()
-    assert GrpoTask(name="grpo").effective_scale is Scale.group
-    assert GrpoTask(name="grpo", loss=PolicyLoss.dr_grpo).effective_scale is Scale.none
-    assert GrpoTask(name="grpo", loss=PolicyLoss.dr_grpo, scale=Scale.batch).effective_scale is Scale.batch
+    assert scale_of(GrpoTask(name="grpo")) is Scale.group
+    assert scale_of(GrpoTask(name="grpo", loss=PolicyLoss.dr_grpo)) is Scale.none
+    assert scale_of(GrpoTask(name="grpo", loss=PolicyLoss.dr_grpo, scale=Scale.batch)) is Scale.batch
 
 
 def test_advantages_of_rloo_with_a_penalty_in_the_reward() -> None:

@@ -32,7 +32,7 @@ def record(step: int, number: int) -> dict[str, object]:
         "prompt_number": number,
         "sample": 0,
         "prompt": f"{EVIL} {number} {SECRET}",
-        "completion": f"answer {number} at {step}",
+        "completion": f"text {number} at {step}",
         "expected": "7",
         "reward": step / 10 + abs(number) / 100,
         "terms": {"exact": 1.0, "brief": 0.5},
@@ -50,12 +50,12 @@ def shown(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> str
 def test_the_command_shows_what_matches(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, run, "--order", "best", "-n", "2")
     assert "step 20 · prompt 3.0 · reward 2.03 · exact 1, brief 0.5 · 4 tokens · truncated\n" in text
-    assert "answer 3 at 20" in text and "answer 2 at 20" in text and "answer 1 at 20" not in text
+    assert "text 3 at 20" in text and "text 2 at 20" in text and "text 1 at 20" not in text
     assert "2 of 9 completions" in text and SECRET not in text
     assert "not used for training" in shown(capsys, run, "--prompt", "1", "--steps", "10")
     found = json.loads(shown(capsys, run, "--kind", "eval", "--prompt=-3", "--order", "oldest", "--json"))
-    assert [item["completion"] for item in found["rollouts"]] == [f"answer -3 at {step}" for step in (0, 10, 20)]
-    assert json.loads(shown(capsys, run, "--text", "ANSWER 2 AT 1", "--json"))["total"] == 1
+    assert [item["completion"] for item in found["rollouts"]] == [f"text -3 at {step}" for step in (0, 10, 20)]
+    assert json.loads(shown(capsys, run, "--text", "TEXT 2 AT 1", "--json"))["total"] == 1
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def test_a_run_without_rollouts(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_the_report_shows_held_out_prompts_over_steps(run: Path) -> None:
     page = write_report(RunDirectory(run)).read_text()
-    assert "Step 0" in page and "Step 20" in page and "answer -3 at 10 (1.03)" in page
+    assert "Step 0" in page and "Step 20" in page and "text -3 at 10 (1.03)" in page
     assert EVIL not in page and SECRET not in page
     for path in (run / "rollouts").glob("eval-*"):
         path.unlink()
-    assert "answer 3 at 20" in write_report(RunDirectory(run)).read_text()
+    assert "text 3 at 20" in write_report(RunDirectory(run)).read_text()
 
 
 def test_the_dashboard_returns_pages(run: Path) -> None:
@@ -86,8 +86,8 @@ def test_the_dashboard_returns_pages(run: Path) -> None:
     dashboard.runs("")
     first = dashboard.rollouts("it", {"order": "worst", "limit": "2"})
     assert (first["kinds"], first["total"]) == (["train", "eval"], 9)
-    assert [item["completion"] for item in first["records"]] == ["answer 1 at 0", "answer 2 at 0"]
+    assert [item["completion"] for item in first["records"]] == ["text 1 at 0", "text 2 at 0"]
     second = dashboard.rollouts("it", {"order": "worst", "limit": "2", "start": "2"})
-    assert second["records"][0]["completion"] == "answer 3 at 0" and "reward" in second["records"][0]["about"]
+    assert second["records"][0]["completion"] == "text 3 at 0" and "reward" in second["records"][0]["about"]
     with pytest.raises(ValueError, match="unpack"):
         dashboard.rollouts("../it", {})

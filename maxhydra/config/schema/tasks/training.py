@@ -208,37 +208,6 @@ class GrpoTask(Task):
     evaluation: Evaluation = section(Evaluation)
     engine: Engine = section(Engine)
 
-    @property
-    def is_sequence_level(self) -> bool:
-        """Whether a completion has one ratio of new to old probability."""
-        return self.loss in SEQUENCE_LEVEL
-
-    @property
-    def effective_baseline(self) -> Baseline:
-        """`baseline`, or the default of the loss."""
-        defaults = {PolicyLoss.rloo: Baseline.leave_one_out, PolicyLoss.reinforce_pp: Baseline.batch}
-        return self.baseline or defaults.get(self.loss, Baseline.group)
-
-    @property
-    def effective_scale(self) -> Scale:
-        """`scale`, or the default of the loss."""
-        unscaled = (PolicyLoss.dr_grpo, PolicyLoss.rloo)
-        if self.scale is None and self.effective_baseline is Baseline.batch:
-            return Scale.batch
-        return self.scale or (Scale.none if self.loss in unscaled else Scale.group)
-
-    @property
-    def effective_importance(self) -> Importance | None:
-        """`importance`, or the default of the loss; None without correction."""
-        default = Importance.sequence_truncate if self.is_sequence_level else Importance.token_truncate
-        return None if self.importance_cap is None else self.importance or default
-
-    @property
-    def is_kl_in_reward(self) -> bool:
-        """Whether the KL penalty is part of the reward; otherwise it is part of the loss."""
-        default = self.loss in (PolicyLoss.rloo, PolicyLoss.reinforce_pp)
-        return self.kl.beta > 0 and (default if self.kl.in_reward is None else self.kl.in_reward)
-
     def check(self) -> Iterator[Problem]:
         if self.loss is PolicyLoss.cispo:
             if self.clip.low != Clip.low:
@@ -246,13 +215,13 @@ class GrpoTask(Task):
                 yield Problem("clip.low", reason, value=self.clip.low, accepted=f"{Clip.low}, the default")
             if self.clip.dual is not None:
                 yield Problem("clip.dual", "is not used by loss=cispo", value=self.clip.dual, accepted="null")
-        if self.effective_baseline is Baseline.batch and self.effective_scale is Scale.group:
+        if baseline_of(self) is Baseline.batch and scale_of(self) is Scale.group:
             yield Problem(
                 "scale", "is not supported with baseline=batch", value=self.scale, accepted="batch, none, null"
             )
         if self.kl.in_reward is not None and not self.kl.beta:
             yield Problem("kl.in_reward", "is not used with kl.beta=0", value=self.kl.in_reward, accepted="null")
-        if self.is_kl_in_reward and self.kl.estimator is not KlEstimator.k3:
+        if is_kl_in_reward(self) and self.kl.estimator is not KlEstimator.k3:
             reason = "is not used by a penalty in the reward, which is log(p / p_start)"
             yield Problem("kl.estimator", reason, value=self.kl.estimator, accepted="k3, the default")
         for name in ("importance", "importance_floor"):
@@ -268,6 +237,31 @@ class GrpoTask(Task):
 
     def check_model(self, model: Model) -> Iterator[Problem]:
         yield from self.engine.check_model(model)
+
+
+def baseline_of(task: GrpoTask) -> Baseline:
+    """task.baseline, or the default of the loss."""
+    defaults = {PolicyLoss.rloo: Baseline.leave_one_out, PolicyLoss.reinforce_pp: Baseline.batch}
+    return task.baseline or defaults.get(task.loss, Baseline.group)
+
+
+def scale_of(task: GrpoTask) -> Scale:
+    """task.scale, or the default of baseline and loss."""
+    if task.scale is None and baseline_of(task) is Baseline.batch:
+        return Scale.batch
+    return task.scale or (Scale.none if task.loss in (PolicyLoss.dr_grpo, PolicyLoss.rloo) else Scale.group)
+
+
+def importance_of(task: GrpoTask) -> Importance | None:
+    """task.importance, or the default of the loss; None without correction."""
+    default = Importance.sequence_truncate if task.loss in SEQUENCE_LEVEL else Importance.token_truncate
+    return None if task.importance_cap is None else task.importance or default
+
+
+def is_kl_in_reward(task: GrpoTask) -> bool:
+    """Whether the KL penalty is part of the reward; otherwise it is part of the loss."""
+    default = task.loss in (PolicyLoss.rloo, PolicyLoss.reinforce_pp)
+    return task.kl.beta > 0 and (default if task.kl.in_reward is None else task.kl.in_reward)
 
 
 class Divergence(Enum):
