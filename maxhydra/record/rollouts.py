@@ -57,7 +57,7 @@ class RolloutWriter:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._path = self._open(step)
         size = self._path.stat().st_size if self._path.exists() else 0
-        lines = [(to_json({"step": step, **record}) + "\n").encode(errors="replace") for record in records]
+        lines = [_line({"step": step, **record}) for record in records]
         try:
             with open(self._path, "ab") as file:
                 file.write(b"".join(lines))
@@ -145,17 +145,35 @@ def search(folder: Path | str, query: Query) -> Page:
     rows, file_of = np.concatenate(indices), np.repeat(np.arange(len(indices)), [len(index) for index in indices])
     chosen = np.flatnonzero(_matches(rows, query))
     chosen = chosen[_order(rows[chosen], query.order)]
-    matching = ((paths[file_of[row]], rows[row]) for row in chosen)
     if not query.text:
         on_page = chosen[query.start : query.start + query.limit]
         return Page(list(_read((paths[file_of[row]], rows[row]) for row in on_page)), len(chosen))
     needle, found, end = query.text.casefold(), [], query.start + query.limit
+    may_match = _rows_with_bytes(paths, indices, needle)
+    matching = ((paths[file_of[row]], rows[row]) for row in chosen if may_match is None or may_match[row])
     for record in _read(matching):
         if needle in f"{record.get('prompt', '')}\n{record.get('completion', '')}".casefold():
             found.append(record)
             if len(found) == end:
                 return Page(found[query.start :], None)
     return Page(found[query.start :], len(found))
+
+
+def _rows_with_bytes(paths: Sequence[Path], indices: Sequence[np.ndarray], needle: str) -> np.ndarray | None:
+    """Rows whose line contains the text anywhere, found without parsing; None for text that JSON may escape."""
+    if not needle.isascii() or json.dumps(needle) != f'"{needle}"':
+        return None
+    found = [np.zeros(len(index), bool) for index in indices]
+    for path, index, mask in zip(paths, indices, found, strict=True):
+        content = path.read_bytes().lower() if path.exists() else b""
+        position = content.find(needle.encode())
+        while position >= 0:
+            row = int(np.searchsorted(index["offset"], position, side="right")) - 1
+            end = content.find(b"\n", position)
+            if row >= 0:
+                mask[row] = True
+            position = -1 if end < 0 else content.find(needle.encode(), end)
+    return np.concatenate(found)
 
 
 def files(folder: Path, kind: str) -> list[Path]:
@@ -200,14 +218,14 @@ def _matches(rows: np.ndarray, query: Query) -> np.ndarray:
 
 def _order(rows: np.ndarray, order: str) -> np.ndarray:
     """Indices that sort the rows; of equal rewards the newest first."""
-    positions = np.arange(len(rows))
     if order == "oldest":
-        return positions
+        return np.arange(len(rows))
+    # The newest step first, and within a step the order in which completions were sampled.
+    newest = np.argsort(-rows["step"], kind="stable")
     if order == "newest":
-        # The newest step first, and within a step the order in which completions were sampled.
-        return np.lexsort((positions, -rows["step"]))
-    rewards = rows["reward"] if order == "worst" else -rows["reward"]
-    return np.lexsort((positions, -rows["step"], rewards))
+        return newest
+    rewards = rows["reward"][newest]
+    return newest[np.argsort(rewards if order == "worst" else -rewards, kind="stable")]
 
 
 def _read(rows: Iterator[tuple[Path, np.void]]) -> Iterator[dict[str, Any]]:
@@ -230,6 +248,14 @@ def _read(rows: Iterator[tuple[Path, np.void]]) -> Iterator[dict[str, Any]]:
     finally:
         if file is not None:
             file.close()
+
+
+def _line(record: Record) -> bytes:
+    try:
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError):  # NaN, infinities, array scalars
+        text = to_json(record)
+    return f"{text}\n".encode(errors="replace")
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
