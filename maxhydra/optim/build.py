@@ -8,7 +8,7 @@ on the number of applied updates in the state, so a step whose new state is disc
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -106,17 +106,28 @@ class Optimizer:
         return jax.tree.map(lambda is_trained, n, o: n if is_trained else o, self.is_trained, new, old)
 
 
-def build(config: OptimizerConfig, *, steps: int, shapes: Tree, axes: Tree, is_unrolled: bool = False) -> Optimizer:
+def build(
+    config: OptimizerConfig,
+    *,
+    steps: int,
+    shapes: Tree,
+    axes: Tree,
+    is_unrolled: bool = False,
+    unused: Sequence[str] = (),
+) -> Optimizer:
     """Build the optimizer for parameters with these shapes and logical axes, over a run of `steps` steps.
 
-    is_written_out: the layer loop is unrolled, so gradients of stacked layers are computed layer by layer.
+    `is_unrolled`: the layer loop is unrolled, so gradients of stacked layers are computed layer by layer. `unused`:
+    subtrees that the loss does not use; their gradients are 0, and without weight decay they stay as they are.
     """
     names = paths(shapes)
     check_patterns(config.trainable, config.no_decay, jax.tree.leaves(names))
     axes_of = axes_by_path(axes)
     transforms = [("scale", _SCALINGS[config.kind](config, axes_of))]
     if config.weight_decay > 0:
-        decayed = jax.tree.map(lambda path: not matches_any(config.no_decay, path), names)
+        decayed = jax.tree.map(
+            lambda path: not matches_any(config.no_decay, path) and path.partition("/")[0] not in unused, names
+        )
         transforms.append(("decay", optax.add_decayed_weights(config.weight_decay, mask=decayed)))
     labels = jax.tree.map(lambda path: "trained" if matches_any(config.trainable, path) else "frozen", names)
     inner = optax.partition({"trained": optax.named_chain(*transforms), "frozen": optax.set_to_zero()}, labels)

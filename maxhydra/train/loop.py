@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from maxhydra.config.schema.run import Checkpoint, Train
+from maxhydra.config.schema.run import EVAL_LOSS, Checkpoint, Train
 from maxhydra.runtime import peers, signals
 from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.watchdog import Watchdog
@@ -26,8 +26,6 @@ from maxhydra.train.state import TrainState
 from maxhydra.train.step import StepFn, sequences_in
 
 log = logging.getLogger("maxhydra")
-# The metric for early stopping and train.target_eval_loss, if the evaluation reports it.
-EVAL_LOSS = "eval/loss"
 
 
 @dataclasses.dataclass(frozen=True)

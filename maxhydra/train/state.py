@@ -291,6 +291,7 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         axes=axes,
         # Gradient accumulation is a loop that adds up whole layer stacks.
         is_unrolled=decoder.is_unrolled and config.train.grad_accum == 1,
+        unused=() if config.task.trains_mtp else ("mtp",),
     )
     return StateFactory(
         decoder,

@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxhydra import optim
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema import model as config
-from maxhydra.config.schema.run import Train
+from maxhydra.config.schema.run import LOGGED, Train
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build, flops_per_token, parameter_count
 from maxhydra.sharding import Sharder
@@ -124,3 +127,23 @@ def test_flops_and_parameters_of_an_mtp_layer():
     added = flops_per_token(model, 8) - flops_per_token(plain, 8)
     # Weights of the block without its norms, of the join and of the head, and attention over 4.5 keys.
     assert added == 6 * (block - 32 + 512 + 16 * VOCAB) + 12 * 16 * 4.5
+
+
+@pytest.mark.parametrize("unused", [(), ("mtp",)])
+def test_layers_that_a_loss_does_not_use_do_not_decay(unused: tuple[str, ...]) -> None:
+    model = build(make_model())
+    params = make_params(model)
+    settings = compose(
+        ["optimizer=adamw", "optimizer.weight_decay=0.1", "optimizer/schedule=constant"]
+    ).config.optimizer
+    optimizer = optim.build(settings, steps=10, shapes=model.shapes, axes=model.axes, unused=unused)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.transform.update(zeros, optimizer.transform.init(params), params)
+    is_changed = {name: any(bool(leaf.any()) for leaf in jax.tree.leaves(part)) for name, part in updates.items()}
+    assert is_changed.pop("mtp") is not bool(unused)
+    assert is_changed["head"] and is_changed["pattern"]
+
+
+def test_tasks_that_do_not_train_them() -> None:
+    trained = {name: cls.trains_mtp for name, cls in task_schemas().items() if name in LOGGED}
+    assert {name for name, is_trained in trained.items() if not is_trained} == {"dpo", "grpo", "distill"}

@@ -141,6 +141,16 @@ def problems(*overrides: str) -> dict[str, Any]:
     return {problem.path: problem for problem in caught.value.problems}
 
 
+def test_keys_that_need_an_eval_loss_are_rejected() -> None:
+    overrides = ["train.target_eval_loss=1", "train.early_stop.patience=2", "checkpoint.keep_best=1"]
+    with pytest.raises(ConfigError) as caught:
+        compose(["task=grpo", *overrides])
+    paths = ["checkpoint.best_metric", "train.target_eval_loss", "train.early_stop.patience"]
+    assert [problem.path for problem in caught.value.problems] == paths
+    assert "eval/error" in (caught.value.problems[0].accepted or "")
+    compose(["task=grpo", "checkpoint.keep_best=1", "checkpoint.best_metric=eval/error"])
+
+
 def test_all_problems_are_reported() -> None:
     found = problems("data=arithmetic", "task.max_tokens=32", "train.seq_len=32", "train.ramp.start=1")
     assert set(found) == {"reward.terms", "data.record_type", "task.max_tokens", "train.ramp.start"}

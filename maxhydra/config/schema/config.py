@@ -6,6 +6,7 @@ The number of weights is estimated from the sizes alone: nothing is built to cou
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from fnmatch import fnmatch
 
 from maxhydra.config.declare import MAX_PARAMETERS, Schema, option, schema, section
 from maxhydra.config.errors import Problem
@@ -15,7 +16,17 @@ from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, 
 from maxhydra.config.schema.optimizer import Optimizer
 from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantization
 from maxhydra.config.schema.reward import Reward
-from maxhydra.config.schema.run import Checkpoint, Profile, Run, Task, Tracker, Train, Watchdog
+from maxhydra.config.schema.run import (
+    EVAL_LOSS,
+    LOGGED,
+    Checkpoint,
+    Profile,
+    Run,
+    Task,
+    Tracker,
+    Train,
+    Watchdog,
+)
 
 # Tasks whose batches do not depend on the weights, so that each replica can train on its own rows of them.
 DILOCO_TASKS = ("pretrain", "sft", "plan")
@@ -104,6 +115,7 @@ class Config(Schema):
             )
         yield from self._diloco_problems()
         yield from self._profile_problems()
+        yield from self._evaluation_problems()
         for problem in self.task.check_model(self.model):
             yield dataclasses.replace(problem, path=f"task.{problem.path}")
         # Adapter weights are float32 whatever the dtype of the frozen weights.
@@ -120,6 +132,25 @@ class Config(Schema):
                 accepted=f"{scheduled} or more",
                 hint="or reduce optimizer.schedule.warmup_steps and decay_steps",
             )
+
+    def _evaluation_problems(self) -> Iterator[Problem]:
+        """Keys that depend on a metric which the evaluations of a training task do not report."""
+        if self.task.name not in LOGGED:
+            return
+        reported = [name for name in LOGGED[self.task.name] if name.startswith("eval/")]
+        best, train = self.checkpoint.best_metric, self.train
+        if self.checkpoint.keep_best and not any(fnmatch(best, name) for name in reported):
+            reason, accepted = f"is not reported by evaluations of task={self.task.name}", ", ".join(reported)
+            yield Problem("checkpoint.best_metric", reason, value=best, accepted=accepted or "checkpoint.keep_best=0")
+        if EVAL_LOSS in reported:
+            return
+        for key, value in (
+            ("target_eval_loss", train.target_eval_loss),
+            ("early_stop.patience", train.early_stop.patience),
+        ):
+            if value is not None:
+                reason = f"needs {EVAL_LOSS}, which evaluations of task={self.task.name} do not report"
+                yield Problem(f"train.{key}", reason, value=value, accepted="null")
 
     def _profile_problems(self) -> Iterator[Problem]:
         """Only training steps are profiled; tasks that plan or compile a training run accept its config."""

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from fnmatch import fnmatch
+from typing import ClassVar
 
 from maxhydra.config.declare import MAX_CONTEXT, Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
@@ -60,6 +61,9 @@ class Task(Schema):
 
     name: str = option("pretrain", one_of="maxhydra.tasks")
     """Module of maxhydra.tasks to run."""
+
+    trains_mtp: ClassVar[bool] = True
+    """Whether the loss of the task includes that of multi-token prediction layers."""
 
     def check_model(self, model: Model) -> Iterator[Problem]:
         """Yield problems of the task with this model; paths are relative to the task."""
@@ -329,12 +333,14 @@ class Profile(Schema):
             yield Problem("processes", "contains a negative number", self.processes, accepted="indices from 0")
 
 
+# The metric of train.target_eval_loss and train.early_stop.
+EVAL_LOSS = "eval/loss"
 # Metrics of every training task. `*` matches names known only to the run, such as those of data sources.
 STEPS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "input_wait", "data/*")
 # Aux losses and statistics of layers, and multi-token prediction.
 LAYERS = ("side_loss", "moe/*", "mtp_loss")
 SPEED = ("tokens_per_second", "tflops_per_device", "mfu")
-LIKELIHOOD = ("eval/loss", "eval/perplexity", "eval/tokens")
+LIKELIHOOD = (EVAL_LOSS, "eval/perplexity", "eval/tokens")
 PAIRS = ("accuracy", "logprob_chosen", "logprob_rejected", "reward_chosen", "reward_rejected", "reward_margin")
 ANSWERS = ("answers/*", "groups/*", "reward/*", "clip_share", "entropy", "kl", "sampler_error", "importance_weight")
 GRADES = ("eval/error", "eval/reward", "eval/pass@*", "eval/maj@*", "eval/prompts", "eval/tokens")
@@ -342,7 +348,7 @@ TRAINED = (*STEPS, *LAYERS, *SPEED)
 LOGGED = {
     "pretrain": (*TRAINED, *LIKELIHOOD),
     "sft": (*TRAINED, *LIKELIHOOD),
-    "dpo": (*TRAINED, *PAIRS, "eval/loss", "eval/tokens", *(f"eval/{name}" for name in PAIRS)),
+    "dpo": (*TRAINED, *PAIRS, EVAL_LOSS, "eval/tokens", *(f"eval/{name}" for name in PAIRS)),
     "grpo": (*TRAINED, *ANSWERS, *GRADES),
     "bench": ("loss", "step_time", *SPEED),
     "distill": (*TRAINED, "cross_entropy", "divergence", "features", *LIKELIHOOD, "eval/kl"),

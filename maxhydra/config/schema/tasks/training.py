@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from enum import Enum
+from typing import ClassVar
 
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem
@@ -35,6 +36,8 @@ SMOOTHED = (PreferenceLoss.sigmoid, PreferenceLoss.simpo)
 @schema
 class DpoTask(Task):
     """Trains on preference pairs, a chosen and a rejected completion (data.record_type=preference)."""
+
+    trains_mtp: ClassVar[bool] = False
 
     loss: PreferenceLoss = PreferenceLoss.sigmoid
     """sigmoid: DPO (Rafailov et al., 2023); ipo (Azar et al., 2023); orpo (Hong et al., 2024); simpo (Meng et al.,
@@ -159,6 +162,8 @@ class Evaluation(Schema):
 @schema
 class GrpoTask(Task):
     """Group relative policy optimization: the advantage of a completion is its reward relative to its group."""
+
+    trains_mtp: ClassVar[bool] = False
 
     group_size: int = option(8, ge=2)
     """Completions per prompt; a batch consists of whole groups."""
@@ -332,6 +337,8 @@ class Features(Schema):
 @schema
 class DistillTask(Task):
     """Distills a teacher's next-token distribution into a student."""
+
+    trains_mtp: ClassVar[bool] = False
 
     teacher: Teacher = section(Teacher)
     divergence: Divergence = Divergence.forward_kl
