@@ -131,7 +131,7 @@ class CheckpointTiers:
                 return
             if step in self._remote:
                 self._delete(step)
-            self._store.for_each(lambda name: self._store.upload(pinned / name, f"{target}/{name}"), manifest.files)
+            self._store.map(lambda name: self._store.upload(pinned / name, f"{target}/{name}"), manifest.files)
             sizes = {name: item.size for name, item in self._store.find(target).items()}
             for name, entry in manifest.files.items():
                 if sizes.get(f"{target}/{name}") != entry.size:
@@ -176,7 +176,7 @@ class CheckpointTiers:
             shutil.rmtree(partial, ignore_errors=True)
             self._store.download(f"{source}/{MANIFEST}", partial / MANIFEST)
             names = parse_manifest((partial / MANIFEST).read_bytes()).files
-            self._store.for_each(lambda name: self._download_file(f"{source}/{name}", partial / name), names)
+            self._store.map(lambda name: self._download_file(f"{source}/{name}", partial / name), names)
             if (damage := verify_files(partial)) is not None:
                 raise damage
         except (DamagedCheckpointError, FileNotFoundError) as error:

@@ -76,7 +76,7 @@ class Lease:
             self._store.delete([LEASE])
 
     def _has_ended(self, holder: Facts) -> bool:
-        """Whether the holder is gone: known at once on the same host, otherwise by its silence, for which this waits."""
+        """Whether the holder is gone. On another host this is known by its silence, for which this waits."""
         alive = is_alive(holder["host"], holder["pid"], holder["pid_started"])
         if alive is not None:
             return not alive
@@ -219,7 +219,7 @@ class Mirror:
                         self._uploaded[name], self._upload_times[name] = state, time.monotonic()
 
     def _download(self, names: Collection[str]) -> None:
-        self._store.for_each(lambda name: self._store.download(name, self._folder / name), names)
+        self._store.map(lambda name: self._store.download(name, self._folder / name), names)
         self._uploaded = {name: _state(self._folder / name) for name in names}
 
     def _read_remote_facts(self, names: Collection[str]) -> Facts | None:

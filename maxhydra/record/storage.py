@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from maxhydra.record.checkpoint_manifest import MANIFEST
 
-T = TypeVar("T")
+T, R = TypeVar("T"), TypeVar("R")
 log = logging.getLogger("maxhydra")
 
 CACHE = Path("~/.cache/maxhydra")
-# Requests are repeated after 0.25, 0.5, 1, ... seconds, each with a random part, so that many hosts do not retry at once.
+# Requests are repeated after 0.25, 0.5, 1, ... seconds, with a random part: many hosts would repeat them at once.
 ATTEMPTS, FIRST_DELAY, LONGEST_DELAY = 8, 0.25, 8.0
 REQUEST_SECONDS = 60
 THREADS = 8
@@ -103,7 +103,9 @@ class Store:
     def find(self, prefix: str = "") -> dict[str, Object]:
         """All objects below a prefix, in all folders; the name of the URL's own object is empty."""
         try:
-            found = self._call("list", prefix, lambda: self._system.find(self._path(prefix), detail=True), expected=_MISSING)
+            found = self._call(
+                "list", prefix, lambda: self._system.find(self._path(prefix), detail=True), expected=_MISSING
+            )
         except FileNotFoundError:
             return {}
         return {self._name(path): self._object(details) for path, details in found.items()}
@@ -111,7 +113,9 @@ class Store:
     def children(self, prefix: str = "") -> tuple[dict[str, Object], list[str]]:
         """The objects and the folders directly below a prefix."""
         try:
-            found = self._call("list", prefix, lambda: self._system.ls(self._path(prefix), detail=True), expected=_MISSING)
+            found = self._call(
+                "list", prefix, lambda: self._system.ls(self._path(prefix), detail=True), expected=_MISSING
+            )
         except FileNotFoundError:
             return {}, []
         files = {self._name(entry["name"]): self._object(entry) for entry in found if entry["type"] == "file"}
@@ -156,9 +160,7 @@ class Store:
         # A random name: threads and hosts that share the cache may write the same file at once.
         partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
-            self._call(
-                "read", name, lambda: self._system.get_file(self._path(name), str(partial)), expected=_MISSING
-            )
+            self._call("read", name, lambda: self._system.get_file(self._path(name), str(partial)), expected=_MISSING)
             partial.rename(path)
         finally:
             partial.unlink(missing_ok=True)
@@ -170,7 +172,7 @@ class Store:
             with contextlib.suppress(FileNotFoundError, KeyError):
                 self._system.rm_file(self._path(name))
 
-        self.for_each(lambda name: self._call("delete", name, lambda: remove(name)), names)
+        self.map(lambda name: self._call("delete", name, lambda: remove(name)), names)
 
     def glob(self, pattern: str) -> dict[str, Object]:
         """The objects that match a pattern."""
@@ -178,11 +180,10 @@ class Store:
         return {self._name(path): self._object(item) for path, item in found.items() if item["type"] == "file"}
 
     @staticmethod
-    def for_each(action: Callable[[T], object], items: Iterable[T]) -> None:
+    def map(action: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Call an action for all items in parallel; raises the first error after all have ended."""
         with ThreadPoolExecutor(THREADS, thread_name_prefix="storage") as pool:
-            for future in [pool.submit(action, item) for item in items]:
-                future.result()
+            return list(pool.map(action, items))
 
     def _pipe(self, name: str, content: bytes, **mode: str) -> None:
         self._make_folder(name)
@@ -270,7 +271,7 @@ def fetch(url: str) -> Path:
         for path in target.rglob("*"):
             if path.is_file() and path.relative_to(target).as_posix() not in found:
                 path.unlink()
-    store.for_each(lambda name: _fetch_object(store, name, found[name], target / name if name else target), found)
+    store.map(lambda name: fetch_object(store, name, found[name], target / name if name else target), found)
     if (match := _IN_RUN.fullmatch(url.rstrip("/"))) and found:
         fetch_files(match["run"], RUN_FILES)
     return target
@@ -281,12 +282,12 @@ def fetch_files(url: str, names: Iterable[str]) -> Path:
     store, target = Store(url), cached_path("objects", url)
     found, _ = store.children()
     wanted = [name for name in names if name in found]
-    store.for_each(lambda name: _fetch_object(store, name, found[name], target / name), wanted)
+    store.map(lambda name: fetch_object(store, name, found[name], target / name), wanted)
     return target
 
 
-def _fetch_object(store: Store, name: str, item: Object, path: Path) -> None:
-    """Copy an object unless the copy of this version exists."""
+def fetch_object(store: Store, name: str, item: Object, path: Path) -> None:
+    """Copy an object to a path in the cache, unless the copy of this version exists."""
     note = CACHE.expanduser() / "versions" / path.relative_to(CACHE.expanduser())
     note = note.with_name(f"{note.name}.version")
     with contextlib.suppress(OSError):
@@ -295,31 +296,3 @@ def _fetch_object(store: Store, name: str, item: Object, path: Path) -> None:
     store.download(name, path)
     note.parent.mkdir(parents=True, exist_ok=True)
     note.write_text(item.version, encoding="utf-8")
-
-
-def copy_runs(url: str) -> Path:
-    """A local copy of the small files of all runs below a URL, for `maxhydra runs`: one request per unchanged run."""
-    store, target = Store(url), cached_path("runs", url)
-    target.mkdir(parents=True, exist_ok=True)
-    runs, pending = set[str](), [""]
-    while pending:
-        listed: dict[str, tuple[dict[str, Object], list[str]]] = {}
-        store.for_each(lambda folder: listed.__setitem__(folder, store.children(folder)), pending)
-        found = [folder for folder, (files, _) in listed.items() if _join(folder, "run.json") in files]
-        for folder in found:
-            files = listed[folder][0]
-            small = [name for file in LISTED_FILES if (name := _join(folder, file)) in files]
-            store.for_each(lambda name, files=files: _fetch_object(store, name, files[name], target / name), small)
-        runs.update(found)
-        pending = [inner for folder in listed.keys() - set(found) for inner in listed[folder][1] if inner]
-    for path in [path.parent for path in target.rglob("run.json")]:
-        if path.relative_to(target).as_posix() not in runs:
-            shutil.rmtree(path)
-    return target
-
-
-LISTED_FILES = (*RUN_FILES, "labels.json", "metrics.jsonl", "log.txt")
-
-
-def _join(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name

@@ -98,7 +98,7 @@ def _as_config_errors(config: Config) -> Iterator[None]:
 
 
 def _require_shared_folder(config: Config, run: RunDirectory, machine: Machine) -> None:
-    """Raise ConfigError if a process does not see the working copy of process 0: each writes its part of a checkpoint."""
+    """Raise ConfigError if a process does not see the working copy, to which each writes its part of a checkpoint."""
     if machine.process_count == 1:
         return
     token, path = secrets.token_hex(8), run.path / TOKEN

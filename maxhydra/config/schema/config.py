@@ -141,7 +141,10 @@ class Config(Schema):
             reason, hint = "needs a URL to upload to", "set run.outputs=s3://BUCKET/FOLDER"
             yield Problem("checkpoint.persist_every", reason, value=persist_every, accepted="null", hint=hint)
         elif persist_every is not None and persist_every % every:
-            reason, accepted = f"is not a multiple of checkpoint.every={every}", f"{every}, {2 * every}, {3 * every}, ..."
+            reason, accepted = (
+                f"is not a multiple of checkpoint.every={every}",
+                f"{every}, {2 * every}, {3 * every}, ...",
+            )
             yield Problem("checkpoint.persist_every", reason, value=persist_every, accepted=accepted)
         output = getattr(self.task, "output", None)
         if output is not None and is_remote(output):
