@@ -154,6 +154,8 @@ class Mirror:
                 return
             except StorageError as error:
                 if self._lost is not None or time.monotonic() > deadline:
+                    with contextlib.suppress(StorageError):
+                        self._lease.release()
                     raise
                 log.warning("%s; repeated for %.0f s", error, deadline - time.monotonic())
                 time.sleep(INTERVAL)

@@ -44,6 +44,7 @@ _MISSING = (FileNotFoundError,)
 # Fields that differ between two versions of an object, in the words of the stores.
 _VERSION = ("size", "ETag", "etag", "mtime", "updated", "created", "LastModified")
 _CHECKPOINT = re.compile(rf"(?P<step>(?:checkpoints/)?(?P<number>[0-9]+))/{re.escape(MANIFEST)}")
+_RUN_BELOW = re.compile(rf".+/checkpoints/[0-9]+/{re.escape(MANIFEST)}")
 _IN_RUN = re.compile(r"(?P<run>.+)/checkpoints(/[0-9]+)?")
 RUN_FILES = ("run.json", "config.yaml")
 
@@ -77,6 +78,8 @@ def unsupported_reason(url: str) -> tuple[str, str] | None:
     package = known[scheme]["class"].partition(".")[0]
     if importlib.util.find_spec(package) is None:
         return f"needs the package {package}, which is not installed", "pip install 'maxhydra[storage]'"
+    if ".." in rest.split("/"):
+        return "contains ..", "name the folder itself"
     if "@" in rest.partition("/")[0]:
         return "contains credentials", "pass them by environment variables or the files of the store's own tools"
     return None
@@ -259,18 +262,19 @@ def fetch(url: str) -> Path:
     whose version has not changed are not copied again. The path does not exist if the store has nothing there.
     """
     store, target = Store(url), cached_path("objects", url)
-    found = store.find()
-    steps = complete_steps(found)
-    if steps:
-        folder, newest = steps[max(steps)], max(steps)
-        found = {name: item for name, item in found.items() if "/" not in name or name.startswith(f"{folder}/")}
-        for entry in (target / folder).parent.glob("[0-9]*"):
+    found, part = store.find(), target
+    if any(_RUN_BELOW.fullmatch(name) for name in found):
+        raise StorageError("copy", url, "it contains several runs; name one of them")
+    if steps := complete_steps(found):
+        newest = max(steps)
+        part = target / steps[newest]
+        found = {name: item for name, item in found.items() if "/" not in name or name.startswith(f"{steps[newest]}/")}
+        for entry in part.parent.glob("[0-9]*"):
             if entry.name.isdecimal() and int(entry.name) > newest:
                 shutil.rmtree(entry)
-    elif found and target.is_dir():
-        for path in target.rglob("*"):
-            if path.is_file() and path.relative_to(target).as_posix() not in found:
-                path.unlink()
+    for path in part.rglob("*"):
+        if found and path.is_file() and path.relative_to(target).as_posix() not in found:
+            path.unlink()  # of an earlier version of the folder
     store.map(lambda name: fetch_object(store, name, found[name], target / name if name else target), found)
     if (match := _IN_RUN.fullmatch(url.rstrip("/"))) and found:
         fetch_files(match["run"], RUN_FILES)
