@@ -25,8 +25,8 @@ from maxhydra.record.storage import StorageError, Store
 
 log = logging.getLogger("maxhydra")
 
-# Seconds between two searches for changed files.
-INTERVAL = 5.0
+# Seconds between two searches for changed files, which are uploaded, and for new checkpoints.
+INTERVAL, CHECKPOINT_INTERVAL = 5.0, 1.0
 # A file that keeps changing is uploaded as a whole each time, so a large one only at this average rate.
 BYTES_PER_SECOND = 2**20
 LEASE = ".lease.json"
@@ -134,8 +134,8 @@ class Mirror:
     def start(self) -> None:
         """Make the newest intact checkpoint available, then upload in the background. Raises StorageError."""
         self._tiers.prepare_newest()
-        for action in (self._sync_files, self._sync_checkpoints):
-            thread = threading.Thread(target=self._repeat, args=(action,), name="mirror", daemon=True)
+        for action, interval in ((self._sync_files, INTERVAL), (self._sync_checkpoints, CHECKPOINT_INTERVAL)):
+            thread = threading.Thread(target=self._repeat, args=(action, interval), name="mirror", daemon=True)
             thread.start()
             self._threads.append(thread)
 
@@ -170,9 +170,9 @@ class Mirror:
             self._store.delete(list(self._uploaded))
         self._lease.release()
 
-    def _repeat(self, action: Callable[[], None]) -> None:
+    def _repeat(self, action: Callable[[], None], interval: float) -> None:
         has_failed = False
-        while not self._stop.wait(INTERVAL):
+        while not self._stop.wait(INTERVAL if has_failed else interval):
             try:
                 action()
                 has_failed = False

@@ -27,6 +27,7 @@ def flaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Flak
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(storage, "FIRST_DELAY", 0.0)
     monkeypatch.setattr(mirror, "INTERVAL", 0.02)
+    monkeypatch.setattr(mirror, "CHECKPOINT_INTERVAL", 0.02)
     fetch.cache_clear()
     with flaky_store() as system:
         yield system

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import logging
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -92,6 +93,7 @@ class Faults:
         if not fails:
             return self._application(environ, start_response)
         if resets:
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
             raise ConnectionResetError("injected")
         # The body is read, as a server would: otherwise the client may see a reset instead of the status.
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
