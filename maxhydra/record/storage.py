@@ -23,7 +23,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from maxhydra.record.checkpoint_manifest import MANIFEST
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 log = logging.getLogger("maxhydra")
 
 CACHE = Path("~/.cache/maxhydra")

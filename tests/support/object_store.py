@@ -1,7 +1,6 @@
 """Object stores for tests, whose requests can fail: an S3 server on loopback, and a file system in memory."""
 
 import contextlib
-import itertools
 import logging
 import random
 import socket
@@ -78,17 +77,17 @@ class Faults:
     def __init__(self, application: Callable[..., Iterable[bytes]]):
         self._application, self._random, self._lock = application, random.Random(0), threading.Lock()
         self.share, self.seconds = 0.0, 0.0
-        self.requests, self.failed = itertools.count(), 0
+        self.requests = self.failed = 0
         self.uploads: list[str] = []
         """Paths of the objects that were written, in order."""
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        next(self.requests)
         if environ["REQUEST_METHOD"] == "PUT":
             self.uploads.append(environ["PATH_INFO"])
         time.sleep(self.seconds)
         with self._lock:
             fails, resets = self._random.random() < self.share, self._random.random() < 0.5
+            self.requests += 1
             self.failed += fails
         if not fails:
             return self._application(environ, start_response)
