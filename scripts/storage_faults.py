@@ -25,7 +25,7 @@ from tests.support.cli import SMALL, environment, losses, parameter_hash  # noqa
 from tests.support.object_store import BUCKET, S3Server  # noqa: E402
 
 STEPS = 60
-RUN = [*SMALL, f"train.steps={STEPS}", "checkpoint.every=10", "train.eval_batches=0", "optimizer/schedule=constant"]
+RUN = [*SMALL, f"train.steps={STEPS}", "checkpoint.every=10", "optimizer/schedule=constant"]
 
 
 class Trial:

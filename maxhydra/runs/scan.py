@@ -97,7 +97,7 @@ def copy_runs(url: str) -> Path:
             names = {name.rpartition("/")[2]: name for name in files}
             if RUN in names:
                 runs.add(folder)
-                copied.update({names[name]: files[names[name]] for name in COPIED if name in names})
+                copied.update({names[file]: files[names[file]] for file in COPIED if file in names})
             else:
                 inner += [name for name in folders if name and name.rpartition("/")[2] not in _NOT_SEARCHED]
         pending = inner
