@@ -74,7 +74,7 @@ class CheckpointTiers:
         self._skipped: set[str] = set()
 
     def open(self, names: Collection[str]) -> None:
-        """Read what the store has, by the names of its objects, and delete what interrupted uploads left behind."""
+        """Read the checkpoints in the store, by the names of its objects, and delete those of interrupted uploads."""
         shutil.rmtree(self._run / PINNED, ignore_errors=True)
         steps = {int(match[1]) for name in names if (match := re.match(rf"{CHECKPOINTS}/([0-9]+)/", name))}
         self._remote = {step: self._read_digest(step) for step in complete_steps(names)}

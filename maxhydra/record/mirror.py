@@ -121,7 +121,7 @@ class Mirror:
         try:
             names = self._store.find()
             remote, local = self._read_remote_facts(names), _read_facts(self._folder / FACTS)
-            if _is_ahead(remote, local):
+            if _has_later_sessions(remote, local):
                 self._replace_working_copy()
                 local = None
             if local is None:
@@ -189,7 +189,7 @@ class Mirror:
         self._upload_files()
 
     def _sync_checkpoints(self, *, is_final: bool = False) -> None:
-        # The metrics up to a checkpoint are in the store before it, as they are on disk.
+        # The metrics up to a checkpoint are in the store before it, and so they are on disk.
         self._tiers.upload(before_commit=self._upload_all_files, is_final=is_final)
 
     def _renew_lease(self) -> None:
@@ -259,9 +259,12 @@ def _read_facts(path: Path) -> Facts | None:
         return None
 
 
-def _is_ahead(remote: Facts | None, local: Facts | None) -> bool:
+def _has_later_sessions(remote: Facts | None, local: Facts | None) -> bool:
     """Whether the store has sessions that the local copy does not have, and is newer."""
     if remote is None or local is None:
         return remote is not None
-    ours, theirs = ([(s["started"], s["host"], s["pid"]) for s in facts["sessions"]] for facts in (local, remote))
-    return theirs != ours[: len(theirs)] and remote["updated"] >= local["updated"]
+    local_ids, remote_ids = (
+        [(session["started"], session["host"], session["pid"]) for session in facts["sessions"]]
+        for facts in (local, remote)
+    )
+    return remote_ids != local_ids[: len(remote_ids)] and remote["updated"] >= local["updated"]

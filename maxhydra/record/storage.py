@@ -1,7 +1,7 @@
 """Object stores behind URLs (s3://, gs://, any other scheme of fsspec): requests with retries, and a cache of inputs.
 
-A store has no rename and no folders, and each request may fail or never answer. Objects are written whole or not at
-all, so a set of objects becomes visible with the one that is written last (record/mirror.py).
+A store has no rename and no folders, and each request may fail or time out. Objects are written whole or not at all,
+so a set of objects becomes visible with the last one (checkpoint_tiers.py).
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _OPTIONS["gcs"] = _OPTIONS["gs"]
 READ_ONLY = ("http", "https", "data")
 # Local errors, which another attempt does not change.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-# Answers that another attempt does not change: a missing bucket, rejected credentials, an operation without support.
+# Failures that another attempt does not change: a missing bucket, rejected credentials, an operation without support.
 _PERMANENT = (FileNotFoundError, PermissionError, ImportError, ValueError, TypeError, NotImplementedError)
 _MISSING = (FileNotFoundError,)
 # Fields that differ between two versions of an object, in the words of the stores.
@@ -221,13 +221,13 @@ class Store:
     def _call(
         self, operation: str, name: str, action: Callable[[], Any], *, expected: tuple[type[Exception], ...] = ()
     ) -> Any:
-        """Call until it succeeds. Errors of the `expected` types and of the local disk are raised as they are."""
+        """Call until it succeeds. Errors of the `expected` types and of the local disk are raised unchanged."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return action()
             except expected:
                 raise
-            except Exception as error:  # every file system raises the errors of its own client library
+            except Exception as error:  # every file system raises the errors of its client library
                 if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                     raise
                 if isinstance(error, _PERMANENT) or attempt == ATTEMPTS:
@@ -257,7 +257,7 @@ def cached_path(kind: str, url: str) -> Path:
 
 @functools.cache
 def fetch(url: str) -> Path:
-    """A local copy of an object or a folder of a store, as it is at the first call of this process.
+    """A local copy of an object or a folder of a store, made by the first call of this process.
 
     Of a run, or its checkpoints folder, only the newest complete checkpoint and the run's own files are copied. Files
     whose version has not changed are not copied again. The path does not exist if the store has nothing there.
@@ -286,8 +286,8 @@ def fetch_files(url: str, names: Iterable[str]) -> Path:
     """A local copy of files directly below a URL, those that exist."""
     store, target = Store(url), cached_path("objects", url)
     found, _ = store.children()
-    wanted = [name for name in names if name in found]
-    store.map(lambda name: fetch_object(store, name, found[name], target / name), wanted)
+    existing = [name for name in names if name in found]
+    store.map(lambda name: fetch_object(store, name, found[name], target / name), existing)
     return target
 
 

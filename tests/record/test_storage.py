@@ -186,7 +186,7 @@ class TestMirror:
         assert stored_steps() == [4] and {"metrics.jsonl", "config.yaml", LEASE} <= stored()
         mirror_.close(0)
 
-    def test_a_local_copy_that_is_ahead_after_a_kill_is_uploaded(self, tmp_path: Path) -> None:
+    def test_a_local_copy_with_later_sessions_is_uploaded(self, tmp_path: Path) -> None:
         folder = tmp_path / "first"
         mirrored(folder, 4)
         session(folder, steps=(8,), text="not uploaded")
@@ -236,7 +236,7 @@ class TestMirror:
 
 
 class TestCheckpoints:
-    def test_the_manifest_is_written_last(self, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+    def test_the_manifest_is_the_last_object(self, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
         mirrored(tmp_path / "first", 4)
         of_step = [path.rpartition("/4/")[2] for path in flaky.writes if "/checkpoints/4/" in path]
         assert of_step[-1] == MANIFEST and of_step.count(MANIFEST) == 1 and len(of_step) == 6
@@ -273,7 +273,7 @@ class TestCheckpoints:
         assert stored_steps() == expected
         assert {int(name.split("/")[1]) for name in stored() if name.startswith("checkpoints/")} == {*expected}
 
-    def test_the_best_are_kept(self, tmp_path: Path) -> None:
+    def test_keep_best(self, tmp_path: Path) -> None:
         assert best_steps({1: 2.0, 2: float("nan"), 3: 1.0, 4: 1.0}, 2) == [4, 3]
         mirrored(tmp_path / "first", 3, 5, 9, 12, retention=Retention(1, 1, "eval/loss", None))
         assert stored_steps() == [5, 12]  # losses 1, 1/3, 1, 1

@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_intermixed_args(arguments[1:])
     if is_remote(args.outputs) and (name in LOCAL_VERBS or getattr(args, "follow", False)):
         reason = f"is a URL, which runs {name} does not support"
-        hint = "the runs of a URL are read-only here, as they are when the command starts"
+        hint = "the runs of a URL are read-only, and are copied once, when the command starts"
         accepted = f"a local folder, or one of {', '.join(sorted(known.keys() - LOCAL_VERBS))}"
         raise ConfigError(Problem("--outputs", reason, args.outputs, accepted=accepted, hint=hint))
     exit_code: int = getattr(module, f"run_{name}")(args)
