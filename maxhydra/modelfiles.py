@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.record.storage import StorageError, fetch, is_remote, unsupported_reason
 
 PREFIX = "package:"
 # Limits of a GGUF header, ten times those of any published model: metadata entries, items of an array (the vocabulary),
@@ -28,13 +29,29 @@ SCALAR_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12
 STRING, ARRAY = 8, 9
 
 
+def local_path(key: str, location: str) -> Path:
+    """The path of a local file or folder, or of the local copy of a URL; neither need exist.
+
+    `key` is the config field that names the location.
+    """
+    if not is_remote(location):
+        return Path(location).expanduser()
+    if (problem := unsupported_reason(location)) is not None:
+        raise ConfigError(Problem(key, problem[0], value=location, hint=problem[1]))
+    try:
+        return fetch(location)
+    except StorageError as error:
+        hint = "check the address, the network and the credentials"
+        raise ConfigError(Problem(key, str(error), value=location, hint=hint)) from error
+
+
 def locate(key: str, location: str) -> Path:
-    """Resolve a location to a path: a file or folder, or `package:NAME` for the model file of an installed package.
+    """Resolve a location to a path: a file, a folder, a URL, or `package:NAME` for the file of an installed package.
 
     `key` is the config field that names it. A path need not exist; a model file in a package must.
     """
     if not location.startswith(PREFIX):
-        return Path(location).expanduser().resolve()
+        return local_path(key, location).resolve()
     name, _, file = location.removeprefix(PREFIX).partition("/")
     files = {path.name: path for folder in _folders(key, name, location) for path in sorted(folder.glob("*.gguf"))}
     if file in files:

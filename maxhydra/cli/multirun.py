@@ -12,12 +12,13 @@ from maxhydra.config.compose.composer import Composer, distinct, job_choices
 from maxhydra.config.compose.hydra_loader import BASIC_SWEEPER, Hydra, job_folder
 from maxhydra.config.compose.overrides import expand, parse
 from maxhydra.config.compose.validate import instantiate
-from maxhydra.config.errors import ConfigError, quoted
+from maxhydra.config.errors import ConfigError, Problem, quoted
 from maxhydra.config.schema.run import new_name_problem
 from maxhydra.launch.base import LauncherSettings
 from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import launcher_settings
 from maxhydra.record import redact_argv
+from maxhydra.record.storage import is_remote
 from maxhydra.sweep.plan import Settings, SweepPlan, write_plan
 
 # Overrides that are set anew for every job, and so are not part of the plan.
@@ -77,6 +78,10 @@ def is_requested(overrides: list[str]) -> bool:
 def _plan_jobs(composer: Composer, overrides: list[str], parsed: list[Override]) -> tuple[DictConfig, SweepPlan | None]:
     _check(composer, expand(parsed, product=False))
     controller = composer.loader.load_configuration(composer.config_name, overrides, RunMode.MULTIRUN)
+    if is_remote(controller.run.outputs):
+        hint = "start its runs one by one, or set run.outputs to a mounted folder"
+        reason = "is a URL, which sweeps do not support"
+        raise ConfigError(Problem("run.outputs", reason, controller.run.outputs, accepted="a local folder", hint=hint))
     if controller.hydra.sweeper.get("_target_") != BASIC_SWEEPER:
         return controller, None
     params = [f"{key}={value}" for key, value in (controller.hydra.sweeper.params or {}).items()]

@@ -11,6 +11,7 @@ from maxhydra.cli.main import FILE_ERRORS, RunFailed, describe_file_error
 from maxhydra.config import Config
 from maxhydra.config.yaml_files import display_path
 from maxhydra.record import RunDirectory
+from maxhydra.record.storage import StorageError, Store
 from maxhydra.runs import write_report
 from maxhydra.runtime import signals
 from maxhydra.tasks import Result
@@ -46,8 +47,12 @@ def _report(result: Result, folder: RunDirectory, config: Config, overrides: lis
     """Write report.html, and print how the run ended and, with the overrides of a single run, what to run next."""
     try:
         write_report(folder)
+        if result.url is not None:
+            Store(result.url).upload(folder.report_path, folder.report_path.name)
     except OSError as error:
         print(f"maxhydra: report.html could not be written: {error.strerror}", file=sys.stderr)
+    except StorageError as error:
+        print(f"maxhydra: report.html could not be uploaded: {error}", file=sys.stderr)
     lines = [*_outcome(result, folder, config)]
     lines += _next_steps(result, folder, config, overrides) if overrides is not None else []
     print("\n".join(lines), flush=True)
@@ -70,7 +75,7 @@ def _outcome(result: Result, folder: RunDirectory, config: Config) -> Iterator[s
         yield f"\n{sample.strip()}\n"
     value = "" if result.objective is None else f", {config.objective} {result.objective:.4g}"
     yield f"{result.status}: {result.reason}{value}"
-    yield f"run:    {display_path(folder.path)}"
+    yield f"run:    {display_path(folder.path) if result.url is None else result.url}"
     yield f"report: {display_path(folder.report_path)}"
 
 
@@ -79,7 +84,7 @@ def _next_steps(result: Result, folder: RunDirectory, config: Config, overrides:
     if not folder.checkpoints.is_dir():
         yield "next:   maxhydra --help, maxhydra explain train    # all settings"
         return
-    name = folder.path.relative_to(Path(config.run.outputs).absolute())
+    name = folder.path.relative_to(config.run.folder().absolute())
     command = shlex.join(["maxhydra", *_without(overrides, "run.name", "train.steps"), f"run.name={name}"])
     if result.status == "finished":
         yield f"next:   {command} train.steps={2 * config.train.steps}    # resume and train twice as long"

@@ -29,7 +29,16 @@ _LOADER: type[yaml.CSafeLoader] | type[yaml.SafeLoader] = yaml.CSafeLoader if ya
 # fnmatch patterns of dotted keys; `*` also matches dots.
 FREE_KEYS = (
     # Name, place and description of the run.
-    *("run.name", "run.outputs", "run.tags", "run.notes", "run.accept_changed_*", "tracker.*", "objective"),
+    *(
+        "run.name",
+        "run.outputs",
+        "run.staging",
+        "run.tags",
+        "run.notes",
+        "run.accept_changed_*",
+        "tracker.*",
+        "objective",
+    ),
     # Length, and the lengths in the learning rate schedule that follow from it.
     *("train.steps", "optimizer.schedule.warmup_steps", "optimizer.schedule.decay_steps"),
     # Reports and evaluations.
@@ -37,6 +46,7 @@ FREE_KEYS = (
     *("train.eval_batches", "train.target_eval_loss", "train.early_stop.*", "task.evaluation.*"),
     "task.keep_rollouts",
     *("checkpoint.mode", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_best", "checkpoint.best_metric"),
+    "checkpoint.persist_every",
     # Hardware, sharding, kernels and memory. The batch over all devices is compared separately.
     *("hardware.platform", "hardware.device_kinds", "hardware.peak_tflops*", "hardware.memory_gib"),
     *("hardware.bandwidth_gb_s", "hardware.xla_flags", "hardware.flag_sets*", "hardware.compilation_cache"),

@@ -9,10 +9,6 @@ from maxhydra.config.errors import Problem
 ACCEPTED = "a file, a folder, a glob pattern or an fsspec URL; several separated by ;"
 
 
-def is_remote(name: str) -> bool:
-    return "://" in name
-
-
 def parts(names: str) -> list[str]:
     """Split a text of names separated by `;`."""
     return [part for part in (name.strip() for name in names.split(";")) if part]

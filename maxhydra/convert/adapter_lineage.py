@@ -17,11 +17,12 @@ from maxhydra.config.schema.quantization import Adapter, AdapterKind
 from maxhydra.config.serialize import read_run_facts
 from maxhydra.config.yaml_files import read_yaml_text
 from maxhydra.convert.hf_config import is_hf_folder
-from maxhydra.convert.orbax_io import FORMAT, PARAMS, checkpoint_steps, find_checkpoint
+from maxhydra.convert.orbax_io import FORMAT, PARAMS, find_checkpoint
 from maxhydra.convert.peft import SETTINGS, is_peft_folder
-from maxhydra.modelfiles import locate
+from maxhydra.modelfiles import local_path, locate
 from maxhydra.record.checkpoint_manifest import DamagedCheckpointError, manifest_digest
 from maxhydra.record.fingerprint import describe_change, fingerprint_files
+from maxhydra.record.storage import is_remote
 
 Record = dict[str, Any]
 ACCEPTED = "a run or checkpoint folder, a Hugging Face or PEFT folder with safetensors, a .gguf file, or package:NAME"
@@ -97,12 +98,9 @@ def _weight_files(key: str, path: Path) -> list[Path]:
 def _candidates(key: str, locations: list[str], recorded: Mapping[str, Any]) -> Iterator[Path]:
     yield Path(recorded["path"])
     for location in locations:
-        root = locate(key, location)
         if (step := recorded.get("step")) is not None:
-            yield from (
-                folder / str(step) for folder in (root / "checkpoints", root) if step in checkpoint_steps(folder)
-            )
-        yield root
+            yield from (locate(key, f"{folder}/{step}") for folder in (f"{location}/checkpoints", location))
+        yield locate(key, location)
 
 
 def _is_recorded(key: str, location: str, recorded: Mapping[str, Any]) -> bool:
@@ -129,7 +127,7 @@ class AdapterLineage:
 
 def run_folder(source: str | Path) -> Path | None:
     """The run that a run folder, its checkpoints folder or one checkpoint belongs to."""
-    path = Path(source).expanduser().resolve()
+    path = local_path("checkpoint.load_parameters", str(source)).resolve()
     return next((folder for folder in (path, *path.parents[:2]) if _is_run(folder)), None)
 
 
@@ -188,5 +186,6 @@ def _base(key: str, source: str | Path, run: Path, base: str | None) -> str:
 def _resolve_location(run: Path, location: str) -> str | None:
     """Resolve a location relative to the run's working directory, else to the current one; None if it is missing."""
     working_directory = read_run_facts(run).get("folder", ".")
-    candidates = [str(Path(working_directory) / Path(location).expanduser()), location]
+    relative = [] if is_remote(location) else [str(Path(working_directory) / Path(location).expanduser())]
+    candidates = [*relative, location]
     return next((path for path in candidates if locate("checkpoint.load_parameters", path).exists()), None)

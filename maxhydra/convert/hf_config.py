@@ -16,6 +16,7 @@ from maxhydra.config.declare import MAX_LAYERS
 from maxhydra.config.options import model_from
 from maxhydra.config.schema import model as config
 from maxhydra.convert.name_table import Settings, Table, UnsupportedError, all_tables
+from maxhydra.modelfiles import local_path
 from maxhydra.record.atomic_io import read_json
 
 CONFIG = "config.json"
@@ -30,7 +31,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 def hf_model_section(key: str, location: str) -> dict[str, Any]:
     """The `model` section described by a Hugging Face folder."""
-    folder = Path(location).expanduser()
+    folder = local_path(key, location)
     if not is_hf_folder(folder):
         reason = f"has no {CONFIG}" if folder.is_dir() else "is not a folder"
         raise ConfigError(Problem(key, reason, value=location, accepted="a Hugging Face folder"))
@@ -42,7 +43,7 @@ def hf_model_section(key: str, location: str) -> dict[str, Any]:
 
 def hf_run_section(location: str) -> dict[str, Any]:
     """Config values outside `model` that a folder determines: its tokenizer, if it has one."""
-    folder = Path(location).expanduser()
+    folder = local_path("model.path", location)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
     return {"data": {"tokenizer": {"kind": "hf", "path": location}}} if has_tokenizer else {}
 

@@ -28,6 +28,7 @@ from maxhydra.config.schema.quantization import Quantization
 from maxhydra.convert.streaming import Arrays
 from maxhydra.model import ModelDef, store_weight_slice
 from maxhydra.model.stored_params import current_path
+from maxhydra.modelfiles import locate
 from maxhydra.record.atomic_io import NewerFormatError
 from maxhydra.record.checkpoint_manifest import MANIFEST, DamagedCheckpointError, verify_files, write_manifest
 
@@ -52,7 +53,7 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 def find_checkpoint(key: str, location: str) -> Path:
     """Resolve a run folder, its checkpoints folder or one checkpoint to one checkpoint, the latest if several."""
-    root = Path(location).expanduser().resolve()
+    root = locate(key, location)
     if (root / PARAMS).is_dir():
         return root
     for folder in (root / "checkpoints", root):

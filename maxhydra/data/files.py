@@ -1,6 +1,5 @@
 """Resolve file names: a path, a folder, a glob pattern or an fsspec URL. Remote files are cached locally."""
 
-import errno
 import hashlib
 import logging
 import re
@@ -8,10 +7,9 @@ import secrets
 from pathlib import Path
 from typing import NoReturn
 
-import fsspec
-
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.values import ACCEPTED, is_remote, matches, nearby_files, parts
+from maxhydra.config.values import ACCEPTED, matches, nearby_files, parts
+from maxhydra.record.storage import Object, StorageError, Store, is_remote, unsupported_reason
 
 log = logging.getLogger("maxhydra")
 
@@ -48,35 +46,28 @@ def _local_files(name: str, endings: tuple[str, ...]) -> list[Path]:
 
 def _remote_files(name: str, cache: str, endings: tuple[str, ...]) -> list[Path]:
     """Local copies of remote files, one per version of a file."""
-    protocol = name.split("://", 1)[0]
+    if (problem := unsupported_reason(name)) is not None:
+        raise ConfigError(Problem("data.path", problem[0], value=name, hint=problem[1]))
+    # Folders up to the first one with a wildcard.
+    plain = re.split(r"/(?=[^/]*[*?\[])", name, maxsplit=1)
     try:
-        system, root = fsspec.core.url_to_fs(name)
-        names = system.glob(root) if fsspec.core.has_magic(root) else system.find(root)
-        if not (len(names) == 1 and names[0] == root):
-            names = [found for found in names if without_shard(found).endswith(endings)]
-        return [_copy(system, found, Path(cache).expanduser() / protocol) for found in sorted(names)]
-    except (ImportError, ValueError) as error:
-        hint = f"install the fsspec filesystem package for {protocol}://"
-        raise ConfigError(Problem("data.path", str(error), value=name, hint=hint)) from None
-    except Exception as error:  # every fsspec filesystem raises the errors of its own client library
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise
-        reason = f"cannot be read: {type(error).__name__}: {error}".rstrip(": ")
+        store = Store(plain[0])
+        found = store.glob(plain[1]) if len(plain) == 2 else store.find()
+        names = [file for file in sorted(found) if not file or without_shard(file).endswith(endings)]
+        folder = Path(cache).expanduser() / name.split("://", 1)[0]
+        return [_copy(store, file, found[file], folder) for file in names]
+    except StorageError as error:
         hint = "check the address, the network and the credentials"
-        raise ConfigError(Problem("data.path", reason, value=name, hint=hint)) from error
+        raise ConfigError(Problem("data.path", str(error), value=name, hint=hint)) from error
 
 
-def _copy(system: object, name: str, folder: Path) -> Path:
-    details = system.info(name)  # type: ignore[attr-defined]
-    version = str([details.get(key) for key in ("size", "etag", "mtime", "updated", "created", "LastModified")])
-    digest = hashlib.sha256(f"{name} {version}".encode()).hexdigest()[:16]
-    target = folder / f"{digest}-{Path(name).name}"
+def _copy(store: Store, name: str, item: Object, folder: Path) -> Path:
+    url = f"{store.url}/{name}" if name else store.url
+    digest = hashlib.sha256(f"{url} {item.version}".encode()).hexdigest()[:16]
+    target = folder / f"{digest}-{Path(url).name}"
     if not target.exists():
-        log.info("copying %s to %s", name, target)
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = partial_path(target)
-        system.get_file(name, str(partial))  # type: ignore[attr-defined]
-        partial.rename(target)
+        log.info("copying %s to %s", url, target)
+        store.download(name, target)
     return target
 
 

@@ -32,6 +32,7 @@ from maxhydra.data.rows import Document, RowSpec
 from maxhydra.data.shuffle import ShuffleOrder
 from maxhydra.data.sources import RecordSlice, RecordSource
 from maxhydra.data.tokenizers import load_tokenizer, smallest_id_dtype
+from maxhydra.modelfiles import local_path
 from maxhydra.record.atomic_io import replace_file, to_json
 
 # One record per group, uncompressed: with documents of 600 tokens, a random read takes 7 microseconds, against 9 with
@@ -312,7 +313,7 @@ def _digest_files(data: Data) -> str:
     """Digest of the tokenizer's files, or of its name if it is not a file."""
     parts = []
     for named in filter(None, (data.tokenizer.path, data.tokenizer.chat_template)):
-        path = Path(named).expanduser()
+        path = local_path("data.tokenizer.path", named)
         files = sorted(found for found in path.rglob("*") if found.is_file()) if path.is_dir() else [path]
         parts += [hashlib.sha256(found.read_bytes()).hexdigest() if found.exists() else named for found in files]
     return _digest(parts)

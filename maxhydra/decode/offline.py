@@ -18,6 +18,7 @@ from maxhydra.decode.offline_files import REJECTED, OutputFile, Record, fingerpr
 from maxhydra.decode.open import model_values
 from maxhydra.decode.request import Completion, Delta, Handle, RequestRejectedError, TokenLogprob
 from maxhydra.decode.sampling_params import PromptClient, PromptError
+from maxhydra.modelfiles import local_path
 from maxhydra.runtime.progress import ItemProgress, open_item_progress
 
 # Submitted sequences per batch slot of the engine, so that it never waits for this thread.
@@ -90,7 +91,7 @@ class OfflineBatch:
 
     def _missing_samples(self, task: DecodeTask) -> Iterator[tuple[Record, int]]:
         assert task.input is not None
-        for record in read_records(Path(task.input).expanduser(), task.sampling):
+        for record in read_records(local_path("task.input", task.input), task.sampling):
             for number in self._output.missing_samples(record, task.samples):
                 yield record, number
 
@@ -168,7 +169,7 @@ class OfflineBatch:
 def check_distinct_files(task: DecodeTask) -> None:
     """Reject task.output equal to task.input: appended completions would be read as prompts."""
     assert task.input is not None and task.output is not None
-    if Path(task.input).expanduser().resolve() == Path(task.output).expanduser().resolve():
+    if local_path("task.input", task.input).resolve() == Path(task.output).expanduser().resolve():
         reason = "is the same file as task.input"
         raise ConfigError(Problem("task.output", reason, value=task.output, accepted="a different file"))
 
@@ -194,6 +195,6 @@ def settings_fingerprint(config: Config) -> str:
 
 def _latest_step(source: str | None) -> dict[str, int]:
     """Return the latest checkpoint step if the source is a run, which may be resumed between two commands."""
-    root = Path(source or "").expanduser()
+    root = local_path("checkpoint.load_parameters", source or "")
     steps = source and (checkpoint_steps(root / "checkpoints") or checkpoint_steps(root))
     return {"step": steps[-1]} if steps else {}

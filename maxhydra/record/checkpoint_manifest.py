@@ -141,13 +141,21 @@ def read_manifest(folder: Path) -> Manifest | None:
     Raises DamagedCheckpointError if the manifest is damaged or missing, and NewerFormatError.
     """
     try:
-        content = json.loads((folder / MANIFEST).read_bytes())
-        digest = content.pop("digest")
+        return parse_manifest((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         if _expects_manifest(folder):
             raise DamagedCheckpointError(MANIFEST, "is missing") from None
         return None
-    except (ValueError, OSError, KeyError, AttributeError, TypeError, RecursionError) as error:
+    except OSError as error:
+        raise DamagedCheckpointError(MANIFEST, "cannot be read") from error
+
+
+def parse_manifest(text: bytes) -> Manifest:
+    """Verify the content of manifest.json. Raises DamagedCheckpointError and NewerFormatError."""
+    try:
+        content = json.loads(text)
+        digest = content.pop("digest")
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedCheckpointError(MANIFEST, "cannot be read") from error
     if digest != _content_digest(content):
         raise DamagedCheckpointError(MANIFEST, "does not match its own digest")

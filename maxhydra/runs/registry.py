@@ -11,8 +11,9 @@ from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import from_number, is_lost
 from maxhydra.record.redact import redact_argv, redact_facts
 from maxhydra.record.run_dir import LOST_REASON
+from maxhydra.record.storage import StorageError, is_remote, unsupported_reason
 from maxhydra.runs.index import Index, unpack
-from maxhydra.runs.scan import INCOMPLETE_LINE
+from maxhydra.runs.scan import INCOMPLETE_LINE, copy_runs
 from maxhydra.runs.settings import Cell
 from maxhydra.runs.summary import Facts
 
@@ -62,7 +63,8 @@ class Registry:
     """Runs in a folder and its subfolders, as of the last `refresh`."""
 
     def __init__(self, root: Path | str):
-        self.root = Path(root)
+        self.location = str(root)
+        self.root = _local_root(self.location)
         if not self.root.is_dir():
             hint = "runs are searched in outputs/ of the working directory; set another folder with -o FOLDER"
             raise ConfigError(Problem("--outputs", "is not a folder", value=str(root), hint=hint))
@@ -195,6 +197,19 @@ class Registry:
 
     def directory(self, run: Run) -> RunDirectory:
         return RunDirectory(self.root / run.path, writes=False)
+
+
+def _local_root(location: str) -> Path:
+    """The folder of runs, or a local copy of the small files of the runs below a URL."""
+    if not is_remote(location):
+        return Path(location)
+    if (problem := unsupported_reason(location)) is not None:
+        raise ConfigError(Problem("--outputs", problem[0], value=location, hint=problem[1]))
+    try:
+        return copy_runs(location)
+    except StorageError as error:
+        hint = "check the address, the network and the credentials"
+        raise ConfigError(Problem("--outputs", str(error), value=location, hint=hint)) from error
 
 
 def _redact_commands(facts: Facts) -> Facts:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,9 +18,12 @@ from maxhydra.record.atomic_io import NewerFormatError
 from maxhydra.record.facts import Facts, parse_facts, rebuild_facts
 from maxhydra.record.metrics import Row
 from maxhydra.record.run_dir import LABELS, apply_labels, read_labels
+from maxhydra.record.storage import Object, Store, cached_path, fetch_object
 from maxhydra.runs import settings as run_settings
 
 RUN, METRICS, CONFIG = "run.json", "metrics.jsonl", "config.yaml"
+# Files of a run in a store that are copied to list and report it.
+COPIED = (RUN, METRICS, CONFIG, LABELS, "log.txt")
 # Message for an incomplete last line, which is normal while the run is running.
 INCOMPLETE_LINE = "is half-written"
 # Bytes hashed to recognize a file: several lines, which contain step times and so are unique.
@@ -75,6 +79,33 @@ def find_runs(root: Path) -> Iterator[tuple[str, FileStamp]]:
                 pending.append(path)
             else:
                 yield path, stamp
+
+
+def copy_runs(url: str) -> Path:
+    """A local copy of the small files of all runs below a URL, in which an unchanged run costs one request.
+
+    Raises StorageError.
+    """
+    store, target = Store(url), cached_path("runs", url)
+    target.mkdir(parents=True, exist_ok=True)
+    runs: set[str] = set()
+    copied: dict[str, Object] = {}
+    pending = [""]
+    while pending:
+        inner: list[str] = []
+        for folder, (files, folders) in zip(pending, store.map(store.children, pending), strict=True):
+            names = {name.rpartition("/")[2]: name for name in files}
+            if RUN in names:
+                runs.add(folder)
+                copied.update({names[file]: files[names[file]] for file in COPIED if file in names})
+            else:
+                inner += [name for name in folders if name and name.rpartition("/")[2] not in _NOT_SEARCHED]
+        pending = inner
+    store.map(lambda name: fetch_object(store, name, copied[name], target / name), copied)
+    for path in [path.parent for path in target.rglob(RUN)]:
+        if path.relative_to(target).as_posix() not in runs:
+            shutil.rmtree(path)
+    return target
 
 
 def _folders(path: str) -> list[str]:

@@ -100,7 +100,9 @@ class _Signals:
 
     def set_deferred(self, is_deferred: bool) -> None:
         self.is_deferred = is_deferred
-        if not is_deferred and self._number is not None and not self.is_dismissed:
+        if is_deferred:
+            self._deadline = None
+        elif self._number is not None and not self.is_dismissed:
             self._deadline = time.monotonic() + GRACE_SECONDS
             self._wakeup.send(b"\0")
 
@@ -120,13 +122,14 @@ class _Signals:
     def _watch(self) -> None:
         """Run in the watcher thread, which receives signals even if the main thread does not execute Python code."""
         while not self._is_closed:
-            timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            deadline = self._deadline
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             if select.select([self._bytes], [], [], timeout)[0]:
                 for number in self._bytes.recv(64):
                     # Another handler, such as that of a server, may have replaced this one.
                     if number in self._previous and signal.getsignal(number) == self._handle:
                         self._note(number)
-            elif self._deadline is not None and time.monotonic() >= self._deadline:
+            elif (deadline := self._deadline) is not None and time.monotonic() >= deadline:
                 self._exit()
 
     def _note(self, number: int) -> None:

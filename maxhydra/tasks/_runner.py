@@ -28,8 +28,10 @@ from maxhydra.config.serialize import stored_secrets, stored_values, to_stored_y
 from maxhydra.measure.record import OutOfMemoryError, explain_out_of_memory, require_memory, suggest_less_memory
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
 from maxhydra.record.atomic_io import NewerFormatError, from_number
+from maxhydra.record.storage import StorageError
 from maxhydra.runtime import Machine, peers, signals
 from maxhydra.tasks._resume import Session, prepare_session
+from maxhydra.tasks._storage import check_reachable, stored_run
 
 log = logging.getLogger("maxhydra")
 SECRET_WARNING = (
@@ -69,6 +71,8 @@ class Result:
     objective: float | None
     writes: bool
     """Whether this process is the one that writes the folder."""
+    url: str | None = None
+    """Where the folder was uploaded to; None if run.outputs is a local folder."""
 
 
 def run(
@@ -80,7 +84,9 @@ def run(
     """
     task = importlib.import_module(f"maxhydra.tasks.{config.task.name}")
     if path is None and task.KEEPS_RUN and config.run.name is not None:
-        _check_name(Path(config.run.outputs), config.run.name)
+        _check_name(config.run.folder(), config.run.name)
+    if path is None and task.KEEPS_RUN:
+        check_reachable(config)
     if task.NEEDS_DEVICES:
         machine = runtime.start(config.hardware)
     else:
@@ -99,23 +105,38 @@ def _run_on(
     path: Path | None,
     config_dir: str | None,
 ) -> Result:
-    path = path or Path(config.run.outputs) / (config.run.name or _default_name(config, choices))
+    path = path or config.run.folder() / (config.run.name or _default_name(config, choices))
     is_main = machine.process_index == 0
     folder = RunDirectory(path.absolute(), writes=is_main and task.KEEPS_RUN)
     job = Job(config, choices, machine, folder, tuple(overrides))
     if not task.KEEPS_RUN:
         with logging_to(None, console=False):
             return _result(job, _run_task(job, task), path=None)
-    if (finished := _finished_before(job)) is not None:
-        return finished
-    with logging_to(job.run.log_path if is_main else None, console=is_main):
-        try:
-            return _run_recorded(job, config_dir, task)
-        except RunInUseError as error:
-            hint = "wait for it to end, or choose another run.name"
-            raise ConfigError(Problem("run.name", str(error), value=config.run.name, hint=hint)) from None
-        except NewerFormatError as error:
-            raise ConfigError(Problem(str(folder.facts_path), str(error), hint="or choose another run.name")) from None
+    try:
+        return _run_stored(job, config_dir, task)
+    except RunInUseError as error:
+        hint = "wait for it to end, or choose another run.name"
+        raise ConfigError(Problem("run.name", str(error), value=config.run.name, hint=hint)) from None
+    except NewerFormatError as error:
+        raise ConfigError(Problem(str(folder.facts_path), str(error), hint="or choose another run.name")) from None
+
+
+def _run_stored(job: Job, config_dir: str | None, task: ModuleType) -> Result:
+    """Run the task with its folder mirrored to the URL in run.outputs, if it is one."""
+    is_main, result = job.machine.process_index == 0, None
+    try:
+        with stored_run(job.config, job.run, job.machine) as storage:
+            result = _finished_before(job)
+            if result is None:
+                with logging_to(job.run.log_path if is_main else None, console=is_main):
+                    storage.start()
+                    result = _run_recorded(job, config_dir, task)
+    except StorageError as error:
+        if result is None:
+            raise ConfigError(Problem("run.outputs", str(error), value=job.config.run.outputs)) from error
+        reason = f"{result.status}, but {error}; the run is complete in {job.run.path}, the same command uploads it"
+        return dataclasses.replace(result, status="failed", reason=reason)
+    return result
 
 
 def _check_name(outputs: Path, name: str) -> None:
@@ -220,6 +241,7 @@ def _finished_before(job: Job) -> Result | None:
         reason=f"{facts.get('reason')} (in an earlier session; choose another run.name to repeat the run)",
         objective=from_number((facts.get("objective") or {}).get("value")),
         writes=job.machine.process_index == 0,
+        url=job.config.run.url(job.run.path),
     )
 
 
@@ -241,6 +263,7 @@ def _result(job: Job, outcome: Outcome, *, path: Path | None) -> Result:
         reason=outcome.reason,
         objective=outcome.metrics.get(job.config.objective),
         writes=job.machine.process_index == 0,
+        url=None if path is None else job.config.run.url(path),
     )
 
 

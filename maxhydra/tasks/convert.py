@@ -21,7 +21,7 @@ from maxhydra.convert.peft import write_peft
 from maxhydra.data.tokenizers import check_vocabulary
 from maxhydra.data.tokenizers.hf import HuggingFaceTokenizer
 from maxhydra.decode.open import check_same_model
-from maxhydra.modelfiles import locate
+from maxhydra.modelfiles import local_path, locate
 from maxhydra.tasks import Job, Outcome, atomic_output_dir
 from maxhydra.tasks._output_record import describe_difference, inputs_digest, write_record
 
@@ -109,8 +109,8 @@ def _write_tokenizer(config: Config, source: str, folder: Path) -> dict[str, Any
     tokenizer = data.load_tokenizer(config.data)
     check_vocabulary(tokenizer, config.data, data.RowSpec(seq_len=1, vocab_size=config.model.vocab_size, seed=0))
     path = tokenizer_config.path
-    if tokenizer_config.kind == "hf" and path is not None and Path(path).expanduser().is_dir():
-        _copy_tokenizer(Path(path).expanduser(), folder)
+    if tokenizer_config.kind == "hf" and path is not None and (own := local_path("data.tokenizer.path", path)).is_dir():
+        _copy_tokenizer(own, folder)
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         tokenizer.save(folder)
     return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}

@@ -12,6 +12,7 @@ from maxhydra.decode.offline import BatchFailedError, OfflineBatch, check_distin
 from maxhydra.decode.offline_files import OutputFile, check_records, read_records
 from maxhydra.decode.open import open_engine, open_prompts
 from maxhydra.decode.sampling_params import PromptClient, PromptEncoder, is_chat
+from maxhydra.modelfiles import local_path
 from maxhydra.runtime.channel import broadcast, is_main
 from maxhydra.tasks import Job, Outcome
 
@@ -59,7 +60,7 @@ def _decode_file(config: Config, task: DecodeTask, prompts: PromptEncoder) -> Ou
     """Complete the prompts of a file that are not in the output; if none are left, no weights are loaded."""
     assert task.input is not None and task.output is not None
     check_distinct_files(task)
-    source, target = Path(task.input).expanduser(), Path(task.output).expanduser()
+    source, target = local_path("task.input", task.input), Path(task.output).expanduser()
     records = check_records(source, task.sampling)
     with OutputFile(target, settings=settings_fingerprint(config)) as output:
         before, total = output.count, records * task.samples

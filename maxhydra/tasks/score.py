@@ -13,6 +13,7 @@ from maxhydra.convert.load import load_weights
 from maxhydra.decode.open import check_weights_source, weight_quantization
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.model import build
+from maxhydra.modelfiles import local_path
 from maxhydra.runtime.channel import broadcast, is_main
 from maxhydra.runtime.progress import open_item_progress
 from maxhydra.score.scorer import (
@@ -59,7 +60,7 @@ def _read_input(config: Config, task: ScoreTask, output: Path) -> Sequences:
     # Opened on first use: token ids need no tokenizer.
     prompts = cache(lambda: PromptEncoder(config.data, vocab_size=config.model.vocab_size))
     sequences = read_sequences(
-        Path(task.input).expanduser(),
+        local_path("task.input", task.input),
         encode=lambda text: prompts().encode_text(text),
         vocab_size=config.model.vocab_size,
         max_length=config.model.context_length,

@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import errno
 import logging
-import math
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +32,7 @@ from maxhydra.convert.orbax_io import (
     stored_shapes,
 )
 from maxhydra.record.checkpoint_manifest import CHECKPOINT_FORMAT, EarlyHasher, write_manifest
+from maxhydra.record.checkpoint_tiers import best_steps
 from maxhydra.train.loss import Tree
 from maxhydra.train.state import DilocoState, TrainState
 
@@ -103,14 +103,9 @@ class _BestEvaluated:
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         metrics = {info.step: self.evaluations.get(info.step) or info.metrics or {} for info in checkpoints}
-        ranks = {step: (_rank(values[self.metric]), -step) for step, values in metrics.items() if self.metric in values}
-        best = sorted(ranks, key=ranks.__getitem__)[: self.count]
+        ranked = {step: values[self.metric] for step, values in metrics.items() if self.metric in values}
+        best = best_steps(ranked, self.count)
         return [info.step in best for info in checkpoints]
-
-
-def _rank(metric: float) -> float:
-    """Rank NaN as the worst value; NaN itself would break the sorting."""
-    return math.inf if math.isnan(metric) else metric
 
 
 class VerifiedTemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):

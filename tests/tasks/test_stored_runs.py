@@ -36,7 +36,9 @@ RUNS = (*TRAINED, "tokenizer", *RATES, *SEARCH)
 RECORD_TYPE = "data.record_type"
 DETERMINISTIC = "task.engine.deterministic"
 # Defaults of the archive's commit that changed since; config.yaml records every value, run.json the overrides alone.
-OLD_DEFAULTS = {"rewards": ["task.engine.prefill_chunk=256"]}
+OLD_DEFAULTS = {
+    "rewards": ["task.engine.prefill_chunk=256", "task.loss=grpo", "task.importance_cap=null"],
+}
 TOKENIZE = ["task=tokenize", *make.TEXTS, f"{RECORD_TYPE}=text", "task.output=shards/tokens", "task.shards=2"]
 
 

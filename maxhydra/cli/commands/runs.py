@@ -1,7 +1,7 @@
 """Find, compare, rerun, resume, delete and watch runs: runs VERB ...; `runs --help` lists the verbs.
 
-Runs are searched in outputs/ and its subfolders, or in `-o FOLDER`. A run is named by its path in that folder
-(lr/3_learning_rate=0.003), by the last part of the path, or by a prefix of either. Conditions select runs:
+Runs are searched in outputs/ and its subfolders, or in `-o FOLDER`, which may be a URL. A run is named by its path in
+that folder (lr/3_learning_rate=0.003), by the last part of the path, or by a prefix of either. Conditions select runs:
 
   status=finished  tag=first  model=tiny  optimizer.learning_rate=1e-3  'eval/loss<2'  'train.steps>=100'  notes~base
 
@@ -15,6 +15,10 @@ import importlib
 from maxhydra.cli.flags import Parser
 from maxhydra.cli.runs import verbs
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
+from maxhydra.record.storage import is_remote
+
+# Verbs that change runs, or read more than their small files.
+LOCAL_VERBS = frozenset(("tag", "note", "gc", "serve", "profile"))
 
 
 def main(arguments: list[str]) -> int:
@@ -34,7 +38,15 @@ def main(arguments: list[str]) -> int:
     parser = Parser(
         prog=f"maxhydra runs {name}", description=known[name].help, allow_abbrev=False, formatter_class=formatter
     )
-    parser.add_argument("-o", "--outputs", default="outputs", metavar="FOLDER", help="folder that contains the runs")
+    parser.add_argument(
+        "-o", "--outputs", default="outputs", metavar="FOLDER", help="folder or URL that contains the runs"
+    )
     getattr(module, f"declare_{name}")(parser)
-    exit_code: int = getattr(module, f"run_{name}")(parser.parse_intermixed_args(arguments[1:]))
+    args = parser.parse_intermixed_args(arguments[1:])
+    if is_remote(args.outputs) and (name in LOCAL_VERBS or getattr(args, "follow", False)):
+        reason = f"is a URL, which runs {name} does not support"
+        hint = "the runs of a URL are read-only, and are copied once, when the command starts"
+        accepted = f"a local folder, or one of {', '.join(sorted(known.keys() - LOCAL_VERBS))}"
+        raise ConfigError(Problem("--outputs", reason, args.outputs, accepted=accepted, hint=hint))
+    exit_code: int = getattr(module, f"run_{name}")(args)
     return exit_code

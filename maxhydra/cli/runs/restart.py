@@ -9,6 +9,7 @@ from maxhydra.cli.runs._common import (
     start,
 )
 from maxhydra.config.errors import ConfigError, Problem, quoted
+from maxhydra.record.storage import is_remote
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.rerun import describe_code_change, rerun_arguments
 
@@ -63,6 +64,8 @@ def run_resume(args: argparse.Namespace) -> int:
     if difference := describe_code_change(facts, directory.path):
         # Only a warning: a run is often resumed after a bug fix, and run.json records the commit of each session.
         say(f"maxhydra: the code has changed: {difference}", file=sys.stderr)
-    outputs = os.path.relpath(registry.root.resolve(), facts["folder"])
+    outputs = registry.location
+    if not is_remote(outputs):
+        outputs = os.path.relpath(registry.root.resolve(), facts["folder"])
     changes = [*args.changes, f"run.outputs={quoted(outputs)}"]
     return start(rerun_arguments(facts, found.path, *changes), facts["folder"], dry=args.dry_run)

@@ -27,6 +27,7 @@ from maxhydra.config.schema.run import (
     Train,
     Watchdog,
 )
+from maxhydra.record.storage import is_remote
 
 # Tasks whose batches do not depend on the weights, so that each replica can train on its own rows of them.
 DILOCO_TASKS = ("pretrain", "sft", "plan")
@@ -116,6 +117,7 @@ class Config(Schema):
         yield from self._diloco_problems()
         yield from self._profile_problems()
         yield from self._evaluation_problems()
+        yield from self._storage_problems()
         for problem in self.task.check_model(self.model):
             yield dataclasses.replace(problem, path=f"task.{problem.path}")
         # Adapter weights are float32 whatever the dtype of the frozen weights.
@@ -162,6 +164,23 @@ class Config(Schema):
         if len(self.profile.steps) == 2 and self.profile.steps[1] > self.train.steps:
             reason = f"ends after the last step, train.steps={self.train.steps}"
             yield Problem("profile.steps", reason, self.profile.steps, accepted=f"steps up to {self.train.steps}")
+
+    def _storage_problems(self) -> Iterator[Problem]:
+        """Uploads need a URL, at the steps of checkpoints; tasks other than runs write to local files."""
+        every, persist_every = self.checkpoint.every, self.checkpoint.persist_every
+        if persist_every is not None and not is_remote(self.run.outputs):
+            reason, hint = "needs a URL to upload to", "set run.outputs=s3://BUCKET/FOLDER"
+            yield Problem("checkpoint.persist_every", reason, value=persist_every, accepted="null", hint=hint)
+        elif persist_every is not None and persist_every % every:
+            reason, accepted = (
+                f"is not a multiple of checkpoint.every={every}",
+                f"{every}, {2 * every}, {3 * every}, ...",
+            )
+            yield Problem("checkpoint.persist_every", reason, value=persist_every, accepted=accepted)
+        output = getattr(self.task, "output", None)
+        if output is not None and is_remote(output):
+            hint = "write to a local path, then upload it"
+            yield Problem("task.output", "is a URL", value=output, accepted="a local path", hint=hint)
 
     def _diloco_problems(self) -> Iterator[Problem]:
         """Replicas need a period, a period needs replicas, and both a task that trains on a data loader."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
-from maxhydra.config.values import ACCEPTED, is_remote, matches, nearby_files, parts
+from maxhydra.config.values import ACCEPTED, matches, nearby_files, parts
+from maxhydra.record.storage import is_remote
 
 
 @schema

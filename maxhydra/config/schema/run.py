@@ -8,12 +8,14 @@ import re
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import ClassVar
 
 from maxhydra.config.declare import MAX_CONTEXT, Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.schema.model import Model
 from maxhydra.record.log import printable
+from maxhydra.record.storage import is_remote, read_only_reason, unsupported_reason, working_copy
 
 # Kinds of inputs that a run records and compares when it resumes.
 INPUT_KINDS = ("base", "teacher", "reference", "data", "tokenizer", "template", "reward")
@@ -77,7 +79,11 @@ class Run(Schema):
     name: str | None = None
     """Folder under outputs; an existing name resumes that run. null: task, model and time."""
     outputs: str = "outputs"
-    """Folder that contains the runs."""
+    """Folder that contains the runs, or a URL such as s3://bucket/folder or gs://bucket/folder, to which they are
+    uploaded."""
+    staging: str | None = None
+    """Local folder in which runs work whose outputs are a URL; several hosts need a shared one. null: a folder in
+    ~/.cache/maxhydra/staging."""
     seed: int = option(0, ge=0, le=2**32 - 1)
     """Seed of the weights, the data order and dropout."""
     tags: list[str] = option([])
@@ -91,7 +97,25 @@ class Run(Schema):
     """Keys or sections that may differ from the run's last session, or, in a new run, from the run whose weights it
     loads, such as model.kinds.layer.attention.rope.theta."""
 
+    def folder(self) -> Path:
+        """The local folder that contains the runs: outputs, or the working copies of a URL."""
+        if not is_remote(self.outputs):
+            return Path(self.outputs)
+        return working_copy(self.outputs) if self.staging is None else Path(self.staging).expanduser()
+
+    def url(self, folder: Path) -> str | None:
+        """The URL of the run in a local folder; None if outputs is a local folder."""
+        if not is_remote(self.outputs):
+            return None
+        return f"{self.outputs.rstrip('/')}/{folder.absolute().relative_to(self.folder().absolute()).as_posix()}"
+
     def check(self) -> Iterator[Problem]:
+        if is_remote(self.outputs):
+            problem = unsupported_reason(self.outputs) or read_only_reason(self.outputs)
+            if problem is not None:
+                yield Problem("outputs", problem[0], self.outputs, hint=problem[1])
+        elif self.staging is not None:
+            yield Problem("staging", "is only used if run.outputs is a URL", self.staging, accepted="null")
         yield from control_problems("tags", self.tags)
         yield from control_problems("notes", [self.notes], keep="\n\t")
         for kind in self.accept_changed_inputs:
@@ -258,6 +282,9 @@ class Checkpoint(Schema):
     """Number of additional checkpoints to keep, those with the best best_metric."""
     best_metric: str = "eval/loss"
     """Metric that ranks checkpoints for keep_best; smaller is better."""
+    persist_every: int | None = option(None, ge=1)
+    """Steps between checkpoints that are uploaded, if run.outputs is a URL; the others stay in the local folder. The
+    last one of a session is always uploaded. null: every checkpoint."""
     load_full_state: str | None = None
     """Run or checkpoint folder from which a new run loads the full training state."""
     load_parameters: str | None = None

@@ -20,6 +20,7 @@ from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.data import Tokenizer as Config
 from maxhydra.config.values import nearby_files
 from maxhydra.data.rows import RowSpec
+from maxhydra.modelfiles import local_path
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -138,12 +139,17 @@ def input_files(config: Config) -> list[Path]:
     return [path for path in find(config) if path.is_file()]
 
 
+def tokenizer_path(config: Config) -> Path:
+    """The local file or folder that data.tokenizer.path names, which may be a URL."""
+    return local_path("data.tokenizer.path", config.path or "")
+
+
 def template_files(config: Config) -> list[Path]:
     """The file of the chat template: named by the config, built in, or next to tokenizer.json."""
-    path = Path(config.path or "").expanduser()
+    path = tokenizer_path(config)
     default = (path if path.is_dir() else path.parent) / "chat_template.jinja"
     named = config.chat_template
-    paths = [default] if named is None else [Path(named).expanduser(), TEMPLATES / f"{named}.jinja"]
+    paths = [default] if named is None else [local_path(TEMPLATE, named), TEMPLATES / f"{named}.jinja"]
     return [found for found in paths if found.is_file() and (named is not None or config.kind == "hf")][:1]
 
 
@@ -155,6 +161,7 @@ def check_vocabulary(tokenizer: Tokenizer, data: Data, spec: RowSpec) -> None:
         raise ConfigError(Problem("model.vocab_size", reason, value=spec.vocab_size, accepted=accepted))
 
 
+TEMPLATE = "data.tokenizer.chat_template"
 # Chat templates that ship with the package.
 TEMPLATES = Path(__file__).parents[1] / "templates"
 # A file is tokenized in blocks of this many characters: a tokenizer needs a few hundred bytes of memory per character.
@@ -188,16 +195,15 @@ def chat_template(config: Config, own: str | None) -> str | None:
     """Return the template source that the config names, else the tokenizer's own."""
     if config.chat_template is None:
         return own
-    path = Path(config.chat_template).expanduser()
+    path = local_path(TEMPLATE, config.chat_template)
     if path.is_file():
         return read_template(path)
     built_in = {template.stem: template for template in TEMPLATES.glob("*.jinja")}
     if config.chat_template not in built_in:
         accepted = f"a file, or {', '.join(sorted(built_in))}"
-        key = "data.tokenizer.chat_template"
         raise ConfigError(
             Problem(
-                key,
+                TEMPLATE,
                 "no such file or built-in template",
                 value=config.chat_template,
                 accepted=accepted,
@@ -213,7 +219,7 @@ def read_template(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         reason = f"is not UTF-8: byte {error.start} of the file is {error.object[error.start]:#04x}"
-        raise ConfigError(Problem("data.tokenizer.chat_template", reason, value=str(path))) from None
+        raise ConfigError(Problem(TEMPLATE, reason, value=str(path))) from None
 
 
 def wrong(config: Config, field: str, reason: str, value: object, *, accepted: str = "", hint: str = "") -> ConfigError:

@@ -29,6 +29,7 @@ from maxhydra.data.tokenizers import (
     read_template,
     report_failures,
     smallest_id_dtype,
+    tokenizer_path,
     wrong,
 )
 
@@ -263,7 +264,7 @@ def _convert(config: Config, folder: Path) -> tuple[dict[str, Any], dict[str, An
 
 def input_files(config: Config) -> list[Path]:
     """tokenizer.json and the settings next to it; without it, all files of the folder except weights."""
-    path = Path(config.path or "").expanduser()
+    path = tokenizer_path(config)
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
         return [file, *(file.parent / name for name in SETTINGS)]
@@ -272,7 +273,7 @@ def input_files(config: Config) -> list[Path]:
 
 def build(config: Config) -> HuggingFaceTokenizer:
     assert config.path is not None
-    path = Path(config.path).expanduser()
+    path = tokenizer_path(config)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not path.exists():
         accepted = "a folder with tokenizer.json, or that file; it is not downloaded"

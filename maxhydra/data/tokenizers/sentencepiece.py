@@ -20,6 +20,7 @@ from maxhydra.data.tokenizers import (
     report_failures,
     smallest_id_dtype,
     special_token_pattern,
+    tokenizer_path,
     wrong,
 )
 
@@ -104,12 +105,12 @@ class SentencePieceTokenizer:
 
 
 def input_files(config: Config) -> list[Path]:
-    return [Path(config.path or "").expanduser()]
+    return [tokenizer_path(config)]
 
 
 def build(config: Config) -> SentencePieceTokenizer:
     assert config.path is not None
-    path = Path(config.path).expanduser()
+    path = tokenizer_path(config)
     if not path.is_file():
         raise wrong(config, "path", "no such file", config.path, accepted="a .model file", hint=nearby_files(path))
     message = need("google.protobuf.message", "data.tokenizer.kind=sentencepiece")

@@ -22,6 +22,7 @@ from maxhydra.data.tokenizers import (
     find_special_tokens,
     report_failures,
     smallest_id_dtype,
+    tokenizer_path,
     wrong,
 )
 
@@ -101,7 +102,7 @@ def _settings(config: Config, path: Path) -> dict[str, Any]:
 
 def input_files(config: Config) -> list[Path]:
     """The file of tokens and its settings; none for the name of an encoding, whose hash the library checks."""
-    path = Path(config.path or "").expanduser()
+    path = tokenizer_path(config)
     return [path, _settings_path(path)]
 
 
@@ -112,7 +113,7 @@ def _settings_path(path: Path) -> Path:
 def build(config: Config) -> TiktokenTokenizer:
     assert config.path is not None
     library = need("tiktoken", "data.tokenizer.kind=tiktoken")
-    path = Path(config.path).expanduser()
+    path = tokenizer_path(config)
     if path.is_file():
         settings = _settings(config, _settings_path(path))
         encoding = library.Encoding(
