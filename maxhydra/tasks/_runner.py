@@ -81,11 +81,11 @@ def run(
     task = importlib.import_module(f"maxhydra.tasks.{config.task.name}")
     if path is None and task.KEEPS_RUN and config.run.name is not None:
         _check_name(Path(config.run.outputs), config.run.name)
-    if task.NEEDS_DEVICES:
-        machine = runtime.start(config.hardware)
-    else:
-        machine = runtime.start_on_host(config.hardware if getattr(task, "COMPILES", False) else None)
     with peers.membership():
+        if task.NEEDS_DEVICES:
+            machine = runtime.start(config.hardware)
+        else:
+            machine = runtime.start_on_host(config.hardware if getattr(task, "COMPILES", False) else None)
         return _run_on(machine, task, config, choices, overrides=overrides, path=path, config_dir=config_dir)
 
 
