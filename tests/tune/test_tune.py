@@ -17,7 +17,7 @@ from maxhydra.runtime.detect import hardware_options
 from maxhydra.tune.space import Axis, Candidate, apply_candidate, axes
 from maxhydra.tune.trial import experiment
 from maxhydra.tune.tuner import OutOfTime, eliminate, grid, needs_less, one_by_one
-from tests.support.cli import facts, kill_when, run_ok
+from tests.support.cli import facts, kill_when, run_ok, run_processes
 
 SPACE = [Axis("a", ("a=0", "a=1", "a=2")), Axis("b", ("b=0", "b=1")), Axis("c", ("c=0", "c=1", "c=2"))]
 
@@ -200,6 +200,23 @@ def test_a_search_survives_crashes_and_a_kill_and_its_experiment_runs(tmp_path: 
     run_ok("--config-dir", "conf", "experiment=fast", "debug=one_step", "run.name=after", cwd=tmp_path)
     train = compose(["experiment=fast"], str(tmp_path / "conf")).config.train
     assert train.per_device_batch_size * train.grad_accum == 2 and train.seq_len == 16
+
+
+@pytest.mark.slow
+def test_a_search_in_two_processes_tries_what_one_process_tries(tmp_path: Path) -> None:
+    space = "task.space=['train.per_device_batch_size=2,1']"
+    given = ["task=tune", *SMALL, space, "task.search=grid", "task.steps=1", "task.finalists=1"]
+    run_ok(*given, "run.name=one", cwd=tmp_path, devices=2)
+    run_processes(2, *given, "run.name=two", cwd=tmp_path)
+    one, two = (
+        [json.loads(line) for line in (tmp_path / "outputs" / name / "tune.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    for key in ("candidate", "key", "status", "steps"):
+        assert [trial[key] for trial in two] == [trial[key] for trial in one]
+    assert [trial["status"] for trial in two] == ["measured"] * 2
+    assert {trial["line"]["devices"] for trial in (*one, *two)} == {2}
+    assert (tmp_path / "outputs" / "two" / "experiment.yaml").exists()
 
 
 def test_an_experiment_is_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
