@@ -36,7 +36,7 @@ TIMEOUT_SECONDS = 600
 MAX_KILLS_PER_TRIAL, MAX_STARTS = 3, 4
 # A command that finds its complete output says so and exits with code 2.
 ALREADY_EXISTS = "already exists"
-XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegensplit_count=1"
+XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 
 
 def last_values(arguments: list[str]) -> list[str]:
