@@ -63,7 +63,7 @@ class _Peers:
         self.record: Callable[[str], None] | None = None
         self.write_stacks: Callable[[str], None] | None = None
         self.is_lost, self.has_left = threading.Event(), False
-        self._silence_seconds = silence_seconds
+        self._silence_seconds, self._started_at = silence_seconds, time.monotonic()
         self.last = _LastLine()
         self._connections: dict[int, Connection] = {}
         self._agreement = _Agreement()
@@ -142,6 +142,11 @@ class _Peers:
 
     def _beat(self, *, was_stopped: bool) -> None:
         """Send a message to the others, and look for silent ones, unless this process itself was stopped."""
+        self._started_at = time.monotonic() if was_stopped else self._started_at
+        missing = set(range(1, self.count)) - self._connections.keys() if self.index == 0 else ()
+        if missing and not self.has_left and time.monotonic() - self._started_at > self._silence_seconds:
+            # It has reached jax.distributed, and has ended since.
+            self.lose(f"process {min(missing)} has not connected for {self._silence_seconds:.0f} s")
         for connection in list(self._connections.values()):
             connection.heard_at = time.monotonic() if was_stopped else connection.heard_at
             connection.send(step=self.step, line=self.last.text, host=socket.gethostname())
@@ -291,8 +296,11 @@ def start(settings: Distributed) -> None:
         peers.listen(server, token)
         client.key_value_set(KEY, json.dumps([server.getsockname()[1], token]))
     else:
-        port, token = json.loads(client.blocking_key_value_get(KEY, settings.timeout_seconds * 1000))
-        peers.connect((host, port), token, settings.timeout_seconds)
+        try:
+            port, token = json.loads(client.blocking_key_value_get(KEY, settings.timeout_seconds * 1000))
+            peers.connect((host, port), token, settings.timeout_seconds)
+        except (RuntimeError, OSError):
+            _exit(f"process 0 on {host} is gone; it has not accepted connections", None, code=EXIT_LOST)
     log.addHandler(peers.last)
     atexit.register(lambda: peers.leave(getattr(sys, "last_value", None)))  # of programs without membership()
     _active = peers

@@ -139,6 +139,18 @@ def test_the_exit_of_a_process_that_announced_it_is_no_loss(monkeypatch: pytest.
     assert pair.reasons == []
 
 
+def test_a_process_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "BEAT_SECONDS", 0.02)
+    exits: list[int] = []
+    monkeypatch.setattr(peers.os, "_exit", exits.append)
+    reasons: list[str] = []
+    first = peers._Peers(0, 3, 0.1)
+    first.record = reasons.append
+    first.listen(socket.create_server(("127.0.0.1", 0)), "token")
+    wait_until(lambda: exits)
+    assert reasons == ["process 1 has not connected for 0 s"] and exits == [peers.EXIT_LOST]
+
+
 def test_a_connection_without_the_token_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch)
     with socket.create_connection(pair.server.getsockname(), 5) as stranger:
