@@ -20,7 +20,6 @@ import json
 import math
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ from typing import Any, Protocol
 from kill_runs import ROOT, Process, compare, environment, last_values, read_run, split
 
 SIGNALS, VICTIMS, MOMENTS = ("KILL", "STOP", "TERM"), ("0", "1", "all"), ("init", "compile", "step", "save", "eval")
-TIMEOUT_SECONDS = 180
+TIMEOUT_SECONDS = 600
 # Longer than hardware.distributed.silence_seconds of the run.
 STOP_SECONDS = 20
 MAX_STARTS = 3
@@ -241,14 +240,19 @@ def launch(processes: int, arguments: Sequence[str], folder: Path, *, is_cold: b
 
 
 def format_table(rows: Sequence[Row]) -> Iterator[str]:
-    """The rows as Markdown."""
-    yield "| signal | victim | moment | exit codes | others ended after | run.json | weights after the restart |"
-    yield "|---|---|---|---|---|---|---|"
-    for row in rows:
-        cell, result = row.cell, "; ".join(row.differences)[:80] or "equal"
-        status = row.status.partition(";")[0].replace(socket.gethostname(), "HOST") or "-"
-        codes = ", ".join(map(str, row.codes))
-        yield f"| {cell.signal} | {cell.victim} | {cell.moment} | {codes} | {row.seconds:g} s | {status} | {result} |"
+    """Exit codes and seconds of all cells as Markdown."""
+    by_cell = {row.cell: row for row in rows}
+    yield f"| signal | process | {' | '.join(MOMENTS)} |"
+    yield f"|---|---|{'---|' * len(MOMENTS)}"
+    for name, victim in dict.fromkeys((row.cell.signal, row.cell.victim) for row in rows):
+        found = [by_cell.get(Cell(name, victim, moment)) for moment in MOMENTS]
+        yield f"| {name} | {victim} | {' | '.join(map(_describe, found))} |"
+
+
+def _describe(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return f"{', '.join(map(str, row.codes))}: {row.seconds:g} s{' DIFFERENT' if row.differences else ''}"
 
 
 def main() -> int:

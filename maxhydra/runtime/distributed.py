@@ -149,7 +149,8 @@ def _environment(env: Mapping[str, str], detected: DetectedDevices) -> ClusterIn
         raise ConfigError(Problem(PATH, reason, accepted=f"0 to {count - 1}"))
     devices = None
     if detected.platform is Platform.gpu and all(name in env for name in LOCAL_RANKS[1]):
-        devices = _local_share(*(_number(env, name) for name in LOCAL_RANKS[1]), detected.count)
+        rank, processes = (_number(env, name) for name in LOCAL_RANKS[1])
+        devices = _local_share(rank, processes, detected.count)
     return ClusterInfo(f"{prefix}COORDINATOR_ADDRESS", address, count, index, devices)
 
 
