@@ -6,7 +6,7 @@
     python scripts/death_matrix.py --signal KILL --victim 1 --moment save --resume-processes 4
 
 A cell is a signal (KILL, STOP, TERM), its victim (process 0, process 1, all) and a moment (init, compile, step, save,
-eval). The moment is recognized by what the run writes: a line of its console, a row of metrics.jsonl, or the temporary
+eval). The moment is recognized by an output of the run: a line of its console, a row of metrics.jsonl, or the temporary
 folder of a checkpoint. A stopped process is continued once the others have ended, or, if all are stopped, after
 STOP_SECONDS. The same command is then repeated until all processes exit with 0. A cell passes if the results are those
 of an undisturbed run: every array of the last checkpoint, losses, evaluations, status and data position. With another
@@ -16,6 +16,7 @@ agree to 1e-6. Exit code 1 if a cell fails.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -274,7 +275,7 @@ def main() -> int:
     matrix = Matrix(folder, launch, TASKS[args.task], **counts)
     expected = matrix.reference()
     rows = []
-    for cell in (Cell(*names) for names in _product(args.signal, args.victim, args.moment)):
+    for cell in (Cell(*names) for names in itertools.product(args.signal, args.victim, args.moment)):
         rows.append(matrix.run(cell, expected))
         print(dataclasses.asdict(rows[-1]), flush=True)
         if args.report is not None:
@@ -283,10 +284,6 @@ def main() -> int:
     print("\n".join(format_table(rows)))
     print(f"{len(rows) - len(failed)} of {len(rows)} cells equal, files in {folder}")
     return 1 if failed else 0
-
-
-def _product(*names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    return ((first, second, third) for first in names[0] for second in names[1] for third in names[2])
 
 
 if __name__ == "__main__":
