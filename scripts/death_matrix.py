@@ -1,6 +1,6 @@
 """Kill, stop or terminate processes of a two-process run in each phase, and check how all of them end and resume.
 
-    python scripts/death_matrix.py --report death.json            45 cells, about half an hour on two cores
+    python scripts/death_matrix.py --report death.json            all 45 cells
     python scripts/death_matrix.py --signal KILL --victim 1 --moment save eval
     python scripts/death_matrix.py --task grpo --signal KILL
     python scripts/death_matrix.py --signal KILL --victim 1 --moment save --resume-processes 4
