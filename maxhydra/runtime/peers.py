@@ -184,6 +184,9 @@ class _Peers:
         text, code = _describe_error(error)
         for connection in self._connections.values():
             connection.send(left=text, code=code)
+        if isinstance(error, Exception):
+            # The others end at once, and jax.distributed would wait for them at exit and abort.
+            atexit.register(_exit_at_once, code)
 
     def request_stop(self, number: int) -> None:
         """Ask all processes to end at the same call of `reached_stop`, because this one received a signal."""
@@ -256,6 +259,14 @@ def _describe_error(error: BaseException | None) -> tuple[str | None, int]:
         return "; ".join(map(str, error.problems))[:4000], EXIT_WRONG_CONFIG
     text = None if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:500].rstrip(": ")
     return text, 1 if isinstance(error, Exception) else EXIT_LOST
+
+
+def _exit_at_once(code: int) -> None:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 def _exit(reason: str, record: Callable[[str], None] | None, *, code: int) -> None:

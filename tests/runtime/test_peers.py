@@ -74,6 +74,7 @@ class Pair:
         monkeypatch.setattr(peers, "BEAT_SECONDS", beat)
         self.reasons: list[tuple[str, int]] = []
         monkeypatch.setattr(peers.os, "_exit", lambda code: self.reasons.append(("exit", code)))
+        monkeypatch.setattr(peers.atexit, "register", lambda *_: None)
         self.server = socket.create_server(("127.0.0.1", 0))
         self.first, self.second = (peers._Peers(index, 2, silence) for index in range(2))
         self.first.listen(self.server, "token")
