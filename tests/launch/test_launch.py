@@ -11,7 +11,6 @@ import pytest
 
 from maxhydra.config.compose.composer import Composer
 from maxhydra.config.errors import ConfigError
-from maxhydra.launch import local
 from maxhydra.launch.base import SweepContext, Trial
 from maxhydra.launch.compose import compose_job
 from maxhydra.launch.job_spec import JobSpec, read_job_spec
@@ -143,20 +142,19 @@ def test_a_local_job_restarts_after_the_loss_of_a_process(
     assert attempts == {count: len(codes) for count, codes in plan.items()}
 
 
-def test_a_local_job_forwards_signals_and_kills_processes_that_do_not_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_job_forwards_signals_and_kills_processes_that_do_not_end(tmp_path: Path) -> None:
     settings = json.dumps(LocalSettings(processes=2).to_json())
     command = [sys.executable, "-m", "maxhydra.launch.local", settings, sys.executable, "-c", PROCESS, str(tmp_path)]
     job = subprocess.Popen([*command, json.dumps({2: [["wait", "wait"]]})])
     wait_for(lambda: all((tmp_path / f"2-{index}.ready").exists() for index in range(2)))
     job.terminate()
     assert job.wait(30) == 143
-    monkeypatch.setattr(local, "NOTICE_SECONDS", 0.5)
-    monkeypatch.setattr(local.signal, "signal", lambda *_: None)
-    (tmp_path / "other").mkdir()
-    arguments = [sys.executable, "-c", PROCESS, str(tmp_path / "other"), json.dumps({2: [["wait", "kill"], [0, 0]]})]
-    assert local.Cluster(LocalSettings(processes=2), arguments).run() == 0
+    (other := tmp_path / "other").mkdir()
+    impatient = (
+        "import sys; from maxhydra.launch import local; local.NOTICE_SECONDS = 0.5; sys.exit(local.main(sys.argv[1:]))"
+    )
+    process = [sys.executable, "-c", PROCESS, str(other), json.dumps({2: [["wait", "kill"], [0, 0]]})]
+    assert subprocess.run([sys.executable, "-c", impatient, settings, *process], timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("settings", [{"processes": 0}, {"processes": 2, "min_processes": 3}, {"min_processes": 0}])
