@@ -1,4 +1,4 @@
-"""Hydra launcher plugins hydra/launcher=slurm and hydra/launcher=gke, which run a planned sweep with the controller."""
+"""Hydra launcher plugins hydra/launcher=local, slurm and gke, which run a planned sweep with the controller."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -39,6 +39,10 @@ class SweepLauncher(Launcher):
         return []
 
 
+class LocalLauncher(SweepLauncher):
+    """Launches jobs of several processes on this machine; implemented in maxhydra.launch.local."""
+
+
 class SlurmLauncher(SweepLauncher):
     """Launches jobs on a SLURM cluster; implemented in maxhydra.launch.slurm."""
 
@@ -53,5 +57,6 @@ def register(kind: str, launcher: type[SweepLauncher]) -> None:
     ConfigStore.instance().store(group="hydra/launcher", name=kind, node=node, provider="maxhydra")
 
 
+register("local", LocalLauncher)
 register("slurm", SlurmLauncher)
 register("gke", GkeLauncher)

@@ -61,7 +61,7 @@ class OptunaSweeper(Sweeper):
             reason = "a search needs results to choose the next trial"
             problems.append(Problem("hydra.launcher.detach", reason, value=True, accepted="false"))
         if hydra.launcher._target_ != BASIC_LAUNCHER and not is_maxhydra_launcher(hydra.launcher):
-            accepted = ", ".join(f"hydra/launcher={name}" for name in ("basic", *LAUNCHERS) if name != "local")
+            accepted = ", ".join(f"hydra/launcher={name}" for name in ("basic", *LAUNCHERS))
             problems.append(Problem("hydra.launcher", "does not support hydra/sweeper=optuna", accepted=accepted))
         objectives = settings.objectives or (str(self._config.objective),)
         path = "hydra.sweeper.objectives" if settings.objectives else "objective"

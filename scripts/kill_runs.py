@@ -39,16 +39,16 @@ ALREADY_EXISTS = "already exists"
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 
 
-def _last_values(arguments: list[str]) -> list[str]:
+def last_values(arguments: list[str]) -> list[str]:
     """Drop earlier values of a key: a command that sets a key twice is rejected."""
     return list({argument.partition("=")[0]: argument for argument in arguments}.values())
 
 
-def _split(text: str) -> list[str]:
+def split(text: str) -> list[str]:
     return text.split()
 
 
-TRAIN = _split(
+TRAIN = split(
     "model=micro train.seq_len=32 train.per_device_batch_size=4 train.steps=8 train.log_every=1 train.eval_every=3 "
     "train.eval_batches=2 train.sample.tokens=4 checkpoint.every=2 optimizer.schedule.warmup_steps=1 run.name=it"
 )
@@ -56,7 +56,7 @@ WEIGHTS = ["checkpoint.load_parameters={base}"]
 MODEL = ["model=micro", "train.seq_len=32", *WEIGHTS]
 TEXT = ["data=grain", "data.path={inputs}/texts.jsonl"]
 GRPO = ["task=grpo", "reward=exact", "data=arithmetic", "data.record_type=prompts", *TRAIN, *WEIGHTS]
-GRPO += _split(
+GRPO += split(
     "task.group_size=4 task.max_tokens=4 train.seq_len=12 train.per_device_batch_size=16 train.eval_start=true "
     "train.eval_batches=1 task.engine.max_batch=16 task.engine.cache_tokens=1024 objective=eval/error"
 )
@@ -70,7 +70,7 @@ BENCH = "train.seq_len=32 train.per_device_batch_size=4 task.steps=2 task.warm_u
 # Arguments by task. {base} is a run with weights, {inputs} the folder of input files.
 TASKS: dict[str, list[str]] = {
     "pretrain": [*TRAIN, "data=demo", "model.dropout=0.1"],
-    "early_stop": [*TRAIN, "data=arithmetic", "optimizer.learning_rate=0.3", *_split(EARLY_STOP)],
+    "early_stop": [*TRAIN, "data=arithmetic", "optimizer.learning_rate=0.3", *split(EARLY_STOP)],
     "sft": ["task=sft", *TRAIN, *WEIGHTS, "data=arithmetic"],
     "sft_lora": ["task=sft", *TRAIN, *WEIGHTS, "data=arithmetic", "adapter=lora"],
     "dpo": ["task=dpo", *TRAIN, *WEIGHTS, "data=arithmetic", "data.record_type=preference"],
@@ -79,14 +79,14 @@ TASKS: dict[str, list[str]] = {
     "distill": ["task=distill", *TRAIN, "data=arithmetic", "task.teacher.weights={base}"],
     "sweep": ["-m", *TRAIN, "data=arithmetic", "train.steps=4", "optimizer.learning_rate=1e-3,3e-3"],
     "tokenize": ["task=tokenize", *TEXT, "task.shards=6", "task.workers=2", "task.output=out"],
-    "teacher_logits": ["task=teacher_logits", *MODEL, *_split(TEACHER)],
+    "teacher_logits": ["task=teacher_logits", *MODEL, *split(TEACHER)],
     "train_tokenizer": ["task=train_tokenizer", *TEXT, "task.vocab_size=500", "task.output=out", "run.name=it"],
     "convert": ["task=convert", *MODEL, "task.output=out"],
-    "decode": ["task=decode", *MODEL, "task.input={inputs}/prompts.jsonl", *_split(DECODE)],
+    "decode": ["task=decode", *MODEL, "task.input={inputs}/prompts.jsonl", *split(DECODE)],
     "score": ["task=score", *MODEL, "task.input={inputs}/scored.jsonl", "task.output=out.jsonl"],
-    "bench": ["task=bench", "model=micro", *_split(BENCH)],
+    "bench": ["task=bench", "model=micro", *split(BENCH)],
 }
-BASE = _split(
+BASE = split(
     "model=micro data=arithmetic train.seq_len=32 train.per_device_batch_size=16 train.steps=30 train.eval_every=0 "
     "train.sample.tokens=0 run.name=base"
 )
@@ -179,7 +179,7 @@ class Harness:
 
     def reference(self, task: str) -> Reference:
         """Run a task undisturbed: once to fill the compilation cache, and once for the result and the duration."""
-        arguments = [argument.format_map(self._names) for argument in _last_values(TASKS[task])]
+        arguments = [argument.format_map(self._names) for argument in last_values(TASKS[task])]
         for name in ("reference",) if task in UNCOMPILED else ("warm", "reference"):
             folder = self._new_folder(task, name)
             start_time = time.monotonic()
@@ -232,7 +232,7 @@ class Harness:
         """The comparable results of a task, by name."""
         results: dict[str, Any] = {}
         for path in sorted(folder.glob("outputs/**/run.json")):
-            results |= {f"{path.parent.name}: {name}": value for name, value in _read_run(task, path.parent)}
+            results |= {f"{path.parent.name}: {name}": value for name, value in read_run(task, path.parent)}
         for path in sorted([*folder.glob("out/**/*"), *folder.glob("out.jsonl")]):
             if path.is_file() and path.name != ".lock":
                 content = path.read_bytes()
@@ -249,7 +249,7 @@ def _write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 _READER = threading.Lock()
 
 
-def _read_run(task: str, folder: Path) -> Iterator[tuple[str, Any]]:
+def read_run(task: str, folder: Path) -> Iterator[tuple[str, Any]]:
     facts = json.loads((folder / "run.json").read_text())
     yield "status", facts["status"]
     yield "report", (folder / "report.html").exists()
@@ -265,8 +265,11 @@ def _read_run(task: str, folder: Path) -> Iterator[tuple[str, Any]]:
         yield "last checkpoint", max(steps)
         checkpoint = folder / "checkpoints" / str(max(steps))
         for item in ("params", "rest"):
-            with _READER, ocp.StandardCheckpointer() as reader:
-                arrays = reader.restore(checkpoint / item)
+            with _READER, ocp.PyTreeCheckpointer() as reader:
+                # As NumPy arrays, since several processes may have written them.
+                tree = reader.metadata(checkpoint / item).item_metadata.tree
+                kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+                arrays = reader.restore(checkpoint / item, restore_args=kinds)
             for path, array in jax.tree_util.tree_leaves_with_path(arrays):
                 digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
                 yield f"{item}{jax.tree_util.keystr(path)}", digest

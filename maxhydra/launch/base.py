@@ -14,6 +14,8 @@ from maxhydra.config.errors import Problem, did_you_mean, last_of_each_key, quot
 from maxhydra.record import RunDirectory, scan_metrics, series
 
 KEY = "hydra.launcher"
+# Override with which a run continues on another number of devices with the same batch.
+ELASTIC = "train.elastic=true"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,11 @@ class LauncherSettings:
     def detached(self) -> bool:
         """True if the launcher submits jobs and returns without waiting for them."""
         return False
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Overrides that these settings add to every job, before its own."""
+        return ()
 
     def problems(self) -> Iterator[Problem]:
         """Yield every invalid value."""
@@ -42,6 +49,13 @@ def minimum_problems(settings: LauncherSettings, minimums: Mapping[str, int]) ->
         value = getattr(settings, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             yield Problem(f"{KEY}.{name}", "is out of range", value, f"{minimum} or more")
+
+
+def fewest_problems(settings: LauncherSettings, name: str, most: str) -> Iterator[Problem]:
+    """Yield a field that is neither null nor an integer from 1 to the value of the field `most`."""
+    value, limit = getattr(settings, name), getattr(settings, most)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit):
+        yield Problem(f"{KEY}.{name}", "is out of range", value, f"1 to {limit} ({most}), or null")
 
 
 def choice_problems(settings: LauncherSettings, accepted: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:

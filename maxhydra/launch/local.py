@@ -1,9 +1,11 @@
 """Jobs as local processes, each an ordinary command in its own session.
 
 Processes outlive the controller. A restarted controller finds them by .job.json, which identifies the process, and by
-run.json.
+run.json. A job of several processes is `python -m maxhydra.launch.local SETTINGS COMMAND`: it starts the command in
+all of them, as a cluster, forwards signals to them, and restarts all if one is lost.
 """
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -12,11 +14,25 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 
-from maxhydra.launch.base import CLAIM, CONSOLE, Job, LauncherSettings, SweepContext, Trial, read_claim
+from maxhydra.config.errors import Problem
+from maxhydra.launch.base import (
+    CLAIM,
+    CONSOLE,
+    ELASTIC,
+    Job,
+    LauncherSettings,
+    SweepContext,
+    Trial,
+    fewest_problems,
+    minimum_problems,
+    read_claim,
+)
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import is_alive, process_start, replace_file
 
@@ -27,9 +43,25 @@ CLAIMING = "import sys; from maxhydra.launch.local import claim_and_become; clai
 
 @dataclasses.dataclass(frozen=True)
 class LocalSettings(LauncherSettings):
-    """The local machine has no settings."""
+    """hydra.launcher with hydra/launcher=local: each job is a run in one or more processes on this machine."""
 
     kind: ClassVar[str] = "local"
+
+    processes: int = 1
+    """Processes per job, which form a cluster and share the machine's GPUs evenly."""
+    max_restarts: int = 3
+    """processes > 1: restarts of a job from its newest checkpoint after one of its processes was lost."""
+    min_processes: int | None = None
+    """processes > 1: restart on the next smaller number of processes that the mesh and the batch accept, at least this
+    many, with train.elastic=true. null: on the same number."""
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        return () if self.min_processes is None else (ELASTIC,)
+
+    def problems(self) -> Iterator[Problem]:
+        yield from minimum_problems(self, {"processes": 1, "max_restarts": 0})
+        yield from fewest_problems(self, "min_processes", "processes")
 
 
 @dataclasses.dataclass
@@ -47,7 +79,7 @@ class LocalJobs:
     """Runs jobs as processes on this machine."""
 
     def __init__(self, settings: LocalSettings, sweep: SweepContext):
-        self._sweep = sweep
+        self._settings, self._sweep = settings, sweep
 
     def prepare(self, trial: Trial) -> None:
         """Do nothing: the command composes and validates its config itself."""
@@ -76,7 +108,10 @@ class LocalJobs:
     def command(self, trial: Trial) -> list[str]:
         """Command line of a job; it can also be run manually."""
         config_dir = [] if self._sweep.config_dir is None else ["--config-dir", self._sweep.config_dir]
-        return [sys.executable, "-m", "maxhydra", *config_dir, *self._sweep.overrides(trial)]
+        command = [sys.executable, "-m", "maxhydra", *config_dir, *self._sweep.overrides(trial)]
+        if self._settings.processes == 1:
+            return command
+        return [sys.executable, "-m", "maxhydra.launch.local", json.dumps(self._settings.to_json()), *command]
 
     def find_active(self, trial: Trial) -> LocalJob | None:
         job = self.find_started(trial)
@@ -116,3 +151,89 @@ def claim_and_become(path: str, command: list[str]) -> None:
     claim = dict(zip(CLAIMED, (socket.gethostname(), os.getpid(), process_start(os.getpid())), strict=True))
     replace_file(Path(path) / CLAIM, json.dumps(claim))
     os.execv(command[0], command)
+
+
+# Exit codes: an invalid config, and a lost process (runtime/peers.py), after which a run resumes.
+WRONG_CONFIG, LOST = 2, os.EX_TEMPFAIL
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+# Exit codes of processes that saved after a signal.
+SAVED = tuple(128 + number for number in FORWARDED)
+# Time in which the other processes notice that one is lost, and record it; those that do not, such as stopped ones or
+# ones that still wait for it to connect, are killed.
+NOTICE_SECONDS = 60.0
+POLL_SECONDS = 0.1
+
+
+class Cluster:
+    """Runs a command in several processes of this machine, and restarts all of them if one is lost."""
+
+    def __init__(self, settings: LocalSettings, command: Sequence[str]):
+        self._settings, self._command = settings, list(command)
+        self._processes: list[subprocess.Popen] = []
+        self._is_stopping = False
+
+    def run(self) -> int:
+        """Run to the end, with restarts; returns the exit code of the job."""
+        for number in FORWARDED:
+            signal.signal(number, self._forward)
+        count, code, restarts = self._settings.processes, LOST, 0
+        while True:
+            code = self._run_once(count)
+            if code == WRONG_CONFIG and restarts and count > (self._settings.min_processes or count):
+                # This number of processes divides neither the mesh nor the batch.
+                count -= 1
+                continue
+            if code != LOST or self._is_stopping or restarts == self._settings.max_restarts:
+                return code
+            restarts += 1
+            count = max(count - 1, self._settings.min_processes or count)
+            limit = f"restart {restarts} of {self._settings.max_restarts}"
+            print(f"maxhydra: a process was lost; {limit}, in {count} processes", flush=True)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._is_stopping = True
+        for process in self._processes:
+            process.send_signal(number)
+
+    def _run_once(self, count: int) -> int:
+        """Start all processes and wait for them; returns LOST if one was lost, otherwise the first exit code but 0."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        self._processes = [self._start(address, count, index) for index in range(count)]
+        if self._is_stopping:  # by a signal that arrived before these were started
+            self._forward(signal.SIGTERM, None)
+        deadline = None
+        while None in (codes := [process.poll() for process in self._processes]):
+            if deadline is None and any(code not in (None, 0, *SAVED) for code in codes):
+                deadline = time.monotonic() + NOTICE_SECONDS
+            if deadline is not None and time.monotonic() > deadline:
+                for process in self._processes:
+                    process.kill()
+            time.sleep(POLL_SECONDS)
+        failures = [code for code in codes if code in (1, WRONG_CONFIG)]
+        if not failures and any(code is not None and (code == LOST or code < 0) for code in codes):
+            return LOST
+        return failures[0] if failures else max(code or 0 for code in codes)
+
+    def _start(self, address: str, count: int, index: int) -> subprocess.Popen:
+        cluster = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(index)}
+        cluster |= {"LOCAL_RANK": str(index), "LOCAL_WORLD_SIZE": str(count)}
+        return subprocess.Popen(self._command, env={**os.environ, **cluster}, preexec_fn=_end_with_parent)
+
+
+def _end_with_parent() -> None:
+    """Let the kernel send SIGTERM to this process when its parent is killed: the run saves, and holds no devices."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a job of several processes: settings as JSON, and the command of each process."""
+    settings = json.loads(arguments[0])
+    return Cluster(
+        LocalSettings(**{name: value for name, value in settings.items() if name != "kind"}), arguments[1:]
+    ).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

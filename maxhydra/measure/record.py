@@ -6,6 +6,7 @@ If memory is not enough, the error suggests settings that need less.
 import dataclasses
 import datetime
 import math
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -119,6 +120,27 @@ def available_bytes() -> float:
 
 def host_bytes() -> float:
     """Memory that the host can still give to this process; infinite if the system does not report it."""
+    return min(
+        _free_bytes(),
+        _bytes_under_limit(resource.RLIMIT_DATA, "VmData"),
+        _bytes_under_limit(resource.RLIMIT_AS, "VmSize"),
+    )
+
+
+def _bytes_under_limit(limit: int, used: str) -> float:
+    """Memory that this process may still allocate under a limit of the shell (ulimit -d, ulimit -v)."""
+    size = resource.getrlimit(limit)[0]
+    if size == resource.RLIM_INFINITY:
+        return math.inf
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return max(0.0, size - 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{used}:")))
+    except (OSError, StopIteration):
+        return size
+
+
+def _free_bytes() -> float:
+    """Available memory of the host, or the limit of its container."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         sizes = {name: 1024 * int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
@@ -139,10 +161,14 @@ def require_memory(config: Config, machine: Machine) -> None:
         return
     needed = parameter_estimate(config.model) * _bytes_per_weight(config, training=training)
     is_host = machine.memory_gib is None or machine.hardware.platform is Platform.cpu
-    available = host_bytes() if is_host else (machine.memory_gib or 0) * 2**30 * machine.devices
+    # At most: processes may share a host.
+    available = host_bytes() * machine.process_count if is_host else (machine.memory_gib or 0) * 2**30 * machine.devices
     if needed > available:
         what = "weights and optimizer state" if training else "weights"
-        memory = "this host has" if is_host else f"{machine.devices} x {machine.device_kind} have"
+        hosts = (
+            "this host has" if machine.process_count == 1 else f"the hosts of {machine.process_count} processes have"
+        )
+        memory = hosts if is_host else f"{machine.devices} x {machine.device_kind} have"
         sizes = f"{needed / 2**30:.1f} GiB ({needed:.0f} bytes) for {what}, but {memory} {available / 2**30:.1f} GiB"
         hint = suggest_less_memory(config) if training else "use more devices, or quantization=int8"
         raise ConfigError(Problem("model", f"needs at least {sizes} ({available:.0f} bytes)", hint=hint))

@@ -5,7 +5,8 @@ processes, and writes the outputs. Values travel over TCP instead of a collectiv
 is a device program: sent by one thread while another one dispatches the model's programs, it would be dispatched in a
 different order in each process, and the processes would wait for each other forever.
 
-With a single process, all functions return their argument.
+With a single process, all functions return their argument. `Connection` is the other kind of link, over which processes
+send messages in both directions (peers.py).
 """
 
 import base64
@@ -16,6 +17,8 @@ import json
 import secrets
 import socket
 import struct
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +30,9 @@ from jax._src import distributed
 WAIT_MS = 24 * 3600 * 1000
 HEADER = struct.Struct("!Q")
 TOKEN_BYTES = 16
+MAX_MESSAGE = 2**16
+
+Message = dict[str, Any]
 
 _numbers = itertools.count()
 
@@ -113,10 +119,62 @@ class Channel:
             link.close()
 
 
+class Connection:
+    """JSON messages, one per line, over a socket, and the state of the process at the other end."""
+
+    def __init__(self, link: socket.socket, index: int = -1, host: str = "unknown host"):
+        self.link, self.index, self.host = link, index, host
+        self.step, self.line = 0, ""
+        self.heard_at = time.monotonic()
+        self.has_left = self.is_warned = False
+        self._buffer = b""
+        self._lock = threading.Lock()
+
+    def send(self, **message: Any) -> None:
+        """Send; a failure is noticed by the receiving side of the connection."""
+        with contextlib.suppress(OSError), self._lock:
+            self.link.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[Message] | None:
+        """Messages that have arrived; None if the connection is closed."""
+        try:
+            data = self.link.recv(2**14)
+        except OSError:
+            data = b""
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if not data or len(self._buffer) > MAX_MESSAGE:
+            return None
+        self.heard_at, self.is_warned = time.monotonic(), False
+        try:
+            return [dict(json.loads(line)) for line in lines]
+        except (ValueError, TypeError):
+            return None
+
+    @property
+    def silence(self) -> float:
+        return time.monotonic() - self.heard_at
+
+    def __str__(self) -> str:
+        return f"process {self.index} on {self.host}"
+
+    def describe_last(self) -> str:
+        return f"last known step {self.step}" + (f", its last log line was: {self.line}" if self.line else "")
+
+
 def coordinator_host(state: Any) -> str:
     """The host of process 0, from the state of jax.distributed."""
     host: str = state.coordinator_address.rpartition(":")[0].strip("[]")
     return host
+
+
+def free_address() -> str | None:
+    """An address on the host of process 0 for another cluster of the same hosts; None with a single process."""
+    if jax.process_count() == 1:
+        return None
+    host = coordinator_host(distributed.global_state)
+    with open_server(host, backlog=1) as server:
+        port = server.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def open_server(host: str, *, backlog: int) -> socket.socket:

@@ -53,7 +53,7 @@ def detect_cluster(cluster: Cluster, env: Mapping[str, str], detected: DetectedD
         case Cluster.gpu_multiprocess:
             return _gpu_multiprocess(env)
         case Cluster.environment:
-            return _environment(env)
+            return _environment(env, detected)
         case Cluster.auto:
             return _auto(env, detected)
 
@@ -70,7 +70,7 @@ def _auto(env: Mapping[str, str], detected: DetectedDevices) -> ClusterInfo | No
     if "JOBSET_NAME" in env and "JOB_COMPLETION_INDEX" in env:
         return _jobset(env)
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "COORDINATOR_ADDRESS")
-    return _environment(env) if any(name in env for name in names) else None
+    return _environment(env, detected) if any(name in env for name in names) else None
 
 
 def _slurm(env: Mapping[str, str], detected: DetectedDevices) -> ClusterInfo:
@@ -136,7 +136,8 @@ def _gpu_multiprocess(env: Mapping[str, str]) -> ClusterInfo:
     )
 
 
-def _environment(env: Mapping[str, str]) -> ClusterInfo:
+def _environment(env: Mapping[str, str], detected: DetectedDevices) -> ClusterInfo:
+    """Processes of any launcher that sets JAX_* variables; with the local rank too, those of a host share its GPUs."""
     prefix = "" if "COORDINATOR_ADDRESS" in env else "JAX_"
     [address] = _required(env, f"{prefix}COORDINATOR_ADDRESS", f"{prefix}NUM_PROCESSES", f"{prefix}PROCESS_ID")[:1]
     count, index = _number(env, f"{prefix}NUM_PROCESSES"), _number(env, f"{prefix}PROCESS_ID")
@@ -146,7 +147,11 @@ def _environment(env: Mapping[str, str]) -> ClusterInfo:
     if not 0 <= index < count:
         reason = f"{prefix}PROCESS_ID={index} is out of range for {prefix}NUM_PROCESSES={count}"
         raise ConfigError(Problem(PATH, reason, accepted=f"0 to {count - 1}"))
-    return ClusterInfo(seen=f"{prefix}COORDINATOR_ADDRESS", coordinator=address, count=count, index=index)
+    devices = None
+    if detected.platform is Platform.gpu and all(name in env for name in LOCAL_RANKS[1]):
+        rank, processes = (_number(env, name) for name in LOCAL_RANKS[1])
+        devices = _local_share(rank, processes, detected.count)
+    return ClusterInfo(f"{prefix}COORDINATOR_ADDRESS", address, count, index, devices)
 
 
 def _required(env: Mapping[str, str], *names: str) -> list[str]:

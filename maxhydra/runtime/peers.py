@@ -4,7 +4,7 @@ Process 0 listens, and every other process holds a connection to it over which b
 kernel closes the connections of a process that is killed, so that its death is known at once; a stopped process or a
 lost host is known by its silence. All other processes then name it, record the run as failed and end with
 EXIT_LOST, with which launchers restart a job: without the missing process no collective operation could complete.
-A process that ends with an error sends it first, and the others repeat it.
+A process that ends with an error sends it first, and the others repeat it; if it is about the config, all exit with 2.
 
 jax.distributed has a similar service, but it ends the process from C++ after 100 seconds of silence, and its handler of
 SIGTERM hides a second SIGTERM. A process has one state, like `signals`; with a single process all functions do nothing.
@@ -26,10 +26,13 @@ from typing import Any
 
 from jax._src import distributed
 
+from maxhydra.config import ConfigError
 from maxhydra.config.schema.hardware import Distributed
-from maxhydra.runtime.channel import coordinator_host, open_server
+from maxhydra.runtime.channel import Connection, Message, coordinator_host, open_server
 
 EXIT_LOST = os.EX_TEMPFAIL
+# Exit code of an invalid config, as of every command.
+EXIT_WRONG_CONFIG = 2
 BEAT_SECONDS = 1.0
 # Silence after which a warning names a process.
 WARN_SECONDS = 10.0
@@ -37,11 +40,9 @@ WARN_SECONDS = 10.0
 CAUSE_SECONDS = 5.0
 # Time to record the end of the run and print it.
 REPORT_SECONDS = 30.0
-MAX_MESSAGE = 2**16
 KEY = "maxhydra/peers"
 
 log = logging.getLogger("maxhydra")
-Message = dict[str, Any]
 
 
 class _LastLine(logging.Handler):
@@ -53,48 +54,6 @@ class _LastLine(logging.Handler):
         self.text = record.getMessage()[:200]
 
 
-class _Connection:
-    """JSON messages, one per line, over a socket, and the state of the process at the other end."""
-
-    def __init__(self, link: socket.socket, index: int = -1, host: str = "unknown host"):
-        self.link, self.index, self.host = link, index, host
-        self.step, self.line = 0, ""
-        self.heard_at = time.monotonic()
-        self.has_left = self.is_warned = False
-        self._buffer = b""
-        self._lock = threading.Lock()
-
-    def send(self, **message: Any) -> None:
-        """Send; a failure is noticed by the receiving side of the connection."""
-        with contextlib.suppress(OSError), self._lock:
-            self.link.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> list[Message] | None:
-        """Messages that have arrived; None if the connection is closed."""
-        try:
-            data = self.link.recv(2**14)
-        except OSError:
-            data = b""
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        if not data or len(self._buffer) > MAX_MESSAGE:
-            return None
-        self.heard_at, self.is_warned = time.monotonic(), False
-        try:
-            return [dict(json.loads(line)) for line in lines]
-        except (ValueError, TypeError):
-            return None
-
-    @property
-    def silence(self) -> float:
-        return time.monotonic() - self.heard_at
-
-    def __str__(self) -> str:
-        return f"process {self.index} on {self.host}"
-
-    def describe_last(self) -> str:
-        return f"last known step {self.step}" + (f", its last log line was: {self.line}" if self.line else "")
-
-
 class _Peers:
     """The connections of this process: to all others in process 0, otherwise to process 0."""
 
@@ -104,9 +63,9 @@ class _Peers:
         self.record: Callable[[str], None] | None = None
         self.write_stacks: Callable[[str], None] | None = None
         self.is_lost, self.has_left = threading.Event(), False
-        self._silence_seconds = silence_seconds
+        self._silence_seconds, self._started_at = silence_seconds, time.monotonic()
         self.last = _LastLine()
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, Connection] = {}
         self._agreement = _Agreement()
 
     def run(self, name: str, target: Callable[[], None]) -> None:
@@ -118,7 +77,7 @@ class _Peers:
 
     def connect(self, address: tuple[str, int], token: str, timeout: float) -> None:
         """The other processes: connect to process 0."""
-        connection = _Connection(socket.create_connection(address, timeout), 0, address[0])
+        connection = Connection(socket.create_connection(address, timeout), 0, address[0])
         connection.send(token=token, index=self.index, host=socket.gethostname())
         self._connections = {0: connection}
         self.run("peers", self._serve)
@@ -136,7 +95,7 @@ class _Peers:
                     link, _ = server.accept() if server is not None else (None, None)
                     if link is not None:
                         link.settimeout(BEAT_SECONDS)
-                        selector.register(link, selectors.EVENT_READ, _Connection(link))
+                        selector.register(link, selectors.EVENT_READ, Connection(link))
                 elif not self._read(key.data, token):
                     selector.unregister(key.data.link)
                     key.data.link.close()
@@ -144,7 +103,7 @@ class _Peers:
                 next_beat = time.monotonic() + BEAT_SECONDS
                 self._beat(was_stopped=late > WARN_SECONDS / 2)
 
-    def _read(self, connection: _Connection, token: str) -> bool:
+    def _read(self, connection: Connection, token: str) -> bool:
         """Handle the messages of a connection; False if it is closed."""
         messages = connection.receive()
         if connection.index < 0 and messages is not None:
@@ -162,7 +121,7 @@ class _Peers:
             self.lose(f"{connection} is gone; {connection.describe_last()}")
         return messages is not None
 
-    def _handle(self, connection: _Connection, message: Message) -> None:
+    def _handle(self, connection: Connection, message: Message) -> None:
         connection.step = message.get("step", connection.step)
         connection.line = message.get("line", connection.line)
         connection.host = message.get("host", connection.host)
@@ -183,6 +142,11 @@ class _Peers:
 
     def _beat(self, *, was_stopped: bool) -> None:
         """Send a message to the others, and look for silent ones, unless this process itself was stopped."""
+        self._started_at = time.monotonic() if was_stopped else self._started_at
+        missing = set(range(1, self.count)) - self._connections.keys() if self.index == 0 else ()
+        if missing and not self.has_left and time.monotonic() - self._started_at > self._silence_seconds:
+            # It has reached jax.distributed, and has ended since.
+            self.lose(f"process {min(missing)} has not connected for {self._silence_seconds:.0f} s")
         for connection in list(self._connections.values()):
             connection.heard_at = time.monotonic() if was_stopped else connection.heard_at
             connection.send(step=self.step, line=self.last.text, host=socket.gethostname())
@@ -195,7 +159,7 @@ class _Peers:
                 connection.is_warned = True
                 log.warning("%s; the run ends after %.0f s", silent, self._silence_seconds)
 
-    def request_stacks(self, reason: str, sender: _Connection | None = None) -> None:
+    def request_stacks(self, reason: str, sender: Connection | None = None) -> None:
         """Ask all processes, and this one if another asks, to write their Python stacks. Process 0 passes it on."""
         for connection in self._connections.values():
             if connection is not sender:
@@ -213,13 +177,16 @@ class _Peers:
         _exit(reason, self.record, code=code)
 
     def leave(self, error: BaseException | None) -> None:
-        """Notify the others, once; an interrupted run is restarted, one with an error is not."""
+        """Notify the others, once, of how this process ends, which decides their exit codes."""
         if self.has_left:
             return
         self.has_left = True
-        text = None if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:500].rstrip(": ")
+        text, code = _describe_error(error)
         for connection in self._connections.values():
-            connection.send(left=text, code=1 if isinstance(error, Exception) else EXIT_LOST)
+            connection.send(left=text, code=code)
+        if isinstance(error, Exception):
+            # The others end at once, and jax.distributed would wait for them at exit and abort.
+            atexit.register(_exit_at_once, code)
 
     def request_stop(self, number: int) -> None:
         """Ask all processes to end at the same call of `reached_stop`, because this one received a signal."""
@@ -286,6 +253,22 @@ class _Agreement:
         return self._number if self._calls >= self._stop_at else None
 
 
+def _describe_error(error: BaseException | None) -> tuple[str | None, int]:
+    """The message of the other processes about an error, and their exit code: only an interrupted run is restarted."""
+    if isinstance(error, ConfigError):
+        return "; ".join(map(str, error.problems))[:4000], EXIT_WRONG_CONFIG
+    text = None if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:500].rstrip(": ")
+    return text, 1 if isinstance(error, Exception) else EXIT_LOST
+
+
+def _exit_at_once(code: int) -> None:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
 def _exit(reason: str, record: Callable[[str], None] | None, *, code: int) -> None:
     """Record and print the reason, and end the process without its main thread, which may hang."""
 
@@ -294,7 +277,8 @@ def _exit(reason: str, record: Callable[[str], None] | None, *, code: int) -> No
             if record is not None:
                 record(reason)
         with contextlib.suppress(Exception):
-            print(f"maxhydra: {reason}; run the same command again to resume", file=sys.stderr, flush=True)
+            hint = "; run the same command again to resume" if code == EXIT_LOST else ""
+            print(f"maxhydra: {reason}{hint}", file=sys.stderr, flush=True)
             sys.stdout.flush()
 
     # A disk or a terminal that hangs must not keep the process alive.
@@ -323,8 +307,11 @@ def start(settings: Distributed) -> None:
         peers.listen(server, token)
         client.key_value_set(KEY, json.dumps([server.getsockname()[1], token]))
     else:
-        port, token = json.loads(client.blocking_key_value_get(KEY, settings.timeout_seconds * 1000))
-        peers.connect((host, port), token, settings.timeout_seconds)
+        try:
+            port, token = json.loads(client.blocking_key_value_get(KEY, settings.timeout_seconds * 1000))
+            peers.connect((host, port), token, settings.timeout_seconds)
+        except (RuntimeError, OSError):
+            _exit(f"process 0 on {host} is gone; it has not accepted connections", None, code=EXIT_LOST)
     log.addHandler(peers.last)
     atexit.register(lambda: peers.leave(getattr(sys, "last_value", None)))  # of programs without membership()
     _active = peers

@@ -211,6 +211,11 @@ def requested() -> str | None:
     return None if _active is None else _active.requested()
 
 
+def received() -> str | None:
+    """The name of the signal that this process itself has received, or None; unlike `requested`, not a collective."""
+    return None if _active is None else _active.received
+
+
 def take_profile_request() -> bool:
     """Whether SIGUSR2 has arrived since the last call."""
     if _active is None or not _active.is_profile_requested:

@@ -118,7 +118,7 @@ class SweepPlan:
     @property
     def context(self) -> SweepContext:
         """Settings that the job backend needs."""
-        return SweepContext(self.folder, self.fixed, self.config_dir)
+        return SweepContext(self.folder, (*self.launcher.overrides, *self.fixed), self.config_dir)
 
     @property
     def trials(self) -> list[Trial]:

@@ -5,6 +5,7 @@ Nothing is written before these checks pass, so a rejected command leaves the ru
 
 import dataclasses
 import logging
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -60,6 +61,8 @@ def prepare_session(config: Config, run: RunDirectory, *, devices: int, processe
     """Record the inputs of a new run; compare config and inputs of a run that resumes. Raises ConfigError."""
     if problems := list(unknown_keys(config.run.accept_changed_config, config)):
         raise ConfigError(problems)
+    if config.train.elastic and run.exists():
+        config = _adjust_batch(config, run.read().get(BATCH), devices)
     batch = config.train.per_device_batch_size * devices * config.train.grad_accum
     accepted: list[str] = []
     if _has_progress(run):
@@ -75,6 +78,23 @@ def prepare_session(config: Config, run: RunDirectory, *, devices: int, processe
         entries = [{"session": number, "change": change} for change in accepted]
         facts["accepted_changes"] = [*before.get("accepted_changes", []), *entries]
     return Session(pin_weights(config, records), facts)
+
+
+def _adjust_batch(config: Config, batch: float | None, devices: int) -> Config:
+    """Make `batch` sequences per step on this number of devices, with at most the configured number on each at a time.
+
+    A number that the mesh cannot divide is rejected where the batches are planned.
+    """
+    train = config.train
+    if batch is None or batch == train.per_device_batch_size * devices * train.grad_accum:
+        return config
+    grad_accum = math.ceil(batch / (train.per_device_batch_size * devices))
+    per_device = batch / (grad_accum * devices)
+    text = "train.elastic: this session has train.grad_accum=%d train.per_device_batch_size=%g on %d devices"
+    log.info(text, grad_accum, per_device, devices)
+    return dataclasses.replace(
+        config, train=dataclasses.replace(train, grad_accum=grad_accum, per_device_batch_size=per_device)
+    )
 
 
 def _has_progress(run: RunDirectory) -> bool:
@@ -130,7 +150,9 @@ def _batch_problem(change: ConfigChange) -> Problem:
         f"makes {show(change.now)} sequences per step (x devices x train.grad_accum), but the run has used "
         f"{show(change.before)}"
     )
-    hint = "adjust it or train.grad_accum, choose another run.name, or accept the change with "
+    hint = (
+        "adjust it, train.grad_accum or both (train.elastic=true), choose another run.name, or accept the change with "
+    )
     return Problem(change.key, reason, hint=f"{hint}run.accept_changed_config=[{change.key}]")
 
 

@@ -87,11 +87,11 @@ def run(
         _check_name(config.run.folder(), config.run.name)
     if path is None and task.KEEPS_RUN:
         check_reachable(config)
-    if task.NEEDS_DEVICES:
-        machine = runtime.start(config.hardware)
-    else:
-        machine = runtime.start_on_host(config.hardware if getattr(task, "COMPILES", False) else None)
     with peers.membership():
+        if task.NEEDS_DEVICES:
+            machine = runtime.start(config.hardware)
+        else:
+            machine = runtime.start_on_host(config.hardware if getattr(task, "COMPILES", False) else None)
         return _run_on(machine, task, config, choices, overrides=overrides, path=path, config_dir=config_dir)
 
 

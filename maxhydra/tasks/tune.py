@@ -1,4 +1,7 @@
-"""Search for the fastest settings of a config on this machine, and write them as an experiment."""
+"""Search for the fastest settings of a config on this machine, and write them as an experiment.
+
+With several processes, process 0 searches, and all run its trials, on the devices of all.
+"""
 
 import dataclasses
 import datetime
@@ -9,10 +12,11 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.tasks.analysis import TuneTask
 from maxhydra.config.yaml_files import display_path
 from maxhydra.record.atomic_io import replace_file
+from maxhydra.runtime.channel import is_main
 from maxhydra.runtime.progress import open_step_progress
 from maxhydra.tasks import Job, Outcome
 from maxhydra.tune.space import apply_candidate, axes
-from maxhydra.tune.trial import Trial, experiment, given_keys
+from maxhydra.tune.trial import Trial, end_trials, experiment, follow_trials, given_keys
 from maxhydra.tune.tuner import Tuner, describe, expected_trials, table
 
 # The trials run in separate processes, which need the devices.
@@ -22,9 +26,17 @@ FILE = "experiment.yaml"
 
 
 def run(job: Job) -> Outcome:
-    config, task = job.config, job.config.task
+    task = job.config.task
     assert isinstance(task, TuneTask)
-    target = _target_path(job, task)
+    if not is_main():
+        return Outcome(*follow_trials(runtime.original_environment()))
+    outcome = _search(job, task)
+    end_trials(outcome.status, outcome.reason)
+    return outcome
+
+
+def _search(job: Job, task: TuneTask) -> Outcome:
+    config, target = job.config, _target_path(task)
     given_keys(job.overrides)
     space = axes(config, task, runtime.predict_hardware(config.hardware))
     total = expected_trials(space, task)
@@ -57,11 +69,8 @@ def run(job: Job) -> Outcome:
     return Outcome("finished", f"{reason}; {describe(best.candidate)}", speed, facts)
 
 
-def _target_path(job: Job, task: TuneTask) -> Path | None:
+def _target_path(task: TuneTask) -> Path | None:
     """The path of the experiment for task.save_as, or None without it; ConfigError if it already exists."""
-    if job.machine.process_count > 1:
-        reason = f"supports only one process, but {job.machine.process_count} were started"
-        raise ConfigError(Problem("task.name", reason, value=task.name))
     if task.save_as is None:
         return None
     target = Path(task.config_dir).expanduser() / "experiment" / f"{task.save_as}.yaml"

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from maxhydra.config.schema.tasks.analysis import BenchTask
 from maxhydra.config.serialize import to_job_yaml, to_stored_yaml, to_yaml
 from maxhydra.record import RunDirectory, redact_text
 from maxhydra.record.atomic_io import replace_file, to_json
+from maxhydra.runtime import channel, signals
 
 LINES, TRIALS = "tune.jsonl", "trials"
 # Values of `status` in tune.jsonl.
@@ -35,6 +37,8 @@ MEASURED, FAILED, NO_MEMORY, TIMED_OUT, PRUNED = "measured", "failed", "no memor
 WARM_UP = 2
 # Exit code of `maxhydra job` for an invalid config.
 INVALID_CONFIG = 2
+# Variables with the coordinator's address (runtime/distributed.py).
+ADDRESS_VARIABLES = {"JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS"}
 # Runs a command that the OS kills when its parent dies: a killed search leaves no trial that holds the devices.
 RUN_WITH_PARENT = (
     "import ctypes, os, signal, sys\n"
@@ -133,35 +137,66 @@ def run_trial(
 ) -> tuple[str, str, list]:
     """Run a benchmark in `folder` for at most `limit` seconds; returns status, reason and records.
 
-    `job_facts` are the choices and overrides of the config, in the format that launchers write for a job.
+    `job_facts` are the choices and overrides of the config, in the format that launchers write for a job. With several
+    processes, each of them starts a process of the benchmark, and these form a separate cluster.
     """
     # A trial that was killed leaves its folder behind.
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    replace_file(folder / "job.yaml", to_job_yaml(config))
-    replace_file(folder / "job.json", to_json(job_facts))
-    command = [sys.executable, "-m", "maxhydra", "job", str(folder / "job.yaml"), "--run-dir", str(folder)]
-    with open(folder / "console.txt", "wb") as console:
-        process = subprocess.Popen(
-            [sys.executable, "-c", RUN_WITH_PARENT, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=console,
-            stderr=subprocess.STDOUT,
-            env=dict(environment),
-        )
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return TIMED_OUT, f"exceeded {limit:.0f} s", []
-        finally:
-            process.kill()
-            process.wait()
+    if signals.is_distributed() and (name := signals.received()) is not None:
+        end_trials("preempted", f"{name} between trials")
+        raise signals.Interrupted(name)
+    files = {"job.yaml": to_job_yaml(config), "job.json": to_json(job_facts)}
+    order = {"files": files, "run": str(folder), "address": channel.free_address(), "limit": limit}
+    channel.broadcast(order)
+    code = _run_job(order, folder, environment)
+    if code is None:
+        return TIMED_OUT, f"exceeded {limit:.0f} s", []
     run = RunDirectory(folder, writes=False)
     facts = run.read() if run.exists() else {}
     if code == 0 and facts.get("status") == "finished":
         return MEASURED, "", facts["lines"]
     reason = str(facts.get("reason") or _error_from_console(folder / "console.txt", code) or f"exited with code {code}")
     return (NO_MEMORY if reason.startswith("out of memory") else FAILED), reason, []
+
+
+def follow_trials(environment: Mapping[str, str]) -> tuple[str, str]:
+    """Other processes than the first: run its trials with it; returns status and reason of the search."""
+    while "end" not in (order := channel.broadcast()):
+        with tempfile.TemporaryDirectory(prefix="maxhydra-trial-") as folder:
+            _run_job(order, Path(folder), environment)
+    status, reason = order["end"]
+    return status, reason
+
+
+def end_trials(status: str, reason: str) -> None:
+    """Process 0: let the others end."""
+    channel.broadcast({"end": [status, reason]})
+
+
+def _run_job(order: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> int | None:
+    """Run a benchmark with its input and console in `folder`; returns its exit code, or None if it took too long."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in order["files"].items():
+        replace_file(folder / name, content)
+    command = [sys.executable, "-m", "maxhydra", "job", str(folder / "job.yaml"), "--run-dir", order["run"]]
+    # A launcher's own variables, such as those of SLURM, imply an address, which this variable overrides.
+    names = ADDRESS_VARIABLES & environment.keys() or {"JAX_COORDINATOR_ADDRESS"}
+    cluster = {} if order["address"] is None else dict.fromkeys(names, order["address"])
+    with open(folder / "console.txt", "wb") as console:
+        process = subprocess.Popen(
+            [sys.executable, "-c", RUN_WITH_PARENT, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            env={**environment, **cluster},
+        )
+        try:
+            return process.wait(order["limit"])
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            process.kill()
+            process.wait()
 
 
 def _error_from_console(path: Path, code: int) -> str:

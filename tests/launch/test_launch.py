@@ -1,5 +1,6 @@
 """Launchers without a cluster: the SLURM script run by bash, invalid settings, and a worker without Hydra."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,9 +14,11 @@ from maxhydra.config.errors import ConfigError
 from maxhydra.launch.base import SweepContext, Trial
 from maxhydra.launch.compose import compose_job
 from maxhydra.launch.job_spec import JobSpec, read_job_spec
+from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import launcher_from_json
 from maxhydra.launch.slurm.settings import SlurmSettings, render
 from tests.support.cli import SMALL, environment, facts, run_ok
+from tests.support.polling import wait_for
 
 
 def compose(sweep: SweepContext, trial: Trial) -> JobSpec:
@@ -91,7 +94,72 @@ def test_sbatch_parameters() -> None:
         "--gpus-per-node=8", "--cpus-per-task=12", "--mem=512G", "--time=2-00:00:00", "--array=0-1%2", "--exclusive",
         "--gres=nvme:1", "--requeue", "--signal=USR1@120",
     }  # fmt: skip
+    elastic = dataclasses.replace(settings, min_nodes=2)
+    assert "#SBATCH --nodes=2-4\n" in render(elastic, name="lr-1", sweep=Path("/o/lr"), folders=[Path("/o/lr/0")])
+    assert elastic.overrides == ("train.elastic=true",) and settings.overrides == ()
     assert launcher_from_json(json.loads(json.dumps(settings.to_json()))) == settings
+
+
+# A process of a job: exits with the code listed for the number of processes and its index, and logs the attempt.
+PROCESS = """
+import json, os, pathlib, signal, sys, time
+count, index = int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"])
+log = pathlib.Path(sys.argv[1]) / f"{count}-{index}"
+attempt = len(log.read_text()) if log.exists() else 0
+log.write_text("x" * (attempt + 1))
+code = json.loads(sys.argv[2])[str(count)][attempt][index]
+if code == "wait":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    log.with_suffix(".ready").touch()
+    time.sleep(60)
+os.kill(os.getpid(), 9) if code == "kill" else sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("least", "plan", "code"),
+    [
+        # A process is killed, and the other notices; the second attempt finishes.
+        (None, {2: [[75, "kill"], [0, 0]]}, 0),
+        (None, {2: [[75, "kill"]] * 3}, 75),
+        (None, {2: [[1, 1]]}, 1),
+        (None, {2: [[2, 75]]}, 2),
+        (None, {2: [[143, 143]]}, 143),
+        # On fewer processes: three do not divide the batch, two do.
+        (1, {4: [[75, 75, 75, "kill"]], 3: [[2, 2, 2]], 2: [[75, "kill"]], 1: [[0]]}, 0),
+        (3, {4: [[75, 75, 75, "kill"]], 3: [[2, 2, 2]]}, 2),
+    ],
+)
+def test_a_local_job_restarts_after_the_loss_of_a_process(
+    least: int | None, plan: dict[int, list], code: int, tmp_path: Path
+) -> None:
+    settings = LocalSettings(processes=max(plan), max_restarts=2, min_processes=least)
+    command = [sys.executable, "-c", PROCESS, str(tmp_path), json.dumps(plan)]
+    module = [sys.executable, "-m", "maxhydra.launch.local", json.dumps(settings.to_json())]
+    done = subprocess.run([*module, *command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    attempts = {count: len((tmp_path / f"{count}-0").read_text()) for count in plan}
+    assert attempts == {count: len(codes) for count, codes in plan.items()}
+
+
+def test_a_local_job_forwards_signals_and_kills_processes_that_do_not_end(tmp_path: Path) -> None:
+    settings = json.dumps(LocalSettings(processes=2).to_json())
+    command = [sys.executable, "-m", "maxhydra.launch.local", settings, sys.executable, "-c", PROCESS, str(tmp_path)]
+    job = subprocess.Popen([*command, json.dumps({2: [["wait", "wait"]]})])
+    wait_for(lambda: all((tmp_path / f"2-{index}.ready").exists() for index in range(2)))
+    job.terminate()
+    assert job.wait(30) == 143
+    (other := tmp_path / "other").mkdir()
+    impatient = (
+        "import sys; from maxhydra.launch import local; local.NOTICE_SECONDS = 0.5; sys.exit(local.main(sys.argv[1:]))"
+    )
+    process = [sys.executable, "-c", PROCESS, str(other), json.dumps({2: [["wait", "kill"], [0, 0]]})]
+    assert subprocess.run([sys.executable, "-c", impatient, settings, *process], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("settings", [{"processes": 0}, {"processes": 2, "min_processes": 3}, {"min_processes": 0}])
+def test_invalid_local_settings(settings: dict[str, int]) -> None:
+    assert [problem.path for problem in LocalSettings(**settings).problems()] == [f"hydra.launcher.{[*settings][-1]}"]
 
 
 @pytest.mark.parametrize(

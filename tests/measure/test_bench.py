@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import resource
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ import pytest
 from maxhydra import tasks
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import Composer, compose
+from maxhydra.config.schema.config import parameter_estimate
 from maxhydra.config.schema.tasks.analysis import TuneTask
+from maxhydra.measure import record
 from maxhydra.measure.kernels import relative_error
 from maxhydra.measure.record import BenchTarget, OutOfMemoryError, explain_out_of_memory
 from maxhydra.runtime.detect import hardware_options
@@ -144,3 +147,16 @@ def test_a_peer_benchmark_gets_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -
     other = {**peer, "model": "large"}
     (line,) = compare.ratios([slower, record, rounded, peer, other])
     assert line["ratio"] == 1.5
+
+
+def test_memory_limits_of_the_shell_and_the_memory_of_all_processes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_DATA: 3 * 2**30, resource.RLIMIT_AS: resource.RLIM_INFINITY}
+    monkeypatch.setattr(record.resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
+    assert 0 <= record.host_bytes() < 3 * 2**30
+    config = compose(["model=micro", "model.emb_dim=8192"]).config
+    # Weights and moments in float32, at least half of the latter.
+    needed = parameter_estimate(config.model) * 4 * 2.5
+    monkeypatch.setattr(record, "host_bytes", lambda: 0.6 * needed)
+    record.require_memory(config, SimpleNamespace(memory_gib=None, process_count=2))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="but this host has"):
+        record.require_memory(config, SimpleNamespace(memory_gib=None, process_count=1))  # type: ignore[arg-type]

@@ -1,42 +1,70 @@
 """Processes of a run notice the death of one of them, and agree on the step at which a signal ends the run."""
 
+import importlib
 import json
+import os
+import re
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from maxhydra.config import ConfigError, Problem
 from maxhydra.runtime import peers
 from tests.support import cli
+from tests.support.polling import wait_for
 
-RUN = [*cli.SMALL, "run.name=it", "mesh.data=2", "train.per_device_batch_size=2", "train.log_every=2"]
+
+@pytest.fixture(scope="module")
+def matrix() -> Any:
+    """scripts/death_matrix.py as a module."""
+    sys.path.append(str(cli.ROOT / "scripts"))
+    return importlib.import_module("death_matrix")
 
 
-def has_rows(folder: Path) -> bool:
-    path = folder / "metrics.jsonl"
-    return path.exists() and path.stat().st_size > 0
+@pytest.fixture(scope="module")
+def arguments(matrix: Any) -> list[str]:
+    return [*cli.SMALL, "train.per_device_batch_size=2", *matrix.RUN, "train.eval_batches=2"]
+
+
+@pytest.fixture(scope="module")
+def expected(matrix: Any, arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of two processes that are not disturbed."""
+    results: dict[str, Any] = matrix.Matrix(tmp_path_factory.mktemp("whole"), matrix.launch, arguments).reference()
+    return results
 
 
 @pytest.mark.slow
-def test_the_death_of_a_process_is_named_by_the_other_and_the_run_resumes(tmp_path: Path) -> None:
-    folder = tmp_path / "outputs" / "it"
-    for victim in (1, 0):
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
-        processes = cli.start_processes(2, *RUN, "train.steps=100000", "checkpoint.every=5", cwd=tmp_path)
-        while all(process.is_running() for process in processes) and not has_rows(folder):
-            time.sleep(0.01)
-        processes[victim].signal(signal.SIGKILL)
-        killed_at = time.monotonic()
-        assert processes[1 - victim].wait(60) == peers.EXIT_LOST
-        assert time.monotonic() - killed_at < 15
-        record = json.loads((folder / "run.json").read_text())
-        expected = f"process {victim} on {socket.gethostname()} is gone; last known step "
-        assert record["status"] == record["sessions"][-1]["status"] == "failed"
-        assert record["reason"].startswith(expected), record["reason"]
-        assert expected in (tmp_path / f"console.{1 - victim}").read_text()
+def test_a_lost_process_is_named_and_the_run_resumes_in_one_process(
+    matrix: Any, arguments: list[str], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """The short form of scripts/death_matrix.py."""
+    cells = matrix.Matrix(tmp_path, matrix.launch, arguments, resume=1)
+    row = cells.run(matrix.Cell("KILL", "0", "save"), expected)
+    assert not row.differences and row.restarts == 1, row
+    name = f"process 0 on {socket.gethostname()} is gone; last known step "
+    assert row.codes == [-signal.SIGKILL, peers.EXIT_LOST] and row.seconds < 15, row
+    assert row.status.startswith(f"failed: {name}") and row.messages[1].startswith(f"maxhydra: {name}"), row
+
+
+@pytest.mark.slow
+def test_the_local_launcher_restarts_all_processes_after_the_loss_of_one(
+    matrix: Any, arguments: list[str], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    sweep, run = tmp_path / "outputs" / "it", tmp_path / "outputs" / "it" / "0"
+    launcher = ["-m", "hydra/launcher=local", "hydra.launcher.processes=2", "hydra.launcher.max_restarts=1"]
+    command = cli.start_silent(*launcher, *arguments, "train.elastic=true", cwd=tmp_path)
+    wait_for(lambda: (run / "checkpoints" / "4").exists(), seconds=240)
+    pid = json.loads((run / ".job.json").read_text())["pid"]
+    os.kill(int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[1]), signal.SIGKILL)
+    assert command.wait(240) == 0
+    assert [session["status"] for session in cli.facts(run)["sessions"]] == ["failed", "finished"], sweep
+    assert matrix.compare(expected, dict(matrix.read_run("matrix", run))) == []
 
 
 class Pair:
@@ -46,6 +74,7 @@ class Pair:
         monkeypatch.setattr(peers, "BEAT_SECONDS", beat)
         self.reasons: list[tuple[str, int]] = []
         monkeypatch.setattr(peers.os, "_exit", lambda code: self.reasons.append(("exit", code)))
+        monkeypatch.setattr(peers.atexit, "register", lambda *_: None)
         self.server = socket.create_server(("127.0.0.1", 0))
         self.first, self.second = (peers._Peers(index, 2, silence) for index in range(2))
         self.first.listen(self.server, "token")
@@ -91,6 +120,17 @@ def test_an_error_is_repeated_by_the_others(monkeypatch: pytest.MonkeyPatch) -> 
     assert (f"process 1 on {socket.gethostname()} ended: ValueError: no such file", 0) in pair.reasons
 
 
+def test_a_config_error_of_one_process_ends_all_with_the_same_message(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pair = Pair(monkeypatch)
+    pair.first.leave(ConfigError(Problem("task.input", "does not exist", value="a", hint="check the path")))
+    wait_until(lambda: ("exit", 2) in pair.reasons)
+    pattern = r"process 0 on \S+ ended: task\.input=a: does not exist\n    check the path"
+    assert re.fullmatch(pattern, pair.reasons[0][0]) and pair.reasons[0][1] == 1
+    assert re.fullmatch(rf"maxhydra: {pattern}\n", capfd.readouterr().err)
+
+
 def test_the_exit_of_a_process_that_announced_it_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch)
     pair.second.leave(None)
@@ -98,6 +138,18 @@ def test_the_exit_of_a_process_that_announced_it_is_no_loss(monkeypatch: pytest.
     pair.second._connections[0].link.shutdown(socket.SHUT_RDWR)
     time.sleep(0.2)
     assert pair.reasons == []
+
+
+def test_a_process_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "BEAT_SECONDS", 0.02)
+    exits: list[int] = []
+    monkeypatch.setattr(peers.os, "_exit", exits.append)
+    reasons: list[str] = []
+    first = peers._Peers(0, 3, 0.1)
+    first.record = reasons.append
+    first.listen(socket.create_server(("127.0.0.1", 0)), "token")
+    wait_until(lambda: exits)
+    assert reasons == ["process 1 has not connected for 0 s"] and exits == [peers.EXIT_LOST]
 
 
 def test_a_connection_without_the_token_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,6 +262,13 @@ class TestDetectCluster:
         cluster_info = detect_cluster(Cluster.gpu_multiprocess, torchrun, CPU)
         assert cluster_info is not None and (cluster_info.coordinator, cluster_info.count) == ("h:9", 2)
 
+    def test_processes_of_a_host_share_its_gpus(self) -> None:
+        env, gpus = PLAIN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, DetectedDevices(Platform.gpu, "H200", 4, "")
+        assert detect_cluster(Cluster.auto, env, gpus) == ClusterInfo(
+            "JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234", 2, 1, (2, 3)
+        )
+        assert getattr(detect_cluster(Cluster.auto, PLAIN, gpus), "local_devices", 0) is None
+
     def test_plain_variables(self) -> None:
         expected = ("10.0.0.1:1234", 2, 1)
         for env in (PLAIN, {name.removeprefix("JAX_"): value for name, value in PLAIN.items()}):

@@ -15,9 +15,9 @@ from maxhydra.config.schema.tasks.analysis import Batch, TuneTask
 from maxhydra.config.serialize import to_yaml
 from maxhydra.runtime.detect import hardware_options
 from maxhydra.tune.space import Axis, Candidate, apply_candidate, axes
-from maxhydra.tune.trial import experiment
+from maxhydra.tune.trial import bench_config, digest, experiment
 from maxhydra.tune.tuner import OutOfTime, eliminate, grid, needs_less, one_by_one
-from tests.support.cli import facts, kill_when, run_ok
+from tests.support.cli import facts, kill_when, run_ok, run_processes
 
 SPACE = [Axis("a", ("a=0", "a=1", "a=2")), Axis("b", ("b=0", "b=1")), Axis("c", ("c=0", "c=1", "c=2"))]
 
@@ -200,6 +200,20 @@ def test_a_search_survives_crashes_and_a_kill_and_its_experiment_runs(tmp_path: 
     run_ok("--config-dir", "conf", "experiment=fast", "debug=one_step", "run.name=after", cwd=tmp_path)
     train = compose(["experiment=fast"], str(tmp_path / "conf")).config.train
     assert train.per_device_batch_size * train.grad_accum == 2 and train.seq_len == 16
+
+
+@pytest.mark.slow
+def test_a_search_in_two_processes_times_the_candidates_on_the_devices_of_both(tmp_path: Path) -> None:
+    given = ["task=tune", *SMALL, "task.space=['train.per_device_batch_size=2,1']", "task.search=grid", "task.steps=1"]
+    run_processes(2, *given, "task.finalists=1", "run.name=it", cwd=tmp_path, timeout=600)
+    trials = [json.loads(line) for line in (tmp_path / "outputs" / "it" / "tune.jsonl").read_text().splitlines()]
+    config, key = compose(given).config, "train.per_device_batch_size"
+    # A value of the config itself is the same candidate.
+    candidates: list[Candidate] = [{}, {key: f"{key}=1"}]
+    expected = [digest(bench_config(apply_candidate(config, item, Batch.same), 1)) for item in candidates]
+    assert [(trial["status"], trial["key"]) for trial in trials] == [("measured", name) for name in expected]
+    assert [trial["line"]["devices"] for trial in trials] == [2, 2]
+    assert facts(tmp_path / "outputs" / "it")["status"] == "finished"
 
 
 def test_an_experiment_is_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,6 +218,9 @@ class Train(Schema):
     """Sequences per device in one forward pass; a fraction if several devices share a sequence."""
     grad_accum: int = option(1, ge=1)
     """Forward and backward passes per optimizer step."""
+    elastic: bool = False
+    """Whether a run resumes on another number of devices with the same sequences per step: for that session,
+    grad_accum is raised, or per_device_batch_size lowered. false: such a command is rejected."""
     ramp: Ramp = section(Ramp)
     log_every: int = option(10, ge=1)
     """Steps between lines in metrics.jsonl."""
@@ -251,6 +254,9 @@ class Train(Schema):
             yield Problem("train.z_loss", f"is not used by task={task}", value=self.z_loss, accepted="0")
 
     def check(self) -> Iterator[Problem]:
+        if self.ramp.start is not None and self.elastic:
+            reason = "is not supported with train.ramp, whose sizes depend on the number of devices"
+            yield Problem("elastic", reason, value=True, accepted="false, or train.ramp.start=null")
         if self.ramp.start is not None and self.ramp.start >= self.per_device_batch_size:
             yield Problem(
                 "ramp.start",

@@ -12,9 +12,11 @@ from maxhydra.config.errors import Problem
 from maxhydra.launch.base import (
     CLAIM,
     CONSOLE,
+    ELASTIC,
     KEY,
     LauncherSettings,
     choice_problems,
+    fewest_problems,
     minimum_problems,
     pattern_problems,
 )
@@ -56,6 +58,9 @@ class SlurmSettings(LauncherSettings):
     qos: str | None = None
     constraint: str | None = None
     nodes: int = 1
+    min_nodes: int | None = None
+    """Fewest nodes with which a job may start, or restart after the loss of a node, with train.elastic=true. null: all
+    of nodes."""
     tasks_per_node: int = 1
     """Processes per node, which share the node's GPUs evenly."""
     gpus_per_node: int = 0
@@ -94,6 +99,10 @@ class SlurmSettings(LauncherSettings):
         return self.detach
 
     @property
+    def overrides(self) -> tuple[str, ...]:
+        return () if self.min_nodes is None else (ELASTIC,)
+
+    @property
     def seconds(self) -> int | None:
         """Time limit in seconds."""
         if self.time is None:
@@ -110,6 +119,7 @@ class SlurmSettings(LauncherSettings):
 
     def problems(self) -> Iterator[Problem]:
         yield from minimum_problems(self, MINIMUMS)
+        yield from fewest_problems(self, "min_nodes", "nodes")
         yield from choice_problems(self, {"container_runtime": RUNTIMES})
         malformed = list(pattern_problems(self, PATTERNS))
         yield from malformed
@@ -184,7 +194,7 @@ def _parameters(settings: SlurmSettings, name: str, sweep: Path, jobs: int) -> I
     for option in ("partition", "account", "qos", "constraint", "time", "mem"):
         if (value := getattr(settings, option)) is not None:
             yield f"--{option}={value}"
-    yield f"--nodes={settings.nodes}"
+    yield f"--nodes={settings.nodes if settings.min_nodes is None else f'{settings.min_nodes}-{settings.nodes}'}"
     yield f"--ntasks-per-node={settings.tasks_per_node}"
     yield f"--cpus-per-task={settings.cpus_per_task}"
     if settings.gpus_per_node:
