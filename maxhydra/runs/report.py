@@ -27,6 +27,7 @@ from maxhydra.runs.page import (
 from maxhydra.runs.plan_picture import plan_section
 from maxhydra.runs.profile import profile_section
 from maxhydra.runs.settings import get_setting, list_settings, read_config_text
+from maxhydra.runs.statistics import statistics_section
 from maxhydra.runs.summary import (
     Facts,
     KeyNumber,
@@ -38,7 +39,7 @@ from maxhydra.runs.summary import (
 )
 
 # Files next to the report that it links to.
-_FILES = ("config.yaml", "metrics.jsonl", "log.txt", "run.json", "plan.json", "diff.patch")
+_FILES = ("config.yaml", "metrics.jsonl", "statistics.jsonl", "log.txt", "run.json", "plan.json", "diff.patch")
 # Packages that affect results; the others are in a collapsed section.
 _MAIN_PACKAGES = ("maxhydra", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -55,6 +56,7 @@ def write_report(run: RunDirectory) -> Path:
         controls=curve_controls(),
         charts=_charts(run_charts),
         plan=plan_section(run.path),
+        statistics=statistics_section(run.path),
         profile=profile_section(run.path),
         sample=_sample(facts.get("sample")),
         config=_config(config),

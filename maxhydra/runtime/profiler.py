@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from maxhydra.config.schema.run import Profile
+from maxhydra.config.schema.health import Profile
 from maxhydra.record.facts import OPERATIONS, PROFILES, STEP_EVENT
 from maxhydra.runtime import signals
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxhydra.config.schema.run import Watchdog as Settings
+from maxhydra.config.schema.health import Watchdog as Settings
 from maxhydra.runtime import peers, signals
 
 log = logging.getLogger("maxhydra")

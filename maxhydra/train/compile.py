@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,27 +29,42 @@ HEADROOM_BYTES = 64 * 2**20
 COLUMNS = {"tokens": "int32", "targets": "int32", "positions": "int32", "segments": "int32", "weights": "float32"}
 
 
-def compile_step(states: StateFactory, loss: LossFn, train: Train, example: Mapping[str, Any]) -> tuple[StepFn, float]:
+def compile_step(
+    states: StateFactory, loss: LossFn, train: Train, example: Mapping[str, Any], *, has_statistics: bool = False
+) -> tuple[StepFn, float]:
     """The step compiled for batches like `example`, and the seconds that took. It donates its state."""
     start_time = time.perf_counter()
-    compiled = trace_step(states, loss, train, example).lower().compile()
+    compiled = trace_step(states, loss, train, example, has_statistics=has_statistics).lower().compile()
     return compiled, time.perf_counter() - start_time
 
 
-def obtain_step(
+class CompiledSteps(NamedTuple):
+    """The programs of a session."""
+
+    usual: StepFn
+    with_statistics: StepFn | None
+    """The step that also returns statistics of the layers; None if they are not recorded."""
+    seconds: float
+    """Time that they took to compile."""
+
+
+def obtain_steps(
     states: StateFactory, loss: LossFn, config: Config, example: Mapping[str, Any], *, dump: Path | None = None
-) -> tuple[StepFn, float]:
-    """The step of hardware.compiled, or compiled now, and the seconds that took; described in the folder `dump`."""
+) -> CompiledSteps:
+    """The step of hardware.compiled, or compiled now and described in the folder `dump`, and that with statistics."""
     start_time = time.perf_counter()
     traced = trace_step(states, loss, config.train, example)
     if config.hardware.compiled is None:
         step = traced.lower().compile()
     else:
         step = load_executable(config.hardware.compiled, traced, states.sharder)
+    with_statistics = None
+    if config.statistics.every is not None:
+        with_statistics, _ = compile_step(states, loss, config.train, example, has_statistics=True)
     seconds = time.perf_counter() - start_time
     if dump is not None:
         _dump_step(dump, traced, step)
-    return step, seconds
+    return CompiledSteps(step, with_statistics, seconds)
 
 
 def _dump_step(folder: Path, traced: jax.stages.Traced, compiled: jax.stages.Compiled) -> None:
@@ -68,10 +83,13 @@ def _dump_step(folder: Path, traced: jax.stages.Traced, compiled: jax.stages.Com
     log.info("jaxpr, StableHLO, HLO and memory of the training step: %s", folder)
 
 
-def trace_step(states: StateFactory, loss: LossFn, train: Train, example: Mapping[str, Any]) -> jax.stages.Traced:
+def trace_step(
+    states: StateFactory, loss: LossFn, train: Train, example: Mapping[str, Any], *, has_statistics: bool = False
+) -> jax.stages.Traced:
     """The traced step, ready to be lowered for the devices of the states' mesh."""
-    layout = StateLayout(states.shard_gradients, states.load_moments, states.store_moments)
-    step_fn = make_step(loss, states.optimizer, train, states.model.apply_aux_updates, states.cast, layout)
+    layout = StateLayout(states.shard_gradients, states.load_moments, states.store_moments, states.sharder.replicate)
+    update_router, cast = states.model.apply_aux_updates, states.cast
+    step_fn = make_step(loss, states.optimizer, train, update_router, cast, layout, has_statistics=has_statistics)
     if states.sharder.num_shards("replicas") > 1:
         axes = split_trainable(states.model.axes)[0]
         step_fn = make_diloco_step(step_fn, train.diloco, steps=train.steps, mesh=states.sharder.mesh, axes=axes)

@@ -42,6 +42,7 @@ def write(folder: Path, name: str, text: str) -> Path:
         ("profile.steps=[0,3]", "profile.steps", ["is not a range of steps"]),
         ("profile.steps=[5,9999]", "profile.steps", ["ends after the last step"]),
         ("profile.every=5", "profile.length", ["is not less than profile.every=5", "accepted: 1 to 4"]),
+        ("statistics.every=0", "statistics.every", ["is out of range", "1 or more"]),
         ("profile.processes=[-1]", "profile.processes", ["contains a negative number"]),
         ("train.steps=1.5", "train.steps", ["=1.5", "is not an integer"]),
         ("train.steps=-5", "train.steps", ["=-5", "is out of range", "1 or more"]),

@@ -17,8 +17,10 @@ import optax
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config.schema.run import Checkpoint, EarlyStop, Nonfinite, Profile, Progress, Train
-from maxhydra.config.schema.run import Watchdog as WatchdogSettings
+from maxhydra.config.schema.health import Profile
+from maxhydra.config.schema.health import Watchdog as WatchdogSettings
+from maxhydra.config.schema.model import Model
+from maxhydra.config.schema.run import Checkpoint, EarlyStop, Nonfinite, Progress, Train
 from maxhydra.optim import Optimizer
 from maxhydra.record import MetricsWriter, RunDirectory, read_metrics, series
 from maxhydra.runs.profile import profile_folders, summarize_profile
@@ -32,6 +34,7 @@ from maxhydra.train.loop import LoopContext, TrainResult, end_reason, fit, is_ev
 from maxhydra.train.loss import LossFn
 from maxhydra.train.metrics import LearningMonitor, MetricsHistory, MetricsLogger, StepCost
 from maxhydra.train.state import Guard, TrainState
+from maxhydra.train.statistics import StatisticsLogger
 from maxhydra.train.step import make_step
 from maxhydra.train.trackers import _Trackers
 
@@ -100,6 +103,7 @@ def run_loop(
         history=history,
         watchdog=Watchdog(WatchdogSettings(factor=None), run.path),
         profiler=profiler or Profiler(Profile(), run.path),
+        statistics=StatisticsLogger(None, None, lambda: writer, Model()),
     )
     with signals.Deferral() as deferral:
         result = fit(context, state, start=start, deferral=deferral)

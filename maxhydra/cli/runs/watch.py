@@ -1,4 +1,4 @@
-"""Verbs that show a run's log, profiles, a report, or the dashboard: tail, profile, report and serve."""
+"""Verbs that show a run's log, profiles, statistics, a report, or the dashboard."""
 
 import argparse
 import dataclasses
@@ -14,6 +14,8 @@ from maxhydra.runs.profile import COLUMNS, profile_folders, summarize_profile
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.report import write_report
 from maxhydra.runs.server import Server
+from maxhydra.runs.statistics import COLUMNS as COLUMNS_OF_LAYERS
+from maxhydra.runs.statistics import read_statistics, summary_rows
 from maxhydra.runs.sweep import write_sweep_report
 
 _PAUSE = 0.5
@@ -104,11 +106,7 @@ def run_profile(args: argparse.Namespace) -> int:
 
     maxhydra runs profile lr/3
     """
-    registry = Registry(args.outputs)
-    runs = registry.runs()
-    if not runs:
-        raise ConfigError(Problem("runs profile", f"no runs in {args.outputs}"))
-    directory = registry.directory(registry.find(args.name, runs) if args.name else runs[0])
+    directory = _chosen_run(args, "runs profile")
     folders = profile_folders(directory.path)
     if not folders:
         hint = "train with profile.steps=[FIRST,LAST] or profile.every=N, or send SIGUSR2 to a running one"
@@ -124,6 +122,46 @@ def run_profile(args: argparse.Namespace) -> int:
         say(f"{folder}\n{summary.text}\n{summary.parts_text}")
         print_table(COLUMNS, summary.rows)
         say()
+    return 0
+
+
+def _chosen_run(args: argparse.Namespace, verb: str) -> RunDirectory:
+    """The run that a command names, or the newest one."""
+    registry = Registry(args.outputs)
+    runs = registry.runs()
+    if not runs:
+        raise ConfigError(Problem(verb, f"no runs in {args.outputs}"))
+    return registry.directory(registry.find(args.name, runs) if args.name else runs[0])
+
+
+def declare_statistics(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="RUN")
+    parser.add_argument("--step", type=int, help="step of the record; default: the last one")
+    add_json(parser)
+
+
+def run_statistics(args: argparse.Namespace) -> int:
+    """Show the statistics of a run's layers: statistics [RUN] [--step STEP] [--json]; default: the newest run.
+
+    Norm and largest magnitude of gradients, weights and updates, activations, attention logits, dead units, load of
+    experts: the smallest, median and largest layer. Recorded by statistics.every=50. The report shows all steps.
+
+    maxhydra runs statistics lr/3 --step 500
+    """
+    directory = _chosen_run(args, "runs statistics")
+    rows = read_statistics(directory.path)
+    if not rows:
+        hint = "train with statistics.every=50"
+        raise ConfigError(Problem("runs statistics", f"{directory.path} has no statistics", hint=hint))
+    chosen = [row for row in rows if args.step in (None, row["step"])]
+    if not chosen:
+        steps = f"{rows[0]['step']} to {rows[-1]['step']}, {len(rows)} records"
+        raise ConfigError(Problem("--step", "is not a recorded step", args.step, accepted=steps))
+    if args.json:
+        print_json(chosen[-1])
+        return 0
+    say(f"{directory.path}, step {chosen[-1]['step']}")
+    print_table(COLUMNS_OF_LAYERS, summary_rows(chosen[-1]))
     return 0
 
 

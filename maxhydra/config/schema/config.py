@@ -11,11 +11,12 @@ from maxhydra.config.declare import MAX_PARAMETERS, Schema, option, schema, sect
 from maxhydra.config.errors import Problem
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.hardware import Hardware, Mesh
+from maxhydra.config.schema.health import Profile, Statistics, Watchdog
 from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, MlpKind, Model, Positions
 from maxhydra.config.schema.optimizer import Optimizer
 from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantization
 from maxhydra.config.schema.reward import Reward
-from maxhydra.config.schema.run import Checkpoint, Profile, Run, Task, Tracker, Train, Watchdog
+from maxhydra.config.schema.run import Checkpoint, Run, Task, Tracker, Train
 
 # Tasks whose batches do not depend on the weights, so that each replica can train on its own rows of them.
 DILOCO_TASKS = ("pretrain", "sft", "plan")
@@ -88,6 +89,7 @@ class Config(Schema):
     run: Run = section(Run)
     train: Train = section(Train)
     watchdog: Watchdog = section(Watchdog)
+    statistics: Statistics = section(Statistics)
     profile: Profile = section(Profile)
     objective: str = option("eval/loss")
     """Metric that a run returns and a sweeper minimizes."""
@@ -104,6 +106,7 @@ class Config(Schema):
             )
         yield from self._diloco_problems()
         yield from self._profile_problems()
+        yield from self._statistics_problems()
         for problem in self.task.check_model(self.model):
             yield dataclasses.replace(problem, path=f"task.{problem.path}")
         # Adapter weights are float32 whatever the dtype of the frozen weights.
@@ -131,6 +134,16 @@ class Config(Schema):
         if len(self.profile.steps) == 2 and self.profile.steps[1] > self.train.steps:
             reason = f"ends after the last step, train.steps={self.train.steps}"
             yield Problem("profile.steps", reason, self.profile.steps, accepted=f"steps up to {self.train.steps}")
+
+    def _statistics_problems(self) -> Iterator[Problem]:
+        """Only training tasks have statistics of layers, and replicas of DiLoCo would each have their own."""
+        every, name = self.statistics.every, self.task.name
+        if every is not None and name not in (*TRAINING_TASKS, *DESCRIBING_TASKS):
+            reason = f"records training steps, and task={name} does not train"
+            yield Problem("statistics.every", reason, every, accepted=f"null, or task={', '.join(TRAINING_TASKS)}")
+        if every is not None and self.train.diloco.period is not None:
+            reason, accepted = "is not supported with DiLoCo", "null, or train.diloco.period=null"
+            yield Problem("statistics.every", reason, every, accepted=accepted)
 
     def _diloco_problems(self) -> Iterator[Problem]:
         """Replicas need a period, a period needs replicas, and both a task that trains on a data loader."""
