@@ -23,6 +23,7 @@ from maxhydra.record.facts import STATISTICS
 from maxhydra.runtime import Machine, signals
 from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.progress import open_step_progress
+from maxhydra.runtime.usage import UsageSampler
 from maxhydra.runtime.watchdog import Watchdog
 from maxhydra.train.batches import BatchSource
 from maxhydra.train.checkpoint import open_checkpointer
@@ -180,6 +181,11 @@ def _loop_context(
     )
     history = MetricsHistory.read(run.metrics_path, start=start.step)
     checkpointer = open_checkpointer(run.checkpoints, config.checkpoint, history.evaluations)
+    # Only process 0 logs metrics.
+    usage = stack.enter_context(closing(UsageSampler(config.statistics.system_seconds if is_main else None)))
+    metrics = MetricsLogger(
+        cost, run=run, writer=writer, tracker=tracker, progress=progress, usage=usage, step=start.step
+    )
     statistics = StatisticsLogger(
         config.statistics.every,
         steps.with_statistics,
@@ -193,7 +199,7 @@ def _loop_context(
         batches=training.batches,
         evaluate=training.evaluate,
         checkpointer=stack.enter_context(closing(checkpointer)),
-        metrics=MetricsLogger(cost, run=run, writer=writer, tracker=tracker, progress=progress, step=start.step),
+        metrics=metrics,
         history=history,
         watchdog=stack.enter_context(closing(Watchdog(config.watchdog, run.path, process=machine.process_index))),
         profiler=stack.enter_context(

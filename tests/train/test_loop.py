@@ -27,6 +27,7 @@ from maxhydra.runs.profile import profile_folders, summarize_profile
 from maxhydra.runtime import signals
 from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.progress import open_step_progress
+from maxhydra.runtime.usage import UsageSampler
 from maxhydra.runtime.watchdog import Watchdog
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.evaluate import held_out_loss
@@ -99,7 +100,15 @@ def run_loop(
         batches=Batches(**batches),  # type: ignore[arg-type]
         evaluate=lambda state: {"eval/loss": next(eval_losses)},
         checkpointer=checkpointer,
-        metrics=MetricsLogger(cost, run=run, writer=writer, tracker=_Trackers(), progress=progress, step=start),
+        metrics=MetricsLogger(
+            cost,
+            run=run,
+            writer=writer,
+            tracker=_Trackers(),
+            progress=progress,
+            usage=UsageSampler(0.01, sample=lambda: {"system/cpu_share": 0.5}),
+            step=start,
+        ),
         history=history,
         watchdog=Watchdog(WatchdogSettings(factor=None), run.path),
         profiler=profiler or Profiler(Profile(), run.path),
@@ -127,6 +136,8 @@ def test_logs_evaluates_and_saves_when_due(tmp_path: Path) -> None:
     assert {"step", "loss", "grad_norm", "learning_rate", "tokens", "skipped"} | speed <= set(row)
     np.testing.assert_allclose(row["tokens_per_second"], 4 / row["step_time"])
     assert row["data/epoch"] == 1.0
+    # The first interval contains the compilation, and so samples.
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["system/cpu_share"] == 0.5
     np.testing.assert_allclose(row["mfu"], 8.0 / row["step_time"] / 1e12)
 
 

@@ -8,13 +8,17 @@ from maxhydra.config.errors import Problem
 
 @schema
 class Statistics(Schema):
-    """Statistics of every layer in statistics.jsonl and the report; see `maxhydra runs statistics`.
+    """Statistics of every layer in statistics.jsonl, and of the machine in metrics.jsonl; both are in the report.
 
-    Steps that record them run a second compiled program; all other steps run the same program as without.
+    Steps that record layers run a second compiled program; all other steps run the same program as without.
+    `maxhydra runs statistics` shows a record.
     """
 
     every: int | None = option(None, ge=1)
     """Steps between records. null: none."""
+    system_seconds: float | None = option(10.0, gt=0)
+    """Seconds between samples of memory, CPU, GPU utilization and power, which are logged as metrics `system/*` of the
+    next logged step. null: none."""
 
 
 @schema

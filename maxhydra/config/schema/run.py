@@ -285,7 +285,7 @@ class Tracker(Schema):
 
 
 # Metrics of every training task. `*` matches names known only to the run, such as those of data sources.
-STEPS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "input_wait", "data/*")
+STEPS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "input_wait", "data/*", "system/*")
 # Aux losses and statistics of layers, and multi-token prediction.
 LAYERS = ("side_loss", "moe/*", "mtp_loss")
 SPEED = ("tokens_per_second", "tflops_per_device", "mfu")
