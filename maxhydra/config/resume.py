@@ -49,7 +49,7 @@ FREE_KEYS = (
     *("reward.memory_limit_gib", "train.allow_no_learning"),
     # Reactions to faults that end a session: the next one may continue past them.
     *("train.on_nonfinite", "train.spike.*", "data.on_error", "data.max_characters", "reward.on_error"),
-    *("watchdog.*", "profile.*", "statistics.*"),
+    *("watchdog.*", "profile.*", "statistics.*", "alerts.*"),
     # A mixture continues each source at its position with the new shares (data/stream.py).
     *("data.weights*", "data.temperature"),
     # No effect on the weights' function: the option file of the model, and the longest sequence that it accepts.

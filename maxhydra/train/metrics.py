@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 
 from maxhydra.record import MetricsWriter, RunDirectory, read_metrics, series
+from maxhydra.runtime import alerts
 from maxhydra.runtime.progress import StepProgress
 from maxhydra.runtime.usage import UsageSampler
 from maxhydra.train.trackers import Tracker
@@ -169,6 +170,7 @@ class MetricsLogger:
         values |= {"input_wait": min(1.0, logged.input_wait / seconds), **logged.data_metrics, **self._usage.take()}
         self.last = values
         self._publish(logged.step, values)
+        alerts.observe(logged.step, values)
         if not self.halted:
             self._learning.observe(logged.step, values)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 from maxhydra.config import Config
@@ -181,17 +182,14 @@ def _loop_context(
     )
     history = MetricsHistory.read(run.metrics_path, start=start.step)
     checkpointer = open_checkpointer(run.checkpoints, config.checkpoint, history.evaluations)
+    profiler = Profiler(config.profile, run.path, process=machine.process_index, program=partial(hlo_text, steps.usual))
     # Only process 0 logs metrics.
     usage = stack.enter_context(closing(UsageSampler(config.statistics.system_seconds if is_main else None)))
     metrics = MetricsLogger(
         cost, run=run, writer=writer, tracker=tracker, progress=progress, usage=usage, step=start.step
     )
-    statistics = StatisticsLogger(
-        config.statistics.every,
-        steps.with_statistics,
-        lambda: _statistics_writer(run, start=start.step, is_main=is_main),
-        config.model,
-    )
+    open_writer = partial(_statistics_writer, run, start=start.step, is_main=is_main)
+    statistics = StatisticsLogger(config.statistics.every, steps.with_statistics, open_writer, config.model)
     return LoopContext(
         train=config.train,
         checkpoint=config.checkpoint,
@@ -202,10 +200,6 @@ def _loop_context(
         metrics=metrics,
         history=history,
         watchdog=stack.enter_context(closing(Watchdog(config.watchdog, run.path, process=machine.process_index))),
-        profiler=stack.enter_context(
-            closing(
-                Profiler(config.profile, run.path, process=machine.process_index, program=lambda: hlo_text(steps.usual))
-            )
-        ),
+        profiler=stack.enter_context(closing(profiler)),
         statistics=stack.enter_context(closing(statistics)),
     )

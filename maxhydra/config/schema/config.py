@@ -11,7 +11,7 @@ from maxhydra.config.declare import MAX_PARAMETERS, Schema, option, schema, sect
 from maxhydra.config.errors import Problem
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.hardware import Hardware, Mesh
-from maxhydra.config.schema.health import Profile, Statistics, Watchdog
+from maxhydra.config.schema.health import Alerts, Profile, Statistics, Watchdog
 from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, MlpKind, Model, Positions
 from maxhydra.config.schema.optimizer import Optimizer
 from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantization
@@ -90,6 +90,7 @@ class Config(Schema):
     train: Train = section(Train)
     watchdog: Watchdog = section(Watchdog)
     statistics: Statistics = section(Statistics)
+    alerts: Alerts = section(Alerts)
     profile: Profile = section(Profile)
     objective: str = option("eval/loss")
     """Metric that a run returns and a sweeper minimizes."""

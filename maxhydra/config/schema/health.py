@@ -1,9 +1,13 @@
-"""Schema of what observes a run: statistics of layers, watchdog and profiles."""
+"""Schema of what observes a run: statistics of layers and machine, alerts, watchdog and profiles."""
 
 from collections.abc import Iterator
 
 from maxhydra.config.declare import Schema, option, schema
-from maxhydra.config.errors import Problem
+from maxhydra.config.errors import Problem, did_you_mean
+
+# Events that end a session, and all events of alerts.
+END_EVENTS = ("finished", "failed", "preempted")
+EVENTS = ("nan", "spike", "stall", *END_EVENTS)
 
 
 @schema
@@ -19,6 +23,36 @@ class Statistics(Schema):
     system_seconds: float | None = option(10.0, gt=0)
     """Seconds between samples of memory, CPU, GPU utilization and power, which are logged as metrics `system/*` of the
     next logged step. null: none."""
+
+
+@schema
+class Alerts(Schema):
+    """A command or a webhook that is called when something happens to the run. Process 0 sends, in the background."""
+
+    command: str | None = None
+    """Shell command, with the alert as JSON on stdin and in MAXHYDRA_ALERT_EVENT, _TEXT, _RUN and _PATH. null: none."""
+    webhook: str | None = None
+    """URL that the alert is posted to as JSON; Slack and Mattermost show its field `text`. Pass it as
+    '${oc.env:NAME}': URLs of webhooks are secrets, and are not stored. null: none."""
+    events: list[str] = option(list(EVENTS))
+    """nan: loss or gradient of a logged step is not finite. spike: the loss of a logged step is above median +
+    spike_factor * MAD. stall: the watchdog reports a hung step. finished, failed, preempted: the session ends so."""
+    spike_window: int = option(100, ge=3)
+    """Logged steps of this session whose losses a spike is compared with; there are none among the first ten."""
+    spike_factor: float = option(10.0, gt=0)
+    """Median absolute deviations above the median that make a spike."""
+    min_seconds: float = option(300.0, ge=0)
+    """Least time between two alerts about nan, spike or stall each."""
+    timeout: float = option(10.0, gt=0)
+    """Seconds that the command, one request to the webhook, and delivery at the end of the run may take."""
+
+    def check(self) -> Iterator[Problem]:
+        for event in self.events:
+            if event not in EVENTS:
+                hint = did_you_mean(event, EVENTS)
+                yield Problem("events", "contains an unknown event", event, accepted=", ".join(EVENTS), hint=hint)
+        if self.webhook is not None and not self.webhook.startswith(("http://", "https://")):
+            yield Problem("webhook", "is not a URL", accepted="http://... or https://...")
 
 
 @schema
