@@ -46,7 +46,7 @@ FREE_KEYS = (
     *("task.engine.max_batch", "task.engine.cache_tokens", "task.engine.page_size", "task.engine.max_context"),
     *("task.engine.prefill_chunk", "task.engine.burst", "task.engine.warm_up", "task.engine.prefix_cache"),
     *("data.workers", "data.prefetch", "data.cache", "data.fingerprint", "reward.workers", "reward.timeout"),
-    *("reward.memory_limit_gib", "train.allow_no_learning"),
+    *("reward.memory_limit_gib", "train.allow_no_learning", "train.checks"),
     # Reactions to faults that end a session: the next one may continue past them.
     *("train.on_nonfinite", "train.spike.*", "data.on_error", "data.max_characters", "reward.on_error"),
     *("watchdog.*", "profile.*", "statistics.*", "alerts.*"),

@@ -42,6 +42,8 @@ def write(folder: Path, name: str, text: str) -> Path:
         ("profile.steps=[0,3]", "profile.steps", ["is not a range of steps"]),
         ("profile.steps=[5,9999]", "profile.steps", ["ends after the last step"]),
         ("profile.every=5", "profile.length", ["is not less than profile.every=5", "accepted: 1 to 4"]),
+        ("train.checks=[nan,inf]", "train.checks", ["contains 'inf'", "index, nan, div"]),
+        ("alerts.events=[nann]", "alerts.events", ["unknown event", "did you mean 'nan'?"]),
         ("statistics.every=0", "statistics.every", ["is out of range", "1 or more"]),
         ("profile.processes=[-1]", "profile.processes", ["contains a negative number"]),
         ("train.steps=1.5", "train.steps", ["=1.5", "is not an integer"]),

@@ -16,6 +16,8 @@ from maxhydra.record.log import printable
 
 # Kinds of inputs that a run records and compares when it resumes.
 INPUT_KINDS = ("base", "teacher", "reference", "data", "tokenizer", "template", "reward")
+# Kinds of train.checks.
+CHECKS = ("index", "nan", "div")
 # Largest train.loss_chunk that an error suggests.
 MAX_CHUNK_SHOWN = 2**16
 # File systems accept 255 bytes in a name and 4095 in a path; temporary files add a suffix to the name.
@@ -213,6 +215,9 @@ class Train(Schema):
     allow_no_learning: bool = False
     """Whether a run may finish that has learned nothing, because all updates (or all but the first) were skipped, all
     GRPO groups had equal rewards, or the loss never changed. false: its status is failed, with the reason."""
+    checks: list[str] = option([])
+    """Checks of every operation of a step: index (out of bounds), nan (a NaN result), div (by zero). The first that
+    fails ends the run as failed, with the operation and its source line. One device; compiling and steps are slow."""
     progress: Progress = Progress.auto
     """bar, lines or none; auto shows a bar on a terminal and lines otherwise."""
     sample: Sample = section(Sample)
@@ -223,6 +228,8 @@ class Train(Schema):
             yield Problem("train.z_loss", f"is not used by task={task}", value=self.z_loss, accepted="0")
 
     def check(self) -> Iterator[Problem]:
+        if unknown := [name for name in self.checks if name not in CHECKS]:
+            yield Problem("checks", f"contains {unknown[0]!r}", self.checks, accepted=", ".join(CHECKS))
         if self.ramp.start is not None and self.ramp.start >= self.per_device_batch_size:
             yield Problem(
                 "ramp.start",
