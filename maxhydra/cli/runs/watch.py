@@ -98,7 +98,7 @@ def declare_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def run_profile(args: argparse.Namespace) -> int:
-    """Summarize the profiles of a run: profile [RUN] [--json]; default: the newest run.
+    """Summarize the profiles of a run: profile [RUN or FOLDER] [--json]; default: the newest run.
 
     Time per step, idle time, collectives, and the operations that take most time. Profiles are written by
     profile.steps=[10,15], profile.every=1000, or `kill -USR2 PID` of a training process. To see a trace:
@@ -106,11 +106,13 @@ def run_profile(args: argparse.Namespace) -> int:
 
     maxhydra runs profile lr/3
     """
-    directory = _chosen_run(args, "runs profile")
-    folders = profile_folders(directory.path)
+    named = Path(args.name or "")
+    # Profiles of task=decode and serve are in a folder that is not a run.
+    path = named if args.name and profile_folders(named) else _chosen_run(args, "runs profile").path
+    folders = profile_folders(path)
     if not folders:
         hint = "train with profile.steps=[FIRST,LAST] or profile.every=N, or send SIGUSR2 to a running one"
-        raise ConfigError(Problem("runs profile", f"{directory.path} has no profiles", hint=hint))
+        raise ConfigError(Problem("runs profile", f"{path} has no profiles", hint=hint))
     try:
         summaries = {folder: summarize_profile(folder) for folder in folders}
     except ValueError as error:

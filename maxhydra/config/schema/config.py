@@ -22,6 +22,8 @@ from maxhydra.config.schema.run import Checkpoint, Run, Task, Tracker, Train
 DILOCO_TASKS = ("pretrain", "sft", "plan")
 
 TRAINING_TASKS = ("pretrain", "sft", "dpo", "grpo", "distill")
+# Tasks whose engine can be profiled.
+ENGINE_TASKS = ("decode", "serve")
 # Tasks that describe a training run without running it.
 DESCRIBING_TASKS = ("plan", "compile", "inspect", "inspect_data")
 
@@ -126,13 +128,15 @@ class Config(Schema):
             )
 
     def _profile_problems(self) -> Iterator[Problem]:
-        """Only training steps are profiled; tasks that plan or compile a training run accept its config."""
+        """Training steps and engines are profiled; tasks that plan or compile a training run accept its config."""
         is_set, name = bool(self.profile.steps) or self.profile.every is not None, self.task.name
-        if is_set and name not in (*TRAINING_TASKS, *DESCRIBING_TASKS):
+        profiled = (*TRAINING_TASKS, *ENGINE_TASKS)
+        if is_set and name not in (*profiled, *DESCRIBING_TASKS):
             key = "profile.steps" if self.profile.steps else "profile.every"
-            accepted = f"task={', '.join(TRAINING_TASKS)}"
-            yield Problem(key, f"profiles training steps, and task={name} does not train", accepted=accepted)
-        if len(self.profile.steps) == 2 and self.profile.steps[1] > self.train.steps:
+            reason = f"profiles training and decoding, and task={name} does neither"
+            yield Problem(key, reason, accepted=f"task={', '.join(profiled)}")
+        is_train = name not in ENGINE_TASKS
+        if is_train and len(self.profile.steps) == 2 and self.profile.steps[1] > self.train.steps:
             reason = f"ends after the last step, train.steps={self.train.steps}"
             yield Problem("profile.steps", reason, self.profile.steps, accepted=f"steps up to {self.train.steps}")
 

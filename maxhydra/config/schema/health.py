@@ -75,7 +75,8 @@ class Watchdog(Schema):
 class Profile(Schema):
     """Profiles of training steps (jax.profiler) in the folder `profile` of the run; see `maxhydra runs profile`.
 
-    SIGUSR2 profiles the next steps of the process that receives it.
+    SIGUSR2 profiles the next steps of the process that receives it. With task=decode and serve, a step is an iteration
+    of the engine, and the folder is in run.outputs/run.name.
     """
 
     steps: list[int] = option([])
