@@ -227,7 +227,8 @@ class Engine:
             for number in itertools.count(1):
                 if not self._admit():
                     break
-                with self._profiler.around(number, self._wait) if self._profiler else contextlib.nullcontext():
+                profiler = self._profiler
+                with profiler.profile_iteration(number, self._wait) if profiler else contextlib.nullcontext():
                     self._step()
         except Exception as error:
             self._failure = f"the engine failed: {type(error).__name__}: {error}"

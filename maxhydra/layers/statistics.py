@@ -24,9 +24,9 @@ def is_maximum(name: str) -> bool:
     return name.endswith("max")
 
 
-def add_aux(path: Any, left: jax.Array, right: jax.Array) -> jax.Array:
+def add_aux(path: Any, total: jax.Array, part: jax.Array) -> jax.Array:
     """Combine the aux outputs of two microbatches; `path` is that of the leaf."""
-    return jnp.maximum(left, right) if is_maximum(path[-1].key) else left + right.astype(left.dtype)
+    return jnp.maximum(total, part) if is_maximum(path[-1].key) else total + part.astype(total.dtype)
 
 
 def reduce_aux(aux: Any, axes: tuple[int, ...]) -> Any:

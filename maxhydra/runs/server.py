@@ -114,13 +114,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         host = self.headers.get("Host", "")
-        is_ours = is_allowed_host(host, self.server.names, port=self.server.server_port)
+        is_own_host = is_allowed_host(host, self.server.names, port=self.server.server_port)
         is_same_origin = self.headers.get("Origin", f"http://{host}") == f"http://{host}"
         is_json = self.headers.get("Content-Type", "").partition(";")[0].strip() == "application/json"
         is_local = ipaddress.ip_address(self.client_address[0].partition("%")[0]).is_loopback
         length = self.headers.get("Content-Length", "")
         self.close_connection = True
-        if not (is_ours and is_same_origin and is_json and is_local):
+        if not (is_own_host and is_same_origin and is_json and is_local):
             self._send(HTTPStatus.FORBIDDEN, b"only the page of this server may post, on its machine\n", "text/plain")
         elif self.path != "/api/profile" or not length.isdigit() or int(length) > MAX_BODY:
             self._send(HTTPStatus.NOT_FOUND, b'{"problem": "not found"}', "application/json")

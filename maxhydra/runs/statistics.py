@@ -41,16 +41,16 @@ def layer_grids(rows: Sequence[Row]) -> dict[tuple[str, str], Grid]:
 
 def summary_rows(row: Row) -> list[tuple[str, ...]]:
     """The smallest, median and largest value over the layers of one record, with the layers."""
-    table = []
+    table: list[tuple[str, ...]] = []
     for (statistic, part), grid in layer_grids([row]).items():
-        values = {layer: series[0] for layer, series in grid.items() if math.isfinite(series[0])}
-        bad = len(grid) - len(values)
-        low, high = (choose(values, key=values.__getitem__) for choose in (min, max)) if values else (None, None)
-        cells = [
-            *("" if low is None else format_number(values[low]), "" if low is None else str(low)),
-            format_number(statistics.median(values.values())) if values else "",
-            *(f"{bad} not finite" if bad else format_number(values[high]), "" if high is None else str(high)),
-        ]
+        ranked = sorted((series[0], layer) for layer, series in grid.items() if math.isfinite(series[0]))
+        bad = f"{len(grid) - len(ranked)} not finite" if len(ranked) < len(grid) else ""
+        if not ranked:
+            table.append((statistic, part, "", "", "", bad, ""))
+            continue
+        (low, low_layer), (high, high_layer) = ranked[0], ranked[-1]
+        median = statistics.median(value for value, _ in ranked)
+        cells = (format_number(low), str(low_layer), format_number(median), bad or format_number(high), str(high_layer))
         table.append((statistic, part, *cells))
     return table
 

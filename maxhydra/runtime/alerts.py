@@ -112,7 +112,7 @@ class _Sender:
         self._queue.put({"event": event, "text": text, "message": message, "step": step, "time": moment, **self._facts})
 
     def close(self) -> None:
-        """Deliver what is pending, within the timeout."""
+        """Deliver pending alerts, within the timeout."""
         self._queue.put(None)
         self._thread.join(self._settings.timeout)
         if self._thread.is_alive():

@@ -51,7 +51,7 @@ class Profiler:
         self._is_requested = True
 
     @contextlib.contextmanager
-    def around(self, step: int, wait: Callable[[], None]) -> Iterator[None]:
+    def profile_iteration(self, step: int, wait: Callable[[], None]) -> Iterator[None]:
         """Run a step inside, profiled if that is due; `wait` waits until the device has completed it."""
         if self.is_due(step):
             self.start(step)

@@ -49,7 +49,7 @@ class UsageSampler:
             try:
                 values = self._sample()
             except Exception as error:
-                log.warning("system/* is no longer recorded: %s: %s", type(error).__name__, error)
+                log.warning("stopped recording system/*: %s: %s", type(error).__name__, error)
                 return
             with self._lock:
                 for name, value in values.items():

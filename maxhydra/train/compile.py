@@ -115,7 +115,7 @@ def add_checks(step: StepFn, checks: Sequence[str]) -> Callable[..., Any]:
 
 def _source_line(traceback: Any) -> str:
     """The innermost source line outside of jax and flax."""
-    libraries = tuple(os.path.dirname(module.__file__) for module in (jax, flax))
+    libraries = tuple(os.path.dirname(str(module.__file__)) for module in (jax, flax))
     frames = [frame for frame in traceback.frames if not frame.file_name.startswith(libraries)]
     return f"{frames[0].file_name}:{frames[0].line_num} ({frames[0].function_name})" if frames else "an unknown line"
 

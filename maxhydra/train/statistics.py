@@ -2,7 +2,7 @@
 
 The step reduces them to a few numbers per layer on the devices; a thread reads those and writes them to
 statistics.jsonl, in the format of metrics.jsonl. A name is STATISTIC/PART/LAYER, such as grad_norm/mlp/3, or
-STATISTIC/PART for what is outside of the layers, such as weight_max/embedding. With pipeline stages and stacked layers
+STATISTIC/PART for parts outside of the layers, such as weight_max/embedding. With pipeline stages and stacked layers
 the reduction is per layer all the same.
 """
 

@@ -39,7 +39,7 @@ def test_grids_and_summary(run: Path) -> None:
     assert set(grids) == {("grad_norm", "mlp"), ("loss", "position")}
     assert list(grids["grad_norm", "mlp"]) == list(range(LAYERS)) and grids["grad_norm", "mlp"][1][:2] == [500, 1000]
     assert summary_rows(rows[0]) == [
-        ("grad_norm", "mlp", "50.00", "0", "50,000", "50,000,000", "6"),
+        ("grad_norm", "mlp", "50.00", "0", "50,000", "50,000,000", "69"),
         ("loss", "position", "4.000", "15", "4.500", "5.000", "0"),
     ]
     assert summary_rows(rows[-1])[1] == ("loss", "position", "5.000", "0", "5.000", "1 not finite", "0")
