@@ -1,10 +1,11 @@
-"""Cost of watchdog, goodput and profiler hooks per training step, with no profile active. One JSON line.
+"""Cost of all that observes a run: statistics of layers, watchdog, machine curves, profiler hooks. One JSON line.
 
-python bench/watch_overhead.py [--rounds 30] [--steps 20] [OVERRIDE ...]
+python bench/watch_overhead.py [--rounds 30] [--steps 50] [OVERRIDE ...]
 
-Blocks of steps with and without the hooks alternate in one process, with one compiled step. `ratio` is the median of
-the ratios of neighbouring blocks; `hooks_us` is the time of the hooks alone, for machines on which other processes
-change the time of a step by more than 1 %.
+Blocks of steps with and without them alternate in one process. A block has one step with statistics (statistics.every =
+--steps). `ratio` is the median of the ratios of neighbouring blocks, `cpu_ratio` that of their CPU times, for machines
+on which other processes change the time of a step by more than 1 %. `statistics_ratio` is the time of the step with
+statistics by that of the usual one, and `hooks_us` the time of all hooks of one step.
 """
 
 import argparse
@@ -20,8 +21,12 @@ import jax
 from maxhydra import runtime
 from maxhydra.config.compose.composer import compose
 from maxhydra.measure.training import prepare
+from maxhydra.record import MetricsWriter
 from maxhydra.runtime.profiler import Profiler
+from maxhydra.runtime.usage import UsageSampler
 from maxhydra.runtime.watchdog import Watchdog
+from maxhydra.train.compile import compile_step
+from maxhydra.train.statistics import StatisticsLogger
 
 CALLS = 20_000
 
@@ -29,13 +34,17 @@ CALLS = 20_000
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("overrides", nargs="*", default=["model=micro"])
     args = parser.parse_args()
     config = compose(args.overrides).config
     compiled = prepare(config, runtime.start(config.hardware))
-    state, loader, folder = compiled.training.states.create(0), compiled.loader, Path(tempfile.mkdtemp())
+    training, loader, folder = compiled.training, compiled.loader, Path(tempfile.mkdtemp())
+    state = training.states.create(0)
+    recording, _ = compile_step(training.states, training.loss, config.train, loader.peek(), has_statistics=True)
     watchdog, profiler = Watchdog(config.watchdog, folder), Profiler(config.profile, folder)
+    logger = StatisticsLogger(args.steps, recording, lambda: MetricsWriter(folder / "statistics.jsonl"), config.model)
+    usage = UsageSampler(config.statistics.system_seconds)
     watchdog.start(0)
 
     def plain(step: int) -> jax.Array:
@@ -43,37 +52,45 @@ def main() -> None:
         state, metrics = compiled.step(state, next(loader))
         return metrics["loss"]
 
-    def hooked(step: int) -> jax.Array:
+    def observed(step: int) -> jax.Array:
+        nonlocal state
         profiler.is_due(step)
         with profiler.annotate(step):
-            loss = plain(step)
-        watchdog.count_step(step, loss)
+            state, metrics = logger.choose(step, compiled.step)(state, next(loader))
+        logger.log(step, metrics)
+        watchdog.count_step(step, metrics["loss"])
         profiler.is_complete(step)
-        return loss
+        return metrics["loss"]
 
-    def block(take_step: Callable[[int], jax.Array]) -> float:
-        start = time.perf_counter()
-        losses = [take_step(step) for step in range(args.steps)]
-        jax.block_until_ready(losses)
-        return (time.perf_counter() - start) / args.steps
+    def block(take_step: Callable[[int], jax.Array], steps: int = args.steps) -> tuple[float, float]:
+        """Time and CPU time per step."""
+        start, cpu = time.perf_counter(), time.process_time()
+        jax.block_until_ready([take_step(step) for step in range(args.steps - steps + 1, args.steps + 1)])
+        logger.flush()
+        return (time.perf_counter() - start) / steps, (time.process_time() - cpu) / steps
 
     block(plain)
-    pairs = [(block(hooked), block(plain)) for _ in range(args.rounds)]
+    block(observed)
+    pairs = [(block(observed), block(plain)) for _ in range(args.rounds)]
+    single = [(block(observed, 1)[1], block(plain, 1)[1]) for _ in range(args.rounds)]
     loss = plain(0)
     start = time.perf_counter()
     for step in range(CALLS):
         profiler.is_due(step)
         with profiler.annotate(step):
-            pass
+            logger.choose(1, plain)
+        logger.log(step, {})
         watchdog.count_step(step, loss)
         profiler.is_complete(step)
     hooks = (time.perf_counter() - start) / CALLS
-    watchdog.close()
-    loader.close()
-    step_s = statistics.median(bare for _, bare in pairs)
+    for item in (watchdog, usage, logger, loader):
+        item.close()
+    step_s = statistics.median(bare for _, (bare, _) in pairs)
     figures = {
         "step_ms": round(1e3 * step_s, 3),
-        "ratio": round(statistics.median(on / off for on, off in pairs), 4),
+        "ratio": round(statistics.median(on / off for (on, _), (off, _) in pairs), 4),
+        "cpu_ratio": round(statistics.median(on / off for (_, on), (_, off) in pairs), 4),
+        "statistics_ratio": round(statistics.median(on / off for on, off in single), 3),
         "hooks_us": round(1e6 * hooks, 2),
         "hooks_share": round(hooks / step_s, 6),
     }

@@ -58,10 +58,10 @@ FREE_KEYS = (
     *("task.engine.max_batch", "task.engine.cache_tokens", "task.engine.page_size", "task.engine.max_context"),
     *("task.engine.prefill_chunk", "task.engine.burst", "task.engine.warm_up", "task.engine.prefix_cache"),
     *("data.workers", "data.prefetch", "data.cache", "data.fingerprint", "reward.workers", "reward.timeout"),
-    *("reward.memory_limit_gib", "train.allow_no_learning"),
+    *("reward.memory_limit_gib", "train.allow_no_learning", "train.checks"),
     # Reactions to faults that end a session: the next one may continue past them.
     *("train.on_nonfinite", "train.spike.*", "data.on_error", "data.max_characters", "reward.on_error"),
-    *("watchdog.*", "profile.*"),
+    *("watchdog.*", "profile.*", "statistics.*", "alerts.*"),
     # A mixture continues each source at its position with the new shares (data/stream.py).
     *("data.weights*", "data.temperature"),
     # No effect on the weights' function: the option file of the model, and the longest sequence that it accepts.

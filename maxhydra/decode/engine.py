@@ -6,6 +6,8 @@ out to be finished has by then sampled one token too many, which is dropped; the
 overwritten before anyone reads them.
 """
 
+import contextlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -31,6 +33,7 @@ from maxhydra.decode.steps import CompiledSteps, MultiStepKey
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.layers import PagedCacheSpec
 from maxhydra.model import ModelDef
+from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.progress import open_item_progress
 from maxhydra.sharding import Sharder
 
@@ -83,8 +86,10 @@ class Engine:
         *,
         sharder: Sharder,
         eos: Collection[int],
+        profiler: Profiler | None = None,
     ):
-        """`eos`: token ids that end a completion."""
+        """`eos`: token ids that end a completion. `profiler`: profiles iterations, counted from 1."""
+        self._profiler = profiler
         self._tokenizer, self._eos = tokenizer, frozenset(eos)
         self._vocab_size, self._max_batch = model.config.vocab_size, config.max_batch
         self._max_context = config.max_context or model.config.context_length
@@ -219,8 +224,12 @@ class Engine:
     def _run(self) -> None:
         """Run iterations until closed. After any failure, every handle receives an error."""
         try:
-            while self._admit():
-                self._step()
+            for number in itertools.count(1):
+                if not self._admit():
+                    break
+                profiler = self._profiler
+                with profiler.profile_iteration(number, self._wait) if profiler else contextlib.nullcontext():
+                    self._step()
         except Exception as error:
             self._failure = f"the engine failed: {type(error).__name__}: {error}"
         finally:
@@ -231,6 +240,9 @@ class Engine:
                 else:
                     sequence.cancel()
             self._programs.close()
+
+    def _wait(self) -> None:
+        jax.block_until_ready(self._slot_state)
 
     def _admit(self) -> bool:
         """Wait for work, then queue new sequences and swap in new weights; return False if closing."""

@@ -26,6 +26,7 @@ from maxhydra.convert.load import load_weights, stored_format
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.model import ModelDef
+from maxhydra.runtime.profiler import Profiler
 from maxhydra.sharding import Sharder
 
 # Tokenizer keys that change the ids of a text.
@@ -168,8 +169,10 @@ def load_params(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:
     )
 
 
-def open_engine(config: Config, engine: EngineConfig, prompts: PromptEncoder) -> Engine:
+def open_engine(
+    config: Config, engine: EngineConfig, prompts: PromptEncoder, *, profiler: Profiler | None = None
+) -> Engine:
     """Load the weights and start the engine."""
     decoder, sharder = build_model(config)
     params = load_params(config, decoder, sharder)
-    return Engine(decoder, params, prompts.tokenizer, engine, sharder=sharder, eos=prompts.eos_ids)
+    return Engine(decoder, params, prompts.tokenizer, engine, sharder=sharder, eos=prompts.eos_ids, profiler=profiler)

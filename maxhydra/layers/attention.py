@@ -19,12 +19,13 @@ from maxhydra.kernels.matmul import Layout
 from maxhydra.kernels.paged_attention import Pages, find_backend, paged_attention, write_prompts
 from maxhydra.kernels.qkv_rope import qkv_rope
 from maxhydra.layers.context import Context, KernelChoice, kernel_errors_as_config_errors
-from maxhydra.layers.interfaces import MixerOutput, visible_in_chunk, visible_keys
+from maxhydra.layers.interfaces import AuxOutputs, MixerOutput, visible_in_chunk, visible_keys
 from maxhydra.layers.kv_cache import Cache, CacheSpec, KeysValues, NoCache
 from maxhydra.layers.linear import Linear, are_bare, fused_matmul, project_together
 from maxhydra.layers.norm import Norm, NormSpec, PlainNorm
 from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
 from maxhydra.layers.rope import Rotation, cos_and_sin, paged_rope_factors, rotate
+from maxhydra.layers.statistics import logit_statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +140,11 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> MixerOutput:
-        pages, shared = self.usable_pages(x_BTD, ctx), None
+        pages, shared, aux = self.usable_pages(x_BTD, ctx), None, {}
         if pages is None:
-            attended_BTNH, cache, shared = self.mix_heads(self._heads(x_BTD, ctx), ctx)
+            heads = self._heads(x_BTD, ctx)
+            attended_BTNH, cache, shared = self.mix_heads(heads, ctx)
+            aux = self._statistics(heads, shared, ctx) if ctx.has_statistics else {}
         else:
             attended_BTNH, cache = self.mix_pages(self._qkv_heads(x_BTD, ctx)[None], pages, ctx, next_weight=None)
         attended_BTNH = ctx.constrain(attended_BTNH, "act_batch", "act_length", "act_heads", None)
@@ -152,7 +155,7 @@ class Attention(nnx.Module):
         out_BTD = self.out(attended_BTNH, ctx)
         out_BTD = ctx.to_stream(out_BTD)
         return MixerOutput(
-            checkpoint_name(out_BTD, "attention_out"), cache, {}, shared if self.spec.is_shared else None
+            checkpoint_name(out_BTD, "attention_out"), cache, aux, shared if self.spec.is_shared else None
         )
 
     def empty_cache(self, cache_spec: CacheSpec, layers: int) -> Cache:
@@ -216,6 +219,11 @@ class Attention(nnx.Module):
         q_BTNH, own = self._place_heads(heads, ctx)
         keys_values, cache = self._update_cache(own, ctx)
         return self._attend(q_BTNH, keys_values, ctx), cache, keys_values
+
+    def _statistics(self, heads: tuple[jax.Array, ...], keys_values: KeysValues, ctx: Context) -> AuxOutputs:
+        segments_BT = chunk_segments(ctx.segments, ctx.positions, self.spec.chunk)
+        q_BTNH = self._place_heads(heads, ctx)[0]
+        return logit_statistics(q_BTNH, keys_values.key_BSKH, self._request(ctx), ctx, segments_BT=segments_BT)
 
     def _place_heads(
         self, heads: tuple[jax.Array, ...], ctx: Context

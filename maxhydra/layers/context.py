@@ -6,6 +6,7 @@ Also the kernel choices of the config: a requested backend that does not support
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,11 +20,26 @@ from maxhydra.kernels.tiles import Sizes
 from maxhydra.layers.kv_cache import PageTable
 from maxhydra.sharding import LogicalAxes, Sharder
 
+_collects_statistics: ContextVar[bool] = ContextVar("collects_statistics", default=False)
+
+
+@contextmanager
+def collect_statistics(is_on: bool) -> Iterator[None]:
+    """Set `has_statistics` of the contexts of training batches that are created inside, while a step is traced.
+
+    A loss creates its own context, and only the step knows whether statistics are due.
+    """
+    token = _collects_statistics.set(is_on)
+    try:
+        yield
+    finally:
+        _collects_statistics.reset(token)
+
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["positions", "segments", "cache", "dropout_key", "rows", "layer_input", "shared", "output_index"],
-    meta_fields=["sharder", "is_adapted", "is_fresh"],
+    meta_fields=["sharder", "is_adapted", "is_fresh", "has_statistics"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
@@ -56,6 +72,8 @@ class Context:
     """Whether the adapter is applied; without it the model gives the outputs of its base."""
     is_fresh: bool = False
     """Whether every row starts with the tokens of this call, padding behind them: the cache is still empty."""
+    has_statistics: bool = False
+    """Whether sub-layers add statistics of their activations (layers/statistics.py) to their aux outputs."""
 
     @classmethod
     def of_batch(
@@ -74,6 +92,7 @@ class Context:
             cache=None,
             dropout_key=key,
             is_adapted=is_adapted,
+            has_statistics=_collects_statistics.get(),
         )
 
     @property

@@ -14,7 +14,8 @@ from maxhydra.layers.kv_cache import Cache, CacheSpec
 from maxhydra.layers.params import ParamBuilder
 
 AuxOutputs = dict[str, jax.Array]
-"""Auxiliary outputs of a sub-layer by name: sums over tokens, which add up over microbatches."""
+"""Auxiliary outputs of a sub-layer by name: sums over tokens, which add up over microbatches, and maxima, whose names
+end in `max` (layers/statistics.py)."""
 
 
 def with_aux_losses(aux: Any) -> Any:

@@ -31,6 +31,7 @@ from maxhydra.layers.linear import Linear
 from maxhydra.layers.norm import RMSNorm
 from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
 from maxhydra.layers.rope import Rotation, rotate
+from maxhydra.layers.statistics import logit_statistics
 
 # Epsilon of the latent norms, independent of the model's.
 NORM_EPS = 1e-6
@@ -154,6 +155,7 @@ class Mla(nnx.Module):
         q_BTNH, low_rank_BTQ = self._queries(x_BTD, ctx)
         view, cache = self._update_cache(x_BTD, ctx)
         aux: AuxOutputs = {}
+        statistics: AuxOutputs = {}
         if self.indexer is not None and view.index_BSI is not None:
             visible_BTS = self._visible(view, q_BTNH.shape[1])
             scores_BTS = self.indexer(x_BTD, low_rank_BTQ, view.index_BSI, visible_BTS, ctx)
@@ -163,13 +165,15 @@ class Mla(nnx.Module):
         else:
             k_BSNH, v_BSNV = self._keys_values(view, ctx)
             attended_BTNV = self._attend(q_BTNH, k_BSNH, v_BSNV, view, ctx)
+            seen = {"segments_BT": ctx.segments, "selected_BTS": view.tokens.selected_BTS}
+            statistics = logit_statistics(q_BTNH, k_BSNH, self._request, ctx, **seen)
             if self.indexer is not None and ctx.cache is None:
                 attended_BTS = self._visible(view, q_BTNH.shape[1]) & ctx.is_real_BT[:, :, None]
                 aux = self.indexer.aux_loss(scores_BTS, q_BTNH, k_BSNH, attended_BTS, scale=self.spec.scale)
         attended_BTNV = ctx.constrain(attended_BTNV, "act_batch", "act_length", "act_heads", None)
         out_BTD = self.out(checkpoint_name(attended_BTNV, "context"), ctx)
         out_BTD = ctx.to_stream(out_BTD)
-        return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, aux)
+        return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, aux | statistics)
 
     def empty_cache(self, cache_spec: CacheSpec, layers: int) -> Cache:
         """Latents are cached as values, since attention sums over them, and rotated and indexer keys as keys."""

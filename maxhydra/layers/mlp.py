@@ -17,6 +17,7 @@ from maxhydra.layers.fused_decode import can_gate, fused_projection
 from maxhydra.layers.interfaces import AuxOutputs, FeedForwardOutput
 from maxhydra.layers.linear import Linear, project_together
 from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
+from maxhydra.layers.statistics import unit_statistics
 
 ACTIVATIONS: dict[config.Activation, Callable[[jax.Array], jax.Array]] = {
     config.Activation.silu: jax.nn.silu,
@@ -77,9 +78,9 @@ class Mlp(nnx.Module):
 
     @jax.named_scope("mlp")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> FeedForwardOutput:
-        out_BTD = self.down(self._hidden(x_BTD, ctx), ctx)
-        out_BTD = ctx.to_stream(out_BTD)
-        return FeedForwardOutput(checkpoint_name(out_BTD, "mlp_out"), {})
+        hidden_BTF = self._hidden(x_BTD, ctx)
+        out_BTD = ctx.to_stream(self.down(hidden_BTF, ctx))
+        return FeedForwardOutput(checkpoint_name(out_BTD, "mlp_out"), unit_statistics(hidden_BTF, ctx))
 
     @property
     def plain_kernels(self) -> tuple[jax.Array, jax.Array, jax.Array] | None:

@@ -39,6 +39,7 @@ from maxhydra.layers import (
     dropout,
     norm_with_residual,
 )
+from maxhydra.layers.statistics import LAYER, activation_statistics
 
 MIXERS: dict[config.Mixer, type[AttentionSpec] | type[DeltaSpec] | type[MlaSpec]] = {
     config.Mixer.attention: AttentionSpec,
@@ -159,7 +160,10 @@ class Block(nnx.Module):
         branch_BTD = apply_norm(self.mlp_post_norm, feed_forward.out_BTD)
         x_BTD = add_residual(x_BTD, dropout(branch_BTD, ctx.key(1), rate=rate), ctx)
 
-        return BlockOutput(self.add_layer_input(x_BTD, ctx), mixer.cache, drop_empty(aux), mixer.shared)
+        x_BTD = self.add_layer_input(x_BTD, ctx)
+        activations = {"attention": mixer.out_BTD, "mlp": feed_forward.out_BTD, "stream": x_BTD}
+        aux[LAYER] = activation_statistics(activations, ctx)
+        return BlockOutput(x_BTD, mixer.cache, drop_empty(aux), mixer.shared)
 
     def split_norm(self, norm: Norm | None, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """Return the residual stream and its norm, the input of a branch."""

@@ -27,6 +27,7 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.hardware import STAGE
 from maxhydra.layers import Context
 from maxhydra.layers.quant.training import AmaxHistory
+from maxhydra.layers.statistics import reduce_aux
 from maxhydra.model.pattern import Pattern, PatternOutput, Repetitions
 from maxhydra.sharding import PipelineSchedule, Sharder, Work
 
@@ -149,7 +150,7 @@ class _Stage:
     def run(
         self, stage_1: jax.Array, stacked: Repetitions, rows_O1IGTD: jax.Array, tokens: Tree, key: jax.Array | None
     ) -> tuple[jax.Array, tuple[list[jax.Array], list[Any]]]:
-        """Output rows [O, 1, I, G, T, D]; layer outputs and aux outputs [R, 1, C, ...], the latter summed over rows."""
+        """Output rows [O, 1, I, G, T, D]; layer outputs and aux outputs [R, 1, C, ...], these combined over rows."""
         schedule, stage = self.schedule, stage_1[0]
         ctx = dataclasses.replace(self.ctx, sharder=self.ctx.sharder.inside_stage())
         weights = [_Weights.of(weights, ctx.sharder, self.accum_dtype) for weights in stacked.weights]
@@ -175,7 +176,7 @@ class _Stage:
         O, _, I, *_ = rows_O1IGTD.shape
         out_OIGTD = jnp.moveaxis(rings.stored_GmTD.reshape(-1, O, I, *rings.stored_GmTD.shape[2:]), 0, 2)
         layer_outputs = jax.tree.map(lambda x: self._by_repeat(x, stage), layer_outputs)
-        aux = jax.tree.map(lambda x: jnp.sum(self._by_repeat(x, stage), axis=(3, 4)), aux)
+        aux = reduce_aux(jax.tree.map(lambda x: self._by_repeat(x, stage), aux), axes=(3, 4))
         return out_OIGTD[:, None], (layer_outputs, aux)
 
     def _work(self, tick: jax.Array, stage: jax.Array) -> Work:

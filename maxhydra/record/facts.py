@@ -23,6 +23,8 @@ RUN_FORMAT = 2
 FACTS, DAMAGED = "run.json", "run.json.damaged"
 # The folder of profiles, its file of op_names by operation, and the event around each step in a trace.
 PROFILES, OPERATIONS, STEP_EVENT = "profile", "operations.json", "train"
+# Statistics of layers, one line per recorded step in the format of metrics.jsonl.
+STATISTICS = "statistics.jsonl"
 # Optional facts by the type that readers expect; null is accepted for all.
 _OBJECTS = ("objective", "git", "choices", "timings", "packages", "variables", "metrics")
 _TEXTS = ("name", "task", "reason", "notes", "host", "sample", "config_dir")

@@ -15,7 +15,9 @@ HIDDEN = "***"
 _NOT_REFERENCES = frozenset(("run.name", "run.outputs"))
 
 # A key with one of these words, or these consecutive pairs of words, has a secret value.
-_SECRET_WORDS = frozenset(("secret", "password", "passwd", "passphrase", "credential", "credentials", "apikey"))
+_SECRET_WORDS = frozenset(
+    ("secret", "password", "passwd", "passphrase", "credential", "credentials", "apikey", "webhook")
+)
 _SECRET_PAIRS = frozenset((("api", "key"), ("access", "key"), ("private", "key"), ("auth", "key")))
 # So does a key with `token`, unless one of these words marks it as a text token or a count.
 _TEXT_TOKENS = frozenset(("bos", "eos", "pad", "unk", "sep", "cls", "mask", "id", "ids", "per", "next", "special"))

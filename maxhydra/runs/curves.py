@@ -48,9 +48,15 @@ _CHARTS: dict[str, dict[str, str]] = {
     "Tokens per second": {"tokens_per_second": "tokens/s"},
     "Model FLOPs utilization": {"mfu": "MFU"},
     "TFLOP/s per device": {"tflops_per_device": "TFLOP/s"},
+    "Device memory (GiB)": {"system/device_memory_gib": "in use", "system/device_memory_peak_gib": "peak"},
+    "GPU utilization": {"system/gpu_utilization": "GPUs"},
+    "GPU power (W)": {"system/gpu_power_w": "all GPUs"},
+    "Host memory of the process (GiB)": {"system/host_rss_gib": "resident"},
+    "Host": {"system/cpu_share": "CPU of the process", "system/host_memory_share": "memory in use"},
 }
-_FROM_ZERO = ("tokens_per_second", "mfu", "tflops_per_device")
-_SHARES = ("mfu",)
+_SYSTEM_USAGE = tuple(metric for lines in _CHARTS.values() for metric in lines if metric.startswith("system/"))
+_FROM_ZERO = ("tokens_per_second", "mfu", "tflops_per_device", *_SYSTEM_USAGE)
+_SHARES = ("mfu", "system/gpu_utilization", "system/cpu_share", "system/host_memory_share")
 # Metrics without noise, which smoothing would distort.
 _EXACT = ("learning_rate", "eval/")
 # Metrics that duplicate one above, or are not worth plotting.

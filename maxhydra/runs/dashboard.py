@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -10,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxhydra.config.errors import ConfigError
+from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.record import scan_metrics
+from maxhydra.record.atomic_io import is_alive
 from maxhydra.record.metrics import Row
 from maxhydra.record.redact import redact_text
 from maxhydra.runs import query
 from maxhydra.runs.compare import compare
 from maxhydra.runs.curves import compare_charts, encode, is_system
+from maxhydra.runs.profile import COLUMNS, profile_folders, summarize_profile
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.rerun import rerun_command
 from maxhydra.runs.rollouts import describe, find_rollouts, kinds_of, parse_query
@@ -25,6 +28,7 @@ from maxhydra.runs.rollouts import describe, find_rollouts, kinds_of, parse_quer
 REFRESH_SECONDS = 1.5
 POINTS = 1000
 LOG_BYTES = 64 * 1024
+SHOWN_PROFILES = 3
 # Number of runs whose parsed metrics are cached.
 CACHED_RUNS = 32
 # Metrics of each run in the table.
@@ -118,6 +122,36 @@ class Dashboard:
             "facts": [_facts(run, each) for run, each in zip(selected, facts, strict=True)],
         }
 
+    def request_profile(self, path: str) -> dict[str, Any]:
+        """Ask a live run on this machine for a profile of its next steps; ConfigError if that is impossible."""
+        with self._lock:
+            found = self._known_runs([path])
+            if not found:
+                raise KeyError(path)
+            session = self.registry.facts(found[0])["sessions"][-1]
+        pid = session["pid"]
+        is_live = found[0].status == "running" and is_alive(session["host"], pid, session["pid_started"])
+        if not is_live or not _catches_profile_signal(pid):
+            reason = "is not a training run that is alive on the machine of the dashboard"
+            raise ConfigError(Problem("run", reason, path, hint="on its own machine: kill -USR2 PID"))
+        os.kill(pid, signal.SIGUSR2)
+        return {"requested": path}
+
+    def profiles(self, path: str) -> dict[str, Any]:
+        """Summaries of a run's profiles, newest first."""
+        with self._lock:
+            (run,) = self._known_runs([path])
+            folder = self.registry.directory(run).path
+        found = []
+        for profile in reversed(profile_folders(folder)[-SHOWN_PROFILES:]):
+            try:
+                summary = summarize_profile(profile)
+            except ValueError:
+                continue  # being written
+            texts = {"name": profile.name, "text": summary.text, "parts": summary.parts_text}
+            found.append({**texts, "columns": COLUMNS, "rows": summary.rows})
+        return {"profiles": found}
+
     def log(self, path: str) -> dict[str, Any]:
         """Last part of a run's log."""
         with self._lock:
@@ -204,6 +238,16 @@ def _facts(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
         "jax": packages.get("jax"),
         "timings": facts.get("timings") or {},
     }
+
+
+def _catches_profile_signal(pid: int) -> bool:
+    """Whether a process handles SIGUSR2, which would end any other."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return bool(caught >> (signal.SIGUSR2 - 1) & 1)
 
 
 def machine(folder: Path) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from maxhydra.runs.plan_picture import plan_section
 from maxhydra.runs.profile import profile_section
 from maxhydra.runs.rollouts import rollouts_section
 from maxhydra.runs.settings import get_setting, list_settings, read_config_text
+from maxhydra.runs.statistics import statistics_section
 from maxhydra.runs.summary import (
     Facts,
     KeyNumber,
@@ -39,7 +40,7 @@ from maxhydra.runs.summary import (
 )
 
 # Files next to the report that it links to.
-_FILES = ("config.yaml", "metrics.jsonl", "log.txt", "run.json", "plan.json", "diff.patch")
+_FILES = ("config.yaml", "metrics.jsonl", "statistics.jsonl", "log.txt", "run.json", "plan.json", "diff.patch")
 # Packages that affect results; the others are in a collapsed section.
 _MAIN_PACKAGES = ("maxhydra", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -56,6 +57,7 @@ def write_report(run: RunDirectory) -> Path:
         controls=curve_controls(),
         charts=_charts(run_charts),
         plan=plan_section(run.path),
+        statistics=statistics_section(run.path),
         profile=profile_section(run.path),
         rollouts=rollouts_section(run.path) or Html(),
         sample=_sample(facts.get("sample")),

@@ -1,12 +1,17 @@
-"""HTTP server of the dashboard: read-only, and only for requests that address it by its own host name.
+"""HTTP server of the dashboard, only for requests that address it by its own host name.
 
 DNS rebinding protection: a page of another site can make a browser send requests to 127.0.0.1, also under a host name
 that resolves to it; such requests carry a different Host header and are rejected.
+
+The only change that a request can cause is a profile of a live run, by POST from a client on this machine. A page of
+another site cannot send it: JSON needs a CORS preflight, which is not answered, and an Origin header must be ours.
 """
 
+import ipaddress
 import json
 import sys
 import threading
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -30,6 +35,8 @@ HEADERS = {
 MAX_RUNS = 32
 # Maximum number of fields in the query of a request.
 MAX_FIELDS = 1000
+# Maximum size of the body of a request.
+MAX_BODY = 10_000
 
 
 class Server(ThreadingHTTPServer):
@@ -62,6 +69,8 @@ class Server(ThreadingHTTPServer):
                 return dashboard.curves(runs)
             case "/api/compare":
                 return dashboard.compare(runs)
+            case "/api/profiles":
+                return dashboard.profiles(query["run"][0])
             case "/api/log":
                 return dashboard.log(query["run"][0])
             case "/api/rollouts":
@@ -103,12 +112,28 @@ class _Handler(BaseHTTPRequestHandler):
         elif url.path == "/favicon.ico":
             self._send(HTTPStatus.NO_CONTENT, b"", "image/x-icon")
         else:
-            self._send_json(url.path, query)
+            self._send_json(lambda: self.server.api_response(url.path, query))
 
-    def _send_json(self, path: str, query: dict[str, list[str]]) -> None:
+    def do_POST(self) -> None:
+        host = self.headers.get("Host", "")
+        is_own_host = is_allowed_host(host, self.server.names, port=self.server.server_port)
+        is_same_origin = self.headers.get("Origin", f"http://{host}") == f"http://{host}"
+        is_json = self.headers.get("Content-Type", "").partition(";")[0].strip() == "application/json"
+        is_local = ipaddress.ip_address(self.client_address[0].partition("%")[0]).is_loopback
+        length = self.headers.get("Content-Length", "")
+        self.close_connection = True
+        if not (is_own_host and is_same_origin and is_json and is_local):
+            self._send(HTTPStatus.FORBIDDEN, b"only the page of this server may post, on its machine\n", "text/plain")
+        elif self.path != "/api/profile" or not length.isdigit() or int(length) > MAX_BODY:
+            self._send(HTTPStatus.NOT_FOUND, b'{"problem": "not found"}', "application/json")
+        else:
+            body = self.rfile.read(int(length))
+            self._send_json(lambda: self.server.dashboard.request_profile(str(json.loads(body)["run"])))
+
+    def _send_json(self, respond: Callable[[], Any]) -> None:
         try:
-            content = to_json(self.server.api_response(path, query))
-        except (KeyError, ValueError):
+            content = to_json(respond())
+        except (KeyError, ValueError, TypeError):
             self._send(HTTPStatus.NOT_FOUND, b'{"problem": "not found"}', "application/json")
         except ConfigError as error:
             self._send(HTTPStatus.BAD_REQUEST, json.dumps({"problem": str(error)}).encode(), "application/json")

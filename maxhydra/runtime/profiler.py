@@ -1,4 +1,4 @@
-"""Profiles of training steps: XPlane traces of jax.profiler in the run folder, readable by XProf and Perfetto.
+"""Profiles of training steps or engine iterations: XPlane traces of jax.profiler, readable by XProf and Perfetto.
 
 A profile starts at the steps of `profile.steps` and `profile.every`, and at the next step after SIGUSR2. The device
 completes all earlier steps first, so that a profile contains whole steps; neither that nor writing the files counts as
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from maxhydra.config.schema.run import Profile
+from maxhydra.config.schema.health import Profile
 from maxhydra.record.facts import OPERATIONS, PROFILES, STEP_EVENT
 from maxhydra.runtime import signals
 
@@ -39,6 +39,27 @@ class Profiler:
         self._process = process
         self._last: int | None = None
         self._target = Path()
+        self._is_requested = False
+
+    @property
+    def folder(self) -> Path:
+        """The folder that contains a folder for each profile."""
+        return self._folder / PROFILES
+
+    def request(self) -> None:
+        """Start a profile with the next step, as SIGUSR2 does; from any thread."""
+        self._is_requested = True
+
+    @contextlib.contextmanager
+    def profile_iteration(self, step: int, wait: Callable[[], None]) -> Iterator[None]:
+        """Run a step inside, profiled if that is due; `wait` waits until the device has completed it."""
+        if self.is_due(step):
+            self.start(step)
+        with self.annotate(step):
+            yield
+        if self.is_complete(step):
+            wait()
+            self.stop()
 
     def is_due(self, step: int) -> bool:
         """Whether a profile starts before this step."""
@@ -46,7 +67,8 @@ class Profiler:
             return False
         settings = self._settings
         # A signal asks the process that receives it, whichever that is.
-        is_requested = signals.take_profile_request()
+        is_requested = signals.take_profile_request() or self._is_requested
+        self._is_requested = False
         if self._process not in settings.processes:
             return is_requested
         is_periodic = settings.every is not None and step % settings.every == 0
@@ -57,7 +79,7 @@ class Profiler:
         is_range = step in self._settings.steps[:1]
         self._last = self._settings.steps[1] if is_range else step + self._settings.length - 1
         name = f"step_{step:05d}" + (f"-process_{self._process}" if self._process else "")
-        self._target = self._folder / PROFILES / name
+        self._target = self.folder / name
         options = jax.profiler.ProfileOptions()
         # Calls of Python functions would be most events of the trace, and slow down the host.
         options.python_tracer_level = 0

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxhydra.config.schema.run import Watchdog as Settings
-from maxhydra.runtime import peers, signals
+from maxhydra.config.schema.health import Watchdog as Settings
+from maxhydra.runtime import alerts, peers, signals
 
 log = logging.getLogger("maxhydra")
 POLL_SECONDS = 1.0
@@ -121,6 +121,7 @@ class Watchdog:
             self._hung_since = now
             self.write_stacks(self._reason(now))
             peers.request_stacks(self._reason(now))
+            alerts.send("stall", self._reason(now), step=self._step + 1)
         elif self._settings.end_seconds is not None and now - self._hung_since > self._settings.end_seconds:
             peers.end_run(f"{self._reason(now)}; the Python stacks of all threads are in stacks-*.txt")
 

@@ -159,6 +159,10 @@ class Sharder:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
 
+    def replicate(self, tree: Any) -> Any:
+        """Constrain all values of a tree to be whole on every device."""
+        return jax.tree.map(lambda x: self.constrain(x, *[None] * x.ndim), tree)
+
     def dividing_spec(self, axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
         """The spec of an array without the mesh axes that do not divide their dimension."""
         sizes = [math.prod(self.mesh.shape[axis] for axis in _names(entry)) for entry in self.spec(axes)]

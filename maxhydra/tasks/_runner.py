@@ -14,7 +14,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -29,7 +29,7 @@ from maxhydra.measure.record import OutOfMemoryError, explain_out_of_memory, req
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
 from maxhydra.record.atomic_io import NewerFormatError, from_number
 from maxhydra.record.storage import StorageError
-from maxhydra.runtime import Machine, peers, signals
+from maxhydra.runtime import Machine, alerts, peers, signals
 from maxhydra.tasks._resume import Session, prepare_session
 from maxhydra.tasks._storage import check_reachable, stored_run
 
@@ -130,7 +130,7 @@ def _run_stored(job: Job, config_dir: str | None, task: ModuleType) -> Result:
             if result is None:
                 with logging_to(job.run.log_path if is_main else None, console=is_main):
                     storage.start()
-                    result = _run_recorded(job, config_dir, task)
+                    result = _run_with_alerts(job, config_dir, task)
     except StorageError as error:
         if result is None:
             raise ConfigError(Problem("run.outputs", str(error), value=job.config.run.outputs)) from error
@@ -157,6 +157,32 @@ def _check_name(outputs: Path, name: str) -> None:
     if inner := next(folder.glob("**/run.json"), None):
         reason = f"is a folder that contains other runs, such as {inner.parent}"
         raise ConfigError(Problem("run.name", reason, name, hint=f"choose another name, or {name}/NAME"))
+
+
+def _run_with_alerts(job: Job, config_dir: str | None, task: ModuleType) -> Result:
+    """Run the task, and send an alert about how it ended."""
+    facts = {"run": job.run.path.name, "path": str(job.run.path), "task": job.config.task.name}
+    with alerts.attached(job.config.alerts, facts, is_main=job.run.writes):
+        try:
+            result = _run_recorded(job, config_dir, task)
+        except (RunInUseError, NewerFormatError):
+            raise
+        except Exception as error:
+            alerts.send("failed", f"{type(error).__name__}: {error}")
+            raise
+        alerts.send(result.status, result.reason)
+        return result
+
+
+def _with_alert(event: str, record: Callable[[str], None]) -> Callable[[str], None]:
+    """A function that records why the process ends at once, and also sends an alert."""
+
+    def record_and_send(reason: str) -> None:
+        record(reason)
+        alerts.send(event, reason)
+        alerts.flush()
+
+    return record_and_send
 
 
 def _run_recorded(job: Job, config_dir: str | None, task: ModuleType) -> Result:
@@ -193,8 +219,8 @@ def _run_recorded(job: Job, config_dir: str | None, task: ModuleType) -> Result:
     deferral = signals.Deferral()
     deferral.start()
     with deferral, job.run.session(to_stored_yaml(job.config), facts):
-        signals.attach_run(record_forced_exit, processes=machine.process_count)
-        peers.attach_run(record_lost_process)
+        signals.attach_run(_with_alert("preempted", record_forced_exit), processes=machine.process_count)
+        peers.attach_run(_with_alert("failed", record_lost_process))
         for path in stored_secrets(job.config):
             log.warning(SECRET_WARNING, path, path)
         try:

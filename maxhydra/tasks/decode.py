@@ -14,6 +14,7 @@ from maxhydra.decode.open import open_engine, open_prompts
 from maxhydra.decode.sampling_params import PromptClient, PromptEncoder, is_chat
 from maxhydra.modelfiles import local_path
 from maxhydra.runtime.channel import broadcast, is_main
+from maxhydra.runtime.profiler import Profiler
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = True
@@ -30,7 +31,7 @@ def run(job: Job) -> Outcome:
     prompts = open_prompts(config)
     # Raises early if a chat template is required and missing.
     is_chat(task, prompts)
-    outcome = _complete(config, task, prompts) if is_main() else _follow(config, task, prompts)
+    outcome = _complete(job, task, prompts) if is_main() else _follow(config, task, prompts)
     return Outcome(*broadcast([outcome.status, outcome.reason]))
 
 
@@ -41,12 +42,12 @@ def _follow(config: Config, task: DecodeTask, prompts: PromptEncoder) -> Outcome
     return Outcome("finished", "completed")
 
 
-def _complete(config: Config, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
+def _complete(job: Job, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
     try:
         if task.input is not None:
-            return _decode_file(config, task, prompts)
+            return _decode_file(job, task, prompts)
         broadcast(True)
-        with _open_client(config, task, prompts) as client:
+        with _open_client(job, task, prompts) as client:
             if task.prompt is not None:
                 complete(client, task.prompt, write_and_flush)
             else:
@@ -56,16 +57,16 @@ def _complete(config: Config, task: DecodeTask, prompts: PromptEncoder) -> Outco
     return Outcome("finished", "completed")
 
 
-def _decode_file(config: Config, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
+def _decode_file(job: Job, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
     """Complete the prompts of a file that are not in the output; if none are left, no weights are loaded."""
     assert task.input is not None and task.output is not None
     check_distinct_files(task)
     source, target = local_path("task.input", task.input), Path(task.output).expanduser()
     records = check_records(source, task.sampling)
-    with OutputFile(target, settings=settings_fingerprint(config)) as output:
+    with OutputFile(target, settings=settings_fingerprint(job.config)) as output:
         before, total = output.count, records * task.samples
         if broadcast(output.count_missing(read_records(source, task.sampling), task.samples) > 0):
-            with _open_client(config, task, prompts) as client:
+            with _open_client(job, task, prompts) as client:
                 OfflineBatch(client, output, records=records).run()
         if output.num_rejected:
             reason = f"{output.num_rejected} of {total} prompts were rejected: see `error` in {task.output}"
@@ -75,9 +76,11 @@ def _decode_file(config: Config, task: DecodeTask, prompts: PromptEncoder) -> Ou
 
 
 @contextmanager
-def _open_client(config: Config, task: DecodeTask, prompts: PromptEncoder) -> Iterator[PromptClient]:
-    engine = open_engine(config, task.engine, prompts)
+def _open_client(job: Job, task: DecodeTask, prompts: PromptEncoder) -> Iterator[PromptClient]:
+    profiler = Profiler(job.config.profile, job.run.path)
+    engine = open_engine(job.config, task.engine, prompts, profiler=profiler)
     try:
-        yield PromptClient(engine, prompts, task, config.run.seed)
+        yield PromptClient(engine, prompts, task, job.config.run.seed)
     finally:
         engine.close()
+        profiler.close()

@@ -17,6 +17,7 @@ from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Servic
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.runtime import signals
 from maxhydra.runtime.channel import is_main
+from maxhydra.runtime.profiler import Profiler
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = True
@@ -39,7 +40,8 @@ def run(job: Job) -> Outcome:
     is_local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
     if not is_local and key is None:
         log.warning("anyone who can reach %s can use this server: set task.api_key_env to require a key", task.host)
-    engine = open_engine(config, engine_config, prompts)
+    profiler = Profiler(config.profile, job.run.path)
+    engine = open_engine(config, engine_config, prompts, profiler=profiler)
     name = task.model_name or job.choices.get("model", "model")
     context = task.engine.max_context or config.model.context_length
     service = Service(
@@ -49,6 +51,7 @@ def run(job: Job) -> Outcome:
         access=Access(key, is_local=is_local),
         max_sequences=task.engine.max_batch + task.queue,
         seed=config.run.seed,
+        profiler=profiler,
     )
     limits = Limits(
         max_body=int(task.max_body_mib * 2**20),
@@ -62,6 +65,7 @@ def run(job: Job) -> Outcome:
     finally:
         service.close()
         engine.close()
+        profiler.close()
     return Outcome("finished", "stopped by a signal")
 
 

@@ -2,15 +2,18 @@
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import flax
 import jax
 import jax.numpy as jnp
+from jax.experimental import checkify
 from jax.experimental.compilation_cache import compilation_cache
 
 from maxhydra.config import Config, ConfigError, Problem
@@ -25,31 +28,50 @@ from maxhydra.train.state import StateFactory, TrainState, plan_states
 from maxhydra.train.step import Metrics, StateLayout, StepFn, make_step, sequences_in
 
 log = logging.getLogger("maxhydra")
+# Kinds of train.checks: indices out of bounds, NaN results, divisions by zero.
+CHECKS = {"index": checkify.index_checks, "nan": checkify.nan_checks, "div": checkify.div_checks}
 HEADROOM_BYTES = 64 * 2**20
 COLUMNS = {"tokens": "int32", "targets": "int32", "positions": "int32", "segments": "int32", "weights": "float32"}
 
 
-def compile_step(states: StateFactory, loss: LossFn, train: Train, example: Mapping[str, Any]) -> tuple[StepFn, float]:
+def compile_step(
+    states: StateFactory, loss: LossFn, train: Train, example: Mapping[str, Any], *, has_statistics: bool = False
+) -> tuple[StepFn, float]:
     """The step compiled for batches like `example`, and the seconds that took. It donates its state."""
     start_time = time.perf_counter()
-    compiled = trace_step(states, loss, train, example).lower().compile()
-    return compiled, time.perf_counter() - start_time
+    traced = trace_step(states, loss, train, example, has_statistics=has_statistics, checks=train.checks)
+    compiled = traced.lower().compile()
+    return CheckedStep(compiled) if train.checks else compiled, time.perf_counter() - start_time
 
 
-def obtain_step(
+class CompiledSteps(NamedTuple):
+    """The programs of a session."""
+
+    usual: StepFn
+    with_statistics: StepFn | None
+    """The step that also returns statistics of the layers; None if they are not recorded."""
+    seconds: float
+    """Time that they took to compile."""
+
+
+def obtain_steps(
     states: StateFactory, loss: LossFn, config: Config, example: Mapping[str, Any], *, dump: Path | None = None
-) -> tuple[StepFn, float]:
-    """The step of hardware.compiled, or compiled now, and the seconds that took; described in the folder `dump`."""
+) -> CompiledSteps:
+    """The step of hardware.compiled, or compiled now and described in the folder `dump`, and that with statistics."""
     start_time = time.perf_counter()
-    traced = trace_step(states, loss, config.train, example)
+    checks = config.train.checks
+    traced = trace_step(states, loss, config.train, example, checks=checks)
     if config.hardware.compiled is None:
         step = traced.lower().compile()
     else:
         step = load_executable(config.hardware.compiled, traced, states.sharder)
+    with_statistics = None
+    if config.statistics.every is not None:
+        with_statistics, _ = compile_step(states, loss, config.train, example, has_statistics=True)
     seconds = time.perf_counter() - start_time
     if dump is not None:
         _dump_step(dump, traced, step)
-    return step, seconds
+    return CompiledSteps(CheckedStep(step) if checks else step, with_statistics, seconds)
 
 
 def _dump_step(folder: Path, traced: jax.stages.Traced, compiled: jax.stages.Compiled) -> None:
@@ -68,19 +90,62 @@ def _dump_step(folder: Path, traced: jax.stages.Traced, compiled: jax.stages.Com
     log.info("jaxpr, StableHLO, HLO and memory of the training step: %s", folder)
 
 
-def trace_step(states: StateFactory, loss: LossFn, train: Train, example: Mapping[str, Any]) -> jax.stages.Traced:
-    """The traced step, ready to be lowered for the devices of the states' mesh."""
-    layout = StateLayout(states.shard_gradients, states.load_moments, states.store_moments)
-    step_fn = make_step(loss, states.optimizer, train, states.model.apply_aux_updates, states.cast, layout)
+class StepCheckError(RuntimeError):
+    """An operation of a training step failed one of `train.checks`."""
+
+
+class CheckedStep:
+    """A compiled step with checks, as a step that raises StepCheckError; the host waits for every step."""
+
+    def __init__(self, compiled: Callable[..., Any]):
+        self._compiled = compiled
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        error, (state, metrics) = self._compiled(state, batch)
+        if (found := error.get_exception()) is not None:
+            raise StepCheckError(f"{str(found).rstrip(' .')}, in {_source_line(found.traceback_info)}")
+        return state, metrics
+
+
+def add_checks(step: StepFn, checks: Sequence[str]) -> Callable[..., Any]:
+    """The step as a function that also returns the first failed check (jax.experimental.checkify)."""
+    errors = frozenset().union(*(CHECKS[name] for name in checks))
+    return checkify.checkify(step, errors=errors)
+
+
+def _source_line(traceback: Any) -> str:
+    """The innermost source line outside of jax and flax."""
+    libraries = tuple(os.path.dirname(str(module.__file__)) for module in (jax, flax))
+    frames = [frame for frame in traceback.frames if not frame.file_name.startswith(libraries)]
+    return f"{frames[0].file_name}:{frames[0].line_num} ({frames[0].function_name})" if frames else "an unknown line"
+
+
+def trace_step(
+    states: StateFactory,
+    loss: LossFn,
+    train: Train,
+    example: Mapping[str, Any],
+    *,
+    has_statistics: bool = False,
+    checks: Sequence[str] = (),
+) -> jax.stages.Traced:
+    """The traced step, ready to be lowered for the devices of the states' mesh.
+
+    With `checks`, it returns the first failed one before the state and the metrics.
+    """
+    if checks and states.sharder.mesh.size > 1:
+        reason = f"runs on one device, and the mesh has {states.sharder.mesh.size}"
+        raise ConfigError(Problem("train.checks", reason, list(checks), accepted="[], or one device"))
+    layout = StateLayout(states.shard_gradients, states.load_moments, states.store_moments, states.sharder.replicate)
+    update_router, cast = states.model.apply_aux_updates, states.cast
+    step_fn = make_step(loss, states.optimizer, train, update_router, cast, layout, has_statistics=has_statistics)
     if states.sharder.num_shards("replicas") > 1:
         axes = split_trainable(states.model.axes)[0]
         step_fn = make_diloco_step(step_fn, train.diloco, steps=train.steps, mesh=states.sharder.mesh, axes=axes)
-    step = jax.jit(
-        step_fn,
-        donate_argnums=0,
-        out_shardings=(states.shardings(), None),
-    )
-    return step.trace(states.abstract(), example)
+    outputs: Any = (states.shardings(), None)
+    if checks:
+        step_fn, outputs = add_checks(step_fn, checks), (None, outputs)
+    return jax.jit(step_fn, donate_argnums=0, out_shardings=outputs).trace(states.abstract(), example)
 
 
 @contextmanager

@@ -114,6 +114,9 @@ def check_executable(path: str, config: Config, sharder: Sharder) -> None:
     if config.train.ramp.start is not None:
         reason = "holds a step for one batch size, but train.ramp.start is set"
         raise ConfigError(Problem(KEY, reason, value=path, hint="leave one of the two null"))
+    if config.train.checks:
+        reason = "holds a step without checks, but train.checks is set"
+        raise ConfigError(Problem(KEY, reason, value=path, hint="leave hardware.compiled null, or train.checks empty"))
     _check_owner(folder, path)
     manifest = _read_manifest(folder, path)
     if problems := list(manifest.differences(Manifest.of(config, sharder))):

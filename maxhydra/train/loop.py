@@ -23,6 +23,7 @@ from maxhydra.train.checkpoint import Checkpointer, SaveFailed
 from maxhydra.train.loss import Batch
 from maxhydra.train.metrics import MetricsHistory, MetricsLogger
 from maxhydra.train.state import TrainState
+from maxhydra.train.statistics import StatisticsLogger
 from maxhydra.train.step import StepFn, sequences_in
 
 log = logging.getLogger("maxhydra")
@@ -53,6 +54,7 @@ class LoopContext:
     history: MetricsHistory
     watchdog: Watchdog
     profiler: Profiler
+    statistics: StatisticsLogger
 
     @contextlib.contextmanager
     def paused(self, reason: str) -> Iterator[None]:
@@ -84,7 +86,8 @@ def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signal
             context.watchdog.start(start)
             signals.set_phase("while training, before the state was saved")
         with context.profiler.annotate(step):
-            state, metrics = context.step(state, batch)
+            state, metrics = context.statistics.choose(step, context.step)(state, batch)
+        context.statistics.log(step, metrics)
         peers.report_step(step)
         context.watchdog.count_step(step, metrics["loss"])
         context.metrics.count_step(metrics)
@@ -198,6 +201,7 @@ class _Loop:
 
     def save(self, step: int, state: TrainState) -> None:
         """Save, after writing the metrics: the lines up to a checkpoint's step are always on disk."""
+        self._context.statistics.flush()
         self._context.metrics.flush()
         if self._context.metrics.halted:
             return
@@ -211,6 +215,7 @@ class _Loop:
     def finish(self, status: str, reason: str, step: int, state: TrainState) -> TrainResult:
         """Write pending metrics and save the final state; if the last save fails, the run fails."""
         context = self._context
+        context.statistics.flush()
         context.metrics.flush()
         context.metrics.end_interval()
         context.watchdog.close()

@@ -33,6 +33,8 @@ Sums = dict[str, Any]
 LossFn = Callable[[Tree, Batch, jax.Array | None], Sums]
 # Entries of the sums: the aux losses of layers, already included in `loss`, and the tree of other layer statistics.
 AUX_LOSS, AUX = "side_loss", "aux"
+# Entry of AUX: sums of nll and weight by bucket of the position in the document, on steps that record statistics.
+POSITIONS = "positions"
 
 
 def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
@@ -52,6 +54,13 @@ def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
             placement=context.place,
         )
         sums = add_aux_losses(token_loss(forward.hidden_BTD, batch["targets"], batch["weights"]), forward.aux)
+        if context.has_statistics:
+            hidden_BTD = jax.lax.stop_gradient(forward.hidden_BTD)
+            head = jax.lax.stop_gradient(params), sharder
+            logprobs = token_logprobs(
+                model.lm_head(*head), hidden_BTD, batch["targets"], chunk=train.loss_chunk, place=context.place
+            )
+            sums = {**sums, AUX: {**sums.get(AUX, {}), POSITIONS: loss_by_position(logprobs, batch)}}
         if not forward.mtp_hidden:
             return sums
         mtp_sums = [
@@ -83,6 +92,15 @@ def cross_entropy(
             logits_of, hidden, targets, weights, z_loss=z_loss, chunk=chunk, **kernel._asdict(), place=placement
         )
         return {"loss": loss, "nll": nll, "weight": jax.lax.stop_gradient(jnp.sum(weights))}
+
+
+def loss_by_position(logprobs: jax.Array, batch: Batch) -> Sums:
+    """Sums of nll and weight over the tokens at positions 0, 1-2, 3-6, 7-14, ... of their documents."""
+    buckets = batch["tokens"].shape[1].bit_length()
+    bucket = jnp.floor(jnp.log2(batch["positions"].astype(jnp.float32) + 1)).astype(jnp.int32)
+    is_in = jnp.minimum(bucket, buckets - 1)[..., None] == jnp.arange(buckets)
+    sums = {"nll": -logprobs * batch["weights"], "weight": batch["weights"]}
+    return {name: jnp.sum(jnp.where(is_in, value[..., None], 0), axis=(0, 1)) for name, value in sums.items()}
 
 
 def mtp_targets(batch: Batch, depth: int) -> tuple[jax.Array, jax.Array]:

@@ -17,7 +17,9 @@ from pathlib import Path
 import jax
 
 from maxhydra.record import MetricsWriter, RunDirectory, read_metrics, series
+from maxhydra.runtime import alerts
 from maxhydra.runtime.progress import StepProgress
+from maxhydra.runtime.usage import UsageSampler
 from maxhydra.train.trackers import Tracker
 
 log = logging.getLogger("maxhydra")
@@ -101,9 +103,11 @@ class MetricsLogger:
         writer: MetricsWriter,
         tracker: Tracker,
         progress: StepProgress,
+        usage: UsageSampler,
         step: int,
     ):
         self._cost, self._run, self._writer, self._tracker, self._progress = cost, run, writer, tracker, progress
+        self._usage = usage
         self._pending: _LoggedStep | None = None
         self._last_completed, self.last_step = time.perf_counter(), step
         self._input_wait, self._sequences, self._paused = 0.0, 0, 0.0
@@ -163,9 +167,10 @@ class MetricsLogger:
         self._count_seconds(seconds)
         self.halted = bool(values.pop("halted"))
         values |= {"step_time": seconds / steps} | self._throughput(logged.sequences / seconds)
-        values |= {"input_wait": min(1.0, logged.input_wait / seconds), **logged.data_metrics}
+        values |= {"input_wait": min(1.0, logged.input_wait / seconds), **logged.data_metrics, **self._usage.take()}
         self.last = values
         self._publish(logged.step, values)
+        alerts.observe(logged.step, values)
         if not self.halted:
             self._learning.observe(logged.step, values)
 

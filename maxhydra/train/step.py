@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import optax
 
 from maxhydra.config.schema.run import Nonfinite, Spike, Train
+from maxhydra.layers.context import collect_statistics
+from maxhydra.layers.statistics import add_aux, is_maximum
 from maxhydra.model import merge_trees
 from maxhydra.optim import Optimizer
 from maxhydra.train.evaluate import split_microbatches
 from maxhydra.train.loss import AUX, Batch, LossFn, Sums, Tree, load_metrics
 from maxhydra.train.state import Guard, TrainState
+from maxhydra.train.statistics import STATISTICS, reduce_step
 
 Metrics = dict[str, jax.Array]
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
@@ -45,6 +48,8 @@ class StateLayout:
     load: Callable[[Tree], Tree] = _unchanged
     """Optimizer state from where it is stored to device memory."""
     store: Callable[[Tree], Tree] = _unchanged
+    replicate: Callable[[Tree], Tree] = _unchanged
+    """Statistics from the devices of their layers to all devices."""
 
 
 DEFAULT_LAYOUT = StateLayout()
@@ -57,8 +62,10 @@ def make_step(
     apply_router_bias: ApplyRouterBias = _keep_params,
     cast: Cast = _unchanged,
     layout: StateLayout = DEFAULT_LAYOUT,
+    *,
+    has_statistics: bool = False,
 ) -> StepFn:
-    """A pure function (state, batch) -> (state, metrics), to be jitted with the state donated."""
+    """A pure function (state, batch) -> (state, metrics, with STATISTICS if asked), to jit with the state donated."""
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
@@ -69,9 +76,8 @@ def make_step(
 
         # The "gradient" with respect to the amax history is the amaxes of this step (layers/quant/training.py).
         trainable = (cast(state.params), state.history)
-        (grads, amaxes), sums = _gradients(
-            loss_of, trainable, batch, key, train.grad_accum, accum_dtype_of=state.params
-        )
+        with collect_statistics(has_statistics):
+            (grads, amaxes), sums = _gradients(loss_of, trainable, batch, key, train.grad_accum, like=state.params)
         grads = layout.shard_gradients(grads)
         aux, weight = sums.pop(AUX, {}), _nonzero_weight(sums)
         means = {name: total / weight for name, total in sums.items() if name not in ("weight", "nll")}
@@ -87,24 +93,25 @@ def make_step(
         learning_rate = optimizer.schedule(state.step - state.guard.skipped)
         with jax.named_scope("update"):
             transform = optax.with_extra_args_support(optimizer.transform)
-            old_opt_state, computed = layout.load(state.opt_state), {"norm": grad_norm, "learning_rate": learning_rate}
-            updates, opt_state = transform.update(grads, old_opt_state, state.params, **computed)
+            old, computed = layout.load(state.opt_state), {"norm": grad_norm, "learning_rate": learning_rate}
+            updates, opt_state = transform.update(grads, old, state.params, **computed)
             params = apply_router_bias(optax.apply_updates(state.params, updates), state.params, aux)
             params = optimizer.restore_frozen(params, state.params)
-            history = jax.tree.map(_push_amax, state.history, amaxes)
-            new, old = (params, opt_state, history), (state.params, old_opt_state, state.history)
-            params, opt_state, history = _select(apply)(new, old)
-        new_state = TrainState(
+            new = (params, opt_state, jax.tree.map(_push_amax, state.history, amaxes))
+            params, opt_state, history = _select(apply)(new, (state.params, old, state.history))
+        new_state = dataclasses.replace(
+            state,
             step=state.step + jnp.where(halted, 0, 1),
             params=params,
-            frozen=state.frozen,
             opt_state=layout.store(opt_state),
-            key=state.key,
             guard=_observe(state.guard, observed, train.spike, counts=counts, apply=apply, halted=halted),
             history=history,
         )
         metrics = {**means, **load_metrics(aux), "grad_norm": grad_norm, "learning_rate": learning_rate}
         counters = {"tokens": sums["weight"], "skipped": new_state.guard.skipped, "halted": new_state.guard.halted}
+        if has_statistics:
+            trees = {"grad": grads, "weight": state.params, "update": updates}
+            counters[STATISTICS] = layout.replicate(reduce_step(trees, aux, is_applied=apply))
         return new_state, {**metrics, **counters}
 
     return step
@@ -117,13 +124,13 @@ def _gradients(
     key: jax.Array,
     micro_batches: int,
     *,
-    accum_dtype_of: Tree,
+    like: Tree,
 ) -> tuple[tuple[Tree, Tree], Sums]:
     """Gradient of sum(loss) over the whole batch, the amaxes of this step, and the sums.
 
     Micro-batches accumulate gradients of sums, to be divided once by the total weight, so that the result equals that
-    of the whole batch even if their token counts differ. Gradients accumulate in the dtypes of `accum_dtype_of`, the
-    stored params; amaxes are combined by their maximum.
+    of the whole batch even if their token counts differ. Gradients accumulate in the dtypes of `like`, the stored
+    params; amaxes are combined by their maximum.
     """
 
     def total_loss(trainable: tuple[Tree, Tree], batch: Batch, key: jax.Array) -> tuple[jax.Array, Sums]:
@@ -138,14 +145,20 @@ def _gradients(
 
         def accumulate(total: tuple[Tree, Sums], part: tuple[Batch, jax.Array]) -> tuple[tuple[Tree, Sums], None]:
             ((grads, amaxes), sums), ((part_grads, part_amaxes), part_sums) = total, gradient(trainable, *part)
-            grads, sums = jax.tree.map(lambda sum, x: sum + x.astype(sum.dtype), (grads, sums), (part_grads, part_sums))
+            grads = jax.tree.map(lambda total, x: total + x.astype(total.dtype), grads, part_grads)
+            sums = jax.tree_util.tree_map_with_path(add_aux, sums, part_sums)
             return ((grads, jax.tree.map(jnp.maximum, amaxes, part_amaxes)), sums), None
 
         shapes = jax.eval_shape(gradient, trainable, jax.tree.map(lambda x: x[0], parts), keys[0])
-        (_, amaxes), sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        zeros = ((jax.tree.map(jnp.zeros_like, accum_dtype_of), amaxes), sums)
+        amaxes = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[0][1])
+        sums = jax.tree_util.tree_map_with_path(_initial_sum, shapes[1])
+        zeros = ((jax.tree.map(jnp.zeros_like, like), amaxes), sums)
         ((grads, amaxes), sums), _ = jax.lax.scan(accumulate, zeros, (parts, keys))
     return (grads, amaxes), sums
+
+
+def _initial_sum(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.full(leaf.shape, -jnp.inf if is_maximum(path[-1].key) else 0, leaf.dtype)
 
 
 def _push_amax(history: jax.Array, amax: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 from maxhydra.config import Config
@@ -19,13 +20,15 @@ from maxhydra.convert.orbax_io import checkpoint_steps
 from maxhydra.data import BatchSpec
 from maxhydra.model import flops_per_token, parameter_counts
 from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory
+from maxhydra.record.facts import STATISTICS
 from maxhydra.runtime import Machine, signals
 from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.progress import open_step_progress
+from maxhydra.runtime.usage import UsageSampler
 from maxhydra.runtime.watchdog import Watchdog
 from maxhydra.train.batches import BatchSource
 from maxhydra.train.checkpoint import open_checkpointer
-from maxhydra.train.compile import RampedStep, compile_step, hlo_text, obtain_step, reserve_gpu_headroom
+from maxhydra.train.compile import CompiledSteps, RampedStep, compile_step, hlo_text, obtain_steps, reserve_gpu_headroom
 from maxhydra.train.evaluate import Evaluate
 from maxhydra.train.executable import check_executable
 from maxhydra.train.loop import LoopContext, TrainResult, end_reason, fit, is_evaluation_missing
@@ -33,6 +36,7 @@ from maxhydra.train.loss import LossFn, Tree
 from maxhydra.train.metrics import MetricsHistory, MetricsLogger, StepCost
 from maxhydra.train.restore import InitialState, initialize_or_resume
 from maxhydra.train.state import StateFactory
+from maxhydra.train.statistics import StatisticsLogger
 from maxhydra.train.step import StepFn, sequences_in
 from maxhydra.train.trackers import open_trackers
 
@@ -66,9 +70,9 @@ def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine
         example = training.batches.peek()
         pool = stack.enter_context(ThreadPoolExecutor(1))
 
-        def start_compilation() -> Future[tuple[StepFn, float]]:
+        def start_compilation() -> Future[CompiledSteps]:
             dump = run.path / "program" if config.hardware.dump_step and run.writes else None
-            return pool.submit(obtain_step, training.states, training.loss, config, example, dump=dump)
+            return pool.submit(obtain_steps, training.states, training.loss, config, example, dump=dump)
 
         # Compile while the weights are initialized or loaded: for a small model, both take about as long.
         newest = max(checkpoint_steps(run.checkpoints), default=0)
@@ -94,15 +98,15 @@ def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine
             metrics = {**history.last, **history.last_evaluation}
             return TrainResult("finished", reason, start.step, start.state, metrics)
         wait_time = time.perf_counter()
-        step, seconds = (compilation or start_compilation()).result()
+        steps = (compilation or start_compilation()).result()
         # Time that only compilation took: on a GPU all of it, elsewhere what remains after the weights are loaded.
         is_first = machine.hardware.platform is Platform.gpu
-        spent["compile"] = seconds if is_first else time.perf_counter() - wait_time
+        spent["compile"] = steps.seconds if is_first else time.perf_counter() - wait_time
         if training.spec.ramp:
-            step = _ramped_step(training, config, {sequences_in(example): step})
-        run.update(timings={"compile": seconds, "before_first_step": time.perf_counter() - start_time})
+            steps = _ramped_steps(training, config, steps, size=sequences_in(example))
+        run.update(timings={"compile": steps.seconds, "before_first_step": time.perf_counter() - start_time})
         run.update(spent={**spent, "init": time.monotonic() - run.session_start - sum(spent.values())})
-        context = _loop_context(training, config, step, start, run=run, machine=machine, stack=stack)
+        context = _loop_context(training, config, steps, start, run=run, machine=machine, stack=stack)
         return fit(context, start.state, start=start.step, deferral=deferral)
 
 
@@ -123,17 +127,32 @@ def _report_start(training: TrainingSetup, start: InitialState, *, run: RunDirec
     run.update(parameters=parameters, trained_parameters=trained, started_from=start.source, start_step=start.step)
 
 
-def _ramped_step(training: TrainingSetup, config: Config, compiled: dict[int, StepFn]) -> StepFn:
-    def compile_for(example: Mapping[str, Any]) -> StepFn:
-        return compile_step(training.states, training.loss, config.train, example)[0]
+def _ramped_steps(training: TrainingSetup, config: Config, steps: CompiledSteps, *, size: int) -> CompiledSteps:
+    """The steps for all batch sizes of the ramp, given those for one of them."""
+    sizes = [*(size for _, size in training.spec.ramp), training.spec.batch]
 
-    return RampedStep(compile_for, [*(size for _, size in training.spec.ramp), training.spec.batch], compiled)
+    def ramped(step: StepFn, *, has_statistics: bool) -> StepFn:
+        def compile_for(example: Mapping[str, Any]) -> StepFn:
+            states, loss = training.states, training.loss
+            return compile_step(states, loss, config.train, example, has_statistics=has_statistics)[0]
+
+        return RampedStep(compile_for, sizes, {size: step})
+
+    with_statistics = steps.with_statistics and ramped(steps.with_statistics, has_statistics=True)
+    return steps._replace(usual=ramped(steps.usual, has_statistics=False), with_statistics=with_statistics)
+
+
+def _statistics_writer(run: RunDirectory, *, start: int, is_main: bool) -> MetricsWriter:
+    """The file of statistics, without the lines that this session writes again."""
+    writer = MetricsWriter(run.path / STATISTICS) if is_main else NullMetricsWriter()
+    writer.truncate(start or -1)
+    return writer
 
 
 def _loop_context(
     training: TrainingSetup,
     config: Config,
-    step: StepFn,
+    steps: CompiledSteps,
     start: InitialState,
     *,
     run: RunDirectory,
@@ -163,17 +182,24 @@ def _loop_context(
     )
     history = MetricsHistory.read(run.metrics_path, start=start.step)
     checkpointer = open_checkpointer(run.checkpoints, config.checkpoint, history.evaluations)
+    profiler = Profiler(config.profile, run.path, process=machine.process_index, program=partial(hlo_text, steps.usual))
+    # Only process 0 logs metrics.
+    usage = stack.enter_context(closing(UsageSampler(config.statistics.system_seconds if is_main else None)))
+    metrics = MetricsLogger(
+        cost, run=run, writer=writer, tracker=tracker, progress=progress, usage=usage, step=start.step
+    )
+    open_writer = partial(_statistics_writer, run, start=start.step, is_main=is_main)
+    statistics = StatisticsLogger(config.statistics.every, steps.with_statistics, open_writer, config.model)
     return LoopContext(
         train=config.train,
         checkpoint=config.checkpoint,
-        step=step,
+        step=steps.usual,
         batches=training.batches,
         evaluate=training.evaluate,
         checkpointer=stack.enter_context(closing(checkpointer)),
-        metrics=MetricsLogger(cost, run=run, writer=writer, tracker=tracker, progress=progress, step=start.step),
+        metrics=metrics,
         history=history,
         watchdog=stack.enter_context(closing(Watchdog(config.watchdog, run.path, process=machine.process_index))),
-        profiler=stack.enter_context(
-            closing(Profiler(config.profile, run.path, process=machine.process_index, program=lambda: hlo_text(step)))
-        ),
+        profiler=stack.enter_context(closing(profiler)),
+        statistics=stack.enter_context(closing(statistics)),
     )

@@ -16,6 +16,7 @@ from maxhydra.config.schema import model as config
 from maxhydra.config.schema.decode import CacheDtype
 from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.config.schema.hardware import RULES, Mesh
+from maxhydra.config.schema.health import Profile
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.page_pool import PagePool
@@ -23,6 +24,8 @@ from maxhydra.decode.request import Completion, Request, RequestRejectedError
 from maxhydra.decode.steps import CompiledSteps
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
+from maxhydra.runs.profile import profile_folders, summarize_profile
+from maxhydra.runtime.profiler import Profiler
 from maxhydra.sharding import Sharder, build_mesh
 from tests.support.polling import wait_for
 
@@ -52,13 +55,29 @@ def tiny() -> tuple[ModelDef, dict]:
     return model, jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), model.shapes)
 
 
-def start(devices: int = 1, params=None, eos=(EOS,), **changes) -> Engine:
+def start(devices: int = 1, params=None, eos=(EOS,), profiler=None, **changes) -> Engine:
     sizes = {"max_batch": 8, "cache_tokens": 1024, "page_size": 8, "max_context": None, "prefill_chunk": 32}
     model, plain = tiny()
     mesh = Mesh() if devices == 1 else Mesh(data=devices // 4, tensor=4)
     sharder = Sharder(build_mesh(mesh, jax.devices()[:devices]), RULES)
     placed = jax.device_put(plain if params is None else params, sharder.tree(model.axes))
-    return Engine(model, placed, ByteTokenizer(), Config(**{**sizes, **changes}), sharder=sharder, eos=eos)
+    settings = Config(**{**sizes, **changes})
+    return Engine(model, placed, ByteTokenizer(), settings, sharder=sharder, eos=eos, profiler=profiler)
+
+
+def test_iterations_are_profiled_when_due_and_on_request(tmp_path) -> None:
+    profiler = Profiler(Profile(steps=[2, 3], length=2), tmp_path)
+    engine = start(profiler=profiler)
+    try:
+        engine.submit(make_request("profile me", max_tokens=8)).result()
+        profiler.request()
+        engine.submit(make_request("profile me", max_tokens=8)).result()
+    finally:
+        engine.close()
+        profiler.close()
+    first, second = profile_folders(tmp_path)
+    assert first.name == "step_00002" and summarize_profile(first).steps == 2
+    assert summarize_profile(second).steps == 2 and summarize_profile(second).devices == 1
 
 
 def make_request(prompt, **changes) -> Request:

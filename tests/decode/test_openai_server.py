@@ -18,12 +18,14 @@ from tokenizers import Regex, pre_tokenizers
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.decode import Sampling
+from maxhydra.config.schema.health import Profile
 from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, listen, parser_process, serve
 from maxhydra.decode.openai_server.http11 import HttpError
 from maxhydra.decode.openai_server.request_schema import parse
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder
 from maxhydra.decode.request import Completion, Delta, TokenLogprob
 from maxhydra.decode.sampling_params import PromptEncoder
+from maxhydra.runtime.profiler import Profiler
 from tests.support.fake_engine import WORDS, FakeEngine
 from tests.support.skips import import_optional
 from tests.support.vocabularies import byte_level, save
@@ -49,7 +51,9 @@ class RunningServer:
         async def main() -> None:
             self.loop, self.stop = asyncio.get_running_loop(), asyncio.Event()
             access = Access(key, is_local=True)
-            self.service = Service(engine, prompts, defaults, access=access, max_sequences=max_sequences, seed=0)
+            self.profiler = Profiler(Profile(), Path("outputs/it"))
+            options = {"access": access, "max_sequences": max_sequences, "seed": 0, "profiler": self.profiler}
+            self.service = Service(engine, prompts, defaults, **options)  # type: ignore[arg-type]
             self._ready.set()
             await serve(self.listener, self.service, limits, stop=self.stop)
 
@@ -141,6 +145,19 @@ def server(prompts: PromptEncoder) -> Iterator[RunningServer]:
 def expected_words(start: str, count: int) -> str:
     first = WORDS.index(start)
     return " ".join(WORDS[(first + n) % len(WORDS)] for n in range(count))
+
+
+def test_a_profile_is_requested_by_post_from_this_machine(server: RunningServer, prompts: PromptEncoder) -> None:
+    def ask(extra: str = "", host: str = "127.0.0.1") -> bytes:
+        head = f"POST /profile HTTP/1.1\r\nHost: {host}\r\nContent-Length: 2\r\nConnection: close\r\n{extra}\r\n"
+        return server.raw(head.encode() + b"{}")
+
+    json_type = "Content-Type: application/json\r\n"
+    assert b"415" in ask() and b"403" in ask(json_type, host="evil.example")
+    assert not server.profiler.is_due(1)
+    answer = ask(json_type)
+    assert b"202 Accepted" in answer and b"outputs/it/profile" in answer
+    assert server.profiler.is_due(2) and not server.profiler.is_due(3)
 
 
 # With OpenAI's client.

@@ -4,10 +4,13 @@ import http.client
 import json
 import socket
 import struct
+import subprocess
+import sys
 import urllib.parse
 
 import pytest
 
+from maxhydra.record.atomic_io import process_start
 from maxhydra.runs.dashboard import machine
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.server import Server
@@ -141,8 +144,9 @@ def test_no_other_file_is_served(server, path):
 
 
 def test_it_is_read_only(server):
-    for method in ("POST", "PUT", "DELETE"):
+    for method in ("PUT", "DELETE"):
         assert get(server, "/api/runs", method=method)[0] == 501
+    assert get(server, "/api/runs", method="POST")[0] == 403
 
 
 def test_other_sites_get_nothing(server):
@@ -162,3 +166,52 @@ def test_texts_are_sent_as_data(server, outputs):
     change_facts(outputs / "lr" / "0", notes=EVIL, tags=[EVIL], reason=EVIL)
     _, headers, content = get(server, "/api/runs")
     assert headers["Content-Type"].startswith("application/json") and json.loads(content)["runs"][-1]["notes"] == EVIL
+
+
+HANDLER = """
+import signal, sys, time
+signal.signal(signal.SIGUSR2, lambda *_: print("profile", flush=True))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def post(server, body, **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    usual = {"Host": f"127.0.0.1:{server.server_port}", "Content-Type": "application/json"}
+    connection.request("POST", "/api/profile", body=json.dumps(body), headers={**usual, **headers})
+    response = connection.getresponse()
+    return response.status, response.read().decode()
+
+
+def live_run(folder, code):
+    """A run whose process is this Python code, and the process."""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    write_run(folder)
+    session = {"host": socket.gethostname(), "pid": process.pid, "pid_started": process_start(process.pid)}
+    facts = json.loads((folder / "run.json").read_text())
+    sessions = [{**facts["sessions"][-1], **session, "status": "running", "ended": None}]
+    change_facts(folder, status="running", sessions=sessions)
+    return process
+
+
+def test_a_button_asks_a_live_run_for_a_profile(server, outputs):
+    process = live_run(outputs / "live", HANDLER)
+    ignorant = live_run(outputs / "old", "import time; print('ready', flush=True); time.sleep(60)")
+    try:
+        get_json(server, "runs", since="")
+        for headers in ({"Origin": "https://evil.example"}, {"Content-Type": "text/plain"}, {"Host": "evil.example"}):
+            assert post(server, {"run": "live"}, **headers)[0] == 403
+        assert post(server, {"run": "live"}, Origin=f"http://127.0.0.1:{server.server_port}")[0] == 200
+        assert process.stdout.readline() == "profile\n"
+        # A process that does not handle the signal would be ended by it.
+        status, content = post(server, {"run": "old"})
+        assert status == 400 and "kill -USR2" in content and ignorant.poll() is None
+        assert post(server, {"run": "lr/0"})[0] == 400
+        assert post(server, {"run": "../secret"})[0] == post(server, ["run"])[0] == post(server, {})[0] == 404
+        assert get_json(server, "profiles", run="lr/0") == {"profiles": []}
+    finally:
+        for child in (process, ignorant):
+            child.kill()
+            child.wait()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maxhydra.config.schema.run import Watchdog as Settings
+from maxhydra.config.schema.health import Watchdog as Settings
 from maxhydra.runtime import peers, signals
 from maxhydra.runtime.watchdog import Watchdog, format_stacks
 from tests.support import cli
@@ -44,7 +44,7 @@ sys.exit(run(sys.argv[1:]))
 GIL_SCRIPT = """
 import ctypes, time
 from pathlib import Path
-from maxhydra.config.schema.run import Watchdog as Settings
+from maxhydra.config.schema.health import Watchdog as Settings
 from maxhydra.runtime import watchdog
 
 def hold_the_gil():

@@ -13,7 +13,7 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.measure.compiled import compile_report
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import next_token_loss, plan_batches, plan_states
-from maxhydra.train.compile import obtain_step
+from maxhydra.train.compile import obtain_steps
 from maxhydra.train.executable import EXECUTABLE, MANIFEST, Manifest, check_executable, write_executable
 
 CONFIG = ["model=micro", "train.seq_len=32", "train.per_device_batch_size=1", "mesh.fsdp=2", "train.steps=3"]
@@ -41,7 +41,7 @@ def losses(compiled: Path | None, dump: Path | None = None) -> list[float]:
     states = plan_states(config, sharder)
     loader = data.train_loader(config.data, plan_batches(config, sharder))
     loss = next_token_loss(states.model, sharder, config.train)
-    step, _ = obtain_step(states, loss, config, loader.peek(), dump=dump)
+    step, *_ = obtain_steps(states, loss, config, loader.peek(), dump=dump)
     state, seen = states.create(0), []
     for _ in range(3):
         state, metrics = step(state, next(loader))

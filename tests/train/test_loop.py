@@ -17,14 +17,17 @@ import optax
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config.schema.run import Checkpoint, EarlyStop, Nonfinite, Profile, Progress, Train
-from maxhydra.config.schema.run import Watchdog as WatchdogSettings
+from maxhydra.config.schema.health import Profile
+from maxhydra.config.schema.health import Watchdog as WatchdogSettings
+from maxhydra.config.schema.model import Model
+from maxhydra.config.schema.run import Checkpoint, EarlyStop, Nonfinite, Progress, Train
 from maxhydra.optim import Optimizer
 from maxhydra.record import MetricsWriter, RunDirectory, read_metrics, series
 from maxhydra.runs.profile import profile_folders, summarize_profile
 from maxhydra.runtime import signals
 from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.progress import open_step_progress
+from maxhydra.runtime.usage import UsageSampler
 from maxhydra.runtime.watchdog import Watchdog
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.evaluate import held_out_loss
@@ -32,6 +35,7 @@ from maxhydra.train.loop import LoopContext, TrainResult, end_reason, fit, is_ev
 from maxhydra.train.loss import LossFn
 from maxhydra.train.metrics import LearningMonitor, MetricsHistory, MetricsLogger, StepCost
 from maxhydra.train.state import Guard, TrainState
+from maxhydra.train.statistics import StatisticsLogger
 from maxhydra.train.step import make_step
 from maxhydra.train.trackers import _Trackers
 
@@ -96,10 +100,19 @@ def run_loop(
         batches=Batches(**batches),  # type: ignore[arg-type]
         evaluate=lambda state: {"eval/loss": next(eval_losses)},
         checkpointer=checkpointer,
-        metrics=MetricsLogger(cost, run=run, writer=writer, tracker=_Trackers(), progress=progress, step=start),
+        metrics=MetricsLogger(
+            cost,
+            run=run,
+            writer=writer,
+            tracker=_Trackers(),
+            progress=progress,
+            usage=UsageSampler(0.01, sample=lambda: {"system/cpu_share": 0.5}),
+            step=start,
+        ),
         history=history,
         watchdog=Watchdog(WatchdogSettings(factor=None), run.path),
         profiler=profiler or Profiler(Profile(), run.path),
+        statistics=StatisticsLogger(None, None, lambda: writer, Model()),
     )
     with signals.Deferral() as deferral:
         result = fit(context, state, start=start, deferral=deferral)
@@ -123,6 +136,8 @@ def test_logs_evaluates_and_saves_when_due(tmp_path: Path) -> None:
     assert {"step", "loss", "grad_norm", "learning_rate", "tokens", "skipped"} | speed <= set(row)
     np.testing.assert_allclose(row["tokens_per_second"], 4 / row["step_time"])
     assert row["data/epoch"] == 1.0
+    # The first interval contains the compilation, and so samples.
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["system/cpu_share"] == 0.5
     np.testing.assert_allclose(row["mfu"], 8.0 / row["step_time"] / 1e12)
 
 

@@ -1,4 +1,4 @@
-"""Verbs that show a run's log, rollouts, profiles, a report, or the dashboard."""
+"""Verbs that show a run's log, rollouts, profiles, statistics, a report, or the dashboard."""
 
 import argparse
 import dataclasses
@@ -15,6 +15,8 @@ from maxhydra.runs.registry import Registry
 from maxhydra.runs.report import write_report
 from maxhydra.runs.rollouts import describe, find_rollouts, kinds_of, parse_query
 from maxhydra.runs.server import Server
+from maxhydra.runs.statistics import COLUMNS as COLUMNS_OF_LAYERS
+from maxhydra.runs.statistics import read_statistics, summary_rows
 from maxhydra.runs.sweep import write_sweep_report
 
 _PAUSE = 0.5
@@ -102,7 +104,7 @@ def declare_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def run_profile(args: argparse.Namespace) -> int:
-    """Summarize the profiles of a run: profile [RUN] [--json]; default: the newest run.
+    """Summarize the profiles of a run: profile [RUN or FOLDER] [--json]; default: the newest run.
 
     Time per step, idle time, collectives, and the operations that take most time. Profiles are written by
     profile.steps=[10,15], profile.every=1000, or `kill -USR2 PID` of a training process. To see a trace:
@@ -110,11 +112,13 @@ def run_profile(args: argparse.Namespace) -> int:
 
     maxhydra runs profile lr/3
     """
-    directory = _find_run(args, "runs profile")
-    folders = profile_folders(directory.path)
+    named = Path(args.name or "")
+    # Profiles of task=decode and serve are in a folder that is not a run.
+    path = named if args.name and profile_folders(named) else _find_run(args, "runs profile").path
+    folders = profile_folders(path)
     if not folders:
         hint = "train with profile.steps=[FIRST,LAST] or profile.every=N, or send SIGUSR2 to a running one"
-        raise ConfigError(Problem("runs profile", f"{directory.path} has no profiles", hint=hint))
+        raise ConfigError(Problem("runs profile", f"{path} has no profiles", hint=hint))
     try:
         summaries = {folder: summarize_profile(folder) for folder in folders}
     except ValueError as error:
@@ -161,6 +165,37 @@ def run_rollouts(args: argparse.Namespace) -> int:
         say(f"{describe(record)}\n{record['prompt']}\n---\n{record['completion']}\n")
     total = "more" if found.total is None else found.total
     say(f"{len(found.records)} of {total} completions in {directory.path}")
+    return 0
+
+
+def declare_statistics(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="RUN")
+    parser.add_argument("--step", type=int, help="step of the record; default: the last one")
+    add_json(parser)
+
+
+def run_statistics(args: argparse.Namespace) -> int:
+    """Show the statistics of a run's layers: statistics [RUN] [--step STEP] [--json]; default: the newest run.
+
+    Norm and largest magnitude of gradients, weights and updates, activations, attention logits, dead units, load of
+    experts: the smallest, median and largest layer. Recorded by statistics.every=50. The report shows all steps.
+
+    maxhydra runs statistics lr/3 --step 500
+    """
+    directory = _find_run(args, "runs statistics")
+    rows = read_statistics(directory.path)
+    if not rows:
+        hint = "train with statistics.every=50"
+        raise ConfigError(Problem("runs statistics", f"{directory.path} has no statistics", hint=hint))
+    chosen = [row for row in rows if args.step in (None, row["step"])]
+    if not chosen:
+        steps = f"{rows[0]['step']} to {rows[-1]['step']}, {len(rows)} records"
+        raise ConfigError(Problem("--step", "is not a recorded step", args.step, accepted=steps))
+    if args.json:
+        print_json(chosen[-1])
+        return 0
+    say(f"{directory.path}, step {chosen[-1]['step']}")
+    print_table(COLUMNS_OF_LAYERS, summary_rows(chosen[-1]))
     return 0
 
 

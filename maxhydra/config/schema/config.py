@@ -12,27 +12,20 @@ from maxhydra.config.declare import MAX_PARAMETERS, Schema, option, schema, sect
 from maxhydra.config.errors import Problem
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.hardware import Hardware, Mesh
+from maxhydra.config.schema.health import Alerts, Profile, Statistics, Watchdog
 from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, MlpKind, Model, Positions
 from maxhydra.config.schema.optimizer import Optimizer
 from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantization
 from maxhydra.config.schema.reward import Reward
-from maxhydra.config.schema.run import (
-    EVAL_LOSS,
-    LOGGED,
-    Checkpoint,
-    Profile,
-    Run,
-    Task,
-    Tracker,
-    Train,
-    Watchdog,
-)
+from maxhydra.config.schema.run import EVAL_LOSS, LOGGED, Checkpoint, Run, Task, Tracker, Train
 from maxhydra.record.storage import is_remote
 
 # Tasks whose batches do not depend on the weights, so that each replica can train on its own rows of them.
 DILOCO_TASKS = ("pretrain", "sft", "plan")
 
 TRAINING_TASKS = ("pretrain", "sft", "dpo", "grpo", "distill")
+# Tasks whose engine can be profiled.
+ENGINE_TASKS = ("decode", "serve")
 # Tasks that describe a training run without running it.
 DESCRIBING_TASKS = ("plan", "compile", "inspect", "inspect_data")
 
@@ -100,6 +93,8 @@ class Config(Schema):
     run: Run = section(Run)
     train: Train = section(Train)
     watchdog: Watchdog = section(Watchdog)
+    statistics: Statistics = section(Statistics)
+    alerts: Alerts = section(Alerts)
     profile: Profile = section(Profile)
     objective: str = option("eval/loss")
     """Metric that a run returns and a sweeper minimizes."""
@@ -118,6 +113,7 @@ class Config(Schema):
         yield from self._profile_problems()
         yield from self._evaluation_problems()
         yield from self._storage_problems()
+        yield from self._statistics_problems()
         for problem in self.task.check_model(self.model):
             yield dataclasses.replace(problem, path=f"task.{problem.path}")
         # Adapter weights are float32 whatever the dtype of the frozen weights.
@@ -155,13 +151,15 @@ class Config(Schema):
                 yield Problem(f"train.{key}", reason, value=value, accepted="null")
 
     def _profile_problems(self) -> Iterator[Problem]:
-        """Only training steps are profiled; tasks that plan or compile a training run accept its config."""
+        """Training steps and engines are profiled; tasks that plan or compile a training run accept its config."""
         is_set, name = bool(self.profile.steps) or self.profile.every is not None, self.task.name
-        if is_set and name not in (*TRAINING_TASKS, *DESCRIBING_TASKS):
+        profiled = (*TRAINING_TASKS, *ENGINE_TASKS)
+        if is_set and name not in (*profiled, *DESCRIBING_TASKS):
             key = "profile.steps" if self.profile.steps else "profile.every"
-            accepted = f"task={', '.join(TRAINING_TASKS)}"
-            yield Problem(key, f"profiles training steps, and task={name} does not train", accepted=accepted)
-        if len(self.profile.steps) == 2 and self.profile.steps[1] > self.train.steps:
+            reason = f"profiles training and decoding, and task={name} does neither"
+            yield Problem(key, reason, accepted=f"task={', '.join(profiled)}")
+        is_train = name not in ENGINE_TASKS
+        if is_train and len(self.profile.steps) == 2 and self.profile.steps[1] > self.train.steps:
             reason = f"ends after the last step, train.steps={self.train.steps}"
             yield Problem("profile.steps", reason, self.profile.steps, accepted=f"steps up to {self.train.steps}")
 
@@ -181,6 +179,16 @@ class Config(Schema):
         if output is not None and is_remote(output):
             hint = "write to a local path, then upload it"
             yield Problem("task.output", "is a URL", value=output, accepted="a local path", hint=hint)
+
+    def _statistics_problems(self) -> Iterator[Problem]:
+        """Only training tasks have statistics of layers, and replicas of DiLoCo would each have their own."""
+        every, name = self.statistics.every, self.task.name
+        if every is not None and name not in (*TRAINING_TASKS, *DESCRIBING_TASKS):
+            reason = f"records training steps, and task={name} does not train"
+            yield Problem("statistics.every", reason, every, accepted=f"null, or task={', '.join(TRAINING_TASKS)}")
+        if every is not None and self.train.diloco.period is not None:
+            reason, accepted = "is not supported with DiLoCo", "null, or train.diloco.period=null"
+            yield Problem("statistics.every", reason, every, accepted=accepted)
 
     def _diloco_problems(self) -> Iterator[Problem]:
         """Replicas need a period, a period needs replicas, and both a task that trains on a data loader."""

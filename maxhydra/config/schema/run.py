@@ -19,6 +19,8 @@ from maxhydra.record.storage import is_remote, read_only_reason, unsupported_rea
 
 # Kinds of inputs that a run records and compares when it resumes.
 INPUT_KINDS = ("base", "teacher", "reference", "data", "tokenizer", "template", "reward")
+# Kinds of train.checks.
+CHECKS = ("index", "nan", "div")
 # Largest train.loss_chunk that an error suggests.
 MAX_CHUNK_SHOWN = 2**16
 # File systems accept 255 bytes in a name and 4095 in a path; temporary files add a suffix to the name.
@@ -244,6 +246,9 @@ class Train(Schema):
     allow_no_learning: bool = False
     """Whether a run may finish that has learned nothing, because all updates (or all but the first) were skipped, all
     GRPO groups had equal rewards, or the loss never changed. false: its status is failed, with the reason."""
+    checks: list[str] = option([])
+    """Checks of every operation of a step: index (out of bounds), nan (a NaN result), div (by zero). The first that
+    fails ends the run as failed, with the operation and its source line. One device; compiling and steps are slow."""
     progress: Progress = Progress.auto
     """bar, lines or none; auto shows a bar on a terminal and lines otherwise."""
     sample: Sample = section(Sample)
@@ -257,6 +262,8 @@ class Train(Schema):
         if self.ramp.start is not None and self.elastic:
             reason = "is not supported with train.ramp, whose sizes depend on the number of devices"
             yield Problem("elastic", reason, value=True, accepted="false, or train.ramp.start=null")
+        if unknown := [name for name in self.checks if name not in CHECKS]:
+            yield Problem("checks", f"contains {unknown[0]!r}", self.checks, accepted=", ".join(CHECKS))
         if self.ramp.start is not None and self.ramp.start >= self.per_device_batch_size:
             yield Problem(
                 "ramp.start",
@@ -321,55 +328,10 @@ class Tracker(Schema):
     """wandb: online uploads during the run, offline writes files for `wandb sync`."""
 
 
-@schema
-class Watchdog(Schema):
-    """Reports training steps that hang, and ends the run if they do not complete."""
-
-    factor: float | None = option(10.0, gt=1)
-    """A step that takes this many times the median of recent steps hangs: the Python stacks of all threads and
-    processes are written to log.txt and stacks-PROCESS.txt in the run folder. null: no watchdog."""
-    min_seconds: float = option(60.0, gt=0)
-    """Time that every step may take. Evaluations, saves and compilations do not count."""
-    first_seconds: float = option(600.0, gt=0)
-    """Time that each of the first steps of a session may take, before a median is known."""
-    end_seconds: float | None = option(600.0, gt=0)
-    """The run ends with exit code 75, which restarts it on SLURM and GKE, if the step has not completed this long after
-    the stacks were written. null: it never ends."""
-
-
-@schema
-class Profile(Schema):
-    """Profiles of training steps (jax.profiler) in the folder `profile` of the run; see `maxhydra runs profile`.
-
-    SIGUSR2 profiles the next steps of the process that receives it.
-    """
-
-    steps: list[int] = option([])
-    """First and last step of a profile, such as [10,15]. Empty: none."""
-    every: int | None = option(None, ge=1)
-    """Start a profile at each multiple of this number of steps. null: none."""
-    length: int = option(5, ge=1)
-    """Steps in a profile of profile.every and of SIGUSR2."""
-    memory: bool = False
-    """Also write the live arrays of device memory after each profile, to memory.prof (for pprof)."""
-    processes: list[int] = option([0])
-    """Processes that profile their devices; the folders of others than 0 end with the number of the process."""
-
-    def check(self) -> Iterator[Problem]:
-        first, last = self.steps if len(self.steps) == 2 else (0, 0)
-        if self.steps and not 1 <= first <= last:
-            yield Problem("steps", "is not a range of steps", self.steps, accepted="[FIRST,LAST], from step 1, or []")
-        if self.every is not None and self.length >= self.every:
-            accepted = f"1 to {self.every - 1}" if self.every > 1 else "no value, with profile.every=1"
-            yield Problem("length", f"is not less than profile.every={self.every}", self.length, accepted=accepted)
-        if any(process < 0 for process in self.processes):
-            yield Problem("processes", "contains a negative number", self.processes, accepted="indices from 0")
-
-
 # The metric of train.target_eval_loss and train.early_stop.
 EVAL_LOSS = "eval/loss"
 # Metrics of every training task. `*` matches names known only to the run, such as those of data sources.
-STEPS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "input_wait", "data/*")
+STEPS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "input_wait", "data/*", "system/*")
 # Aux losses and statistics of layers, and multi-token prediction.
 LAYERS = ("side_loss", "moe/*", "mtp_loss")
 SPEED = ("tokens_per_second", "tflops_per_device", "mfu")

@@ -6,6 +6,7 @@ Content-Length, no folded header lines, no transfer encodings in requests.
 
 import asyncio
 import dataclasses
+import ipaddress
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -126,6 +127,11 @@ class Connection:
         self.has_started = False
         """True once the response to the current request has started, so that no error response is possible."""
         writer.transport.set_write_buffer_limits(high=WRITE_BUFFER)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the client is on this machine."""
+        return ipaddress.ip_address(self._writer.get_extra_info("peername")[0].partition("%")[0]).is_loopback
 
     async def read_head(self, idle: float) -> RequestHead | None:
         """Read the next request head; None if no request starts within `idle` seconds."""

@@ -24,6 +24,7 @@ from maxhydra.decode.openai_server.response_schema import ResponseBuilder
 from maxhydra.decode.request import Completion, Delta, Engine, Handle, RequestRejectedError
 from maxhydra.decode.sampling_params import PromptEncoder, make_requests
 from maxhydra.record.loopback import is_allowed_host
+from maxhydra.runtime.profiler import Profiler
 
 
 class Access:
@@ -83,8 +84,10 @@ class Service:
         access: Access,
         max_sequences: int,
         seed: int,
+        profiler: Profiler | None = None,
     ):
         """`max_sequences`: running and queued sequences; further requests get status 429."""
+        self._profiler = profiler
         self._engine, self._prompts, self._defaults = engine, prompts, defaults
         self._access, self._max_sequences, self._seed = access, max_sequences, seed
         self._num_sequences = self._num_prompts = 0
@@ -103,6 +106,7 @@ class Service:
             f"/v1/models/{defaults.model}": ("GET", self._models),
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
+            "/profile": ("POST", self._profile),
         }
 
     def admit(self, head: RequestHead) -> None:
@@ -136,6 +140,13 @@ class Service:
     async def _health(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
         self._require_engine()
         await connection.send_json(200, {"status": "ok"}, headers={})
+
+    async def _profile(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
+        """Profile the next iterations of the engine; only for clients on this machine."""
+        if self._profiler is None or not connection.is_local:
+            raise HttpError(403, "profiles can only be requested from the machine of the server")
+        self._profiler.request()
+        await connection.send_json(202, {"status": "requested", "folder": str(self._profiler.folder)}, headers={})
 
     async def _models(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
         name = self._defaults.model

@@ -3,13 +3,17 @@
   const MAX_CHOSEN = 8, POLL_MS = 2000;
   const byId = (id) => document.getElementById(id);
   const runs = new Map();
-  const state = { token: "", chosen: [], tab: "curves", busy: false, signature: "" };
+  const state = { token: "", chosen: [], tab: "curves", busy: false, signature: "", asked: {} };
   const short = (path) => path.slice(path.lastIndexOf("/") + 1);
   byId("root").textContent = page.data.root;
 
   async function request(path, parameters = []) {
     const response = await fetch(`/api/${path}?${new URLSearchParams(parameters)}`);
     return response.json();
+  }
+  async function post(path, body) {
+    const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
+    return (await fetch(`/api/${path}`, options)).json();
   }
   const chosenQuery = () => state.chosen.map((path) => ["run", path]);
 
@@ -57,7 +61,7 @@
       host.replaceChildren(...charts.map((chart, i) => page.html("figure", { class: i === 0 && !isSystem ? "chart wide" : "chart", "data-metric": chart.metric },
         page.html("figcaption", {}, page.html("h3", {}, chart.title), page.html("output", { class: "readout" })),
         page.html("div", { class: "plot", tabindex: 0, role: "img", "aria-label": `${chart.title} of ${chart.lines.map((line) => line.run).join(", ")}` }))));
-      const tiles = isSystem ? [page.html("dl", { class: "tiles", id: "machine" }), page.html("dl", { class: "tiles", id: "devices" })] : [];
+      const tiles = isSystem ? [page.html("dl", { class: "tiles", id: "machine" }), page.html("dl", { class: "tiles", id: "devices" }), page.html("div", { id: "profiles" })] : [];
       content.replaceChildren(...tiles, charts.length ? host : page.html("p", { class: "empty" }, "No metrics yet."));
     }
     group.show(charts.map((chart, i) => ({ ...chart, brief: true, lines: chart.lines.map((line) => ({ ...line, name: short(line.run) })), figure: host.children[i] })));
@@ -75,6 +79,25 @@
       tile("Disk", `${Math.round((100 * machine.disk[0]) / machine.disk[1])}%`, share(machine.disk)),
       ...machine.gpus.map((gpu, i) => tile(`GPU ${i} ${gpu.name}`, `${Math.round(gpu.busy * 100)}%`, share(gpu.memory))));
     byId("devices").replaceChildren(...compared.facts.map((facts) => tile(short(facts.path), facts.devices ?? "?", `${facts.host}, jax ${facts.jax ?? "?"}, commit ${facts.commit || "none"}`)));
+    byId("profiles").replaceChildren(...await Promise.all(compared.facts.map(profileOf)));
+  }
+
+  // A button that asks a live run for a profile, and the summary of its newest profile.
+  async function profileOf(facts) {
+    const { profiles } = await request("profiles", [["run", facts.path]]);
+    const note = page.html("small", {}, state.asked[facts.path] ?? ""), button = page.html("button", { type: "button" }, "Profile");
+    button.addEventListener("click", async () => {
+      const answer = await post("profile", { run: facts.path });
+      note.textContent = state.asked[facts.path] = answer.problem ?? "requested: shown here after the next steps";
+    });
+    const parts = [page.html("h3", {}, short(facts.path), " ", ...(facts.status === "running" ? [button, note] : []))];
+    if (profiles.length) {
+      const [{ name, text, parts: shares, columns, rows }] = profiles;
+      const cells = (kind, values) => page.html("tr", {}, ...values.map((value) => page.html(kind, {}, value)));
+      const body = page.html("table", {}, page.html("thead", {}, cells("th", columns)), page.html("tbody", {}, ...rows.map((row) => cells("td", row))));
+      parts.push(page.html("p", {}, `${name}: ${text}`), page.html("p", {}, shares), body);
+    }
+    return page.html("section", { class: "profile" }, ...parts);
   }
 
   function differences(title, runs, entries, isMeasured) {

@@ -1,0 +1,93 @@
+"""Samples of memory, CPU and GPUs: against the operating system, and with a library that stands for NVML."""
+
+import ctypes
+import os
+import resource
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from maxhydra.runtime.usage import GpuUsage, UsageSampler, _ProcessUsage, device_memory, host_memory
+
+
+def test_this_process() -> None:
+    usage = _ProcessUsage()
+    start, cpu = time.monotonic(), time.process_time()
+    while time.process_time() - cpu < 0.3:
+        pass
+    expected = (time.process_time() - cpu) / (time.monotonic() - start) / (os.cpu_count() or 1)
+    values = usage()
+    assert values["system/cpu_share"] == pytest.approx(expected, rel=0.2)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    assert 0.3 * peak < values["system/host_rss_gib"] <= 1.05 * peak
+    assert 0 < values["system/host_memory_share"] < 1
+    assert host_memory(Path("/nowhere")) == {}
+
+
+def test_the_fullest_device_counts() -> None:
+    devices = [
+        SimpleNamespace(memory_stats=lambda n=n: {"bytes_in_use": n << 30, "peak_bytes_in_use": 9}) for n in (1, 3)
+    ]
+    assert device_memory(devices)["system/device_memory_gib"] == 3
+    assert device_memory([SimpleNamespace(memory_stats=lambda: None)]) == {}
+
+
+class Nvml:
+    """Two GPUs; the second does not report its power."""
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> None:
+        count._obj.value = 2
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
+        handle._obj.value = index + 1
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: Any) -> int:
+        handle._obj.value = 2
+        return 0 if name == b"GPU-b" else 1
+
+    def nvmlDeviceGetUtilizationRates(self, handle: ctypes.c_void_p, rates: Any) -> int:
+        rates._obj.gpu = 100 if handle.value == 1 else 50
+        return 0
+
+    def nvmlDeviceGetPowerUsage(self, handle: ctypes.c_void_p, milliwatts: Any) -> int:
+        milliwatts._obj.value = 650_500
+        return 0 if handle.value == 1 else 3
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("", {"system/gpu_utilization": 0.75, "system/gpu_power_w": 650.5}),
+        ("0", {"system/gpu_utilization": 1.0, "system/gpu_power_w": 650.5}),
+        ("GPU-b", {"system/gpu_utilization": 0.5}),
+    ],
+)
+def test_gpus(visible: str, expected: dict[str, float]) -> None:
+    gpus = GpuUsage.open(Nvml(), visible=visible)
+    assert gpus is not None and gpus.sample() == expected
+    assert GpuUsage.open(Nvml(), visible="GPU-unknown") is None
+
+
+def test_means_and_peaks_since_the_last_call() -> None:
+    values = iter([(1.0, 5.0), (3.0, 4.0)])
+
+    def sample() -> dict[str, float]:
+        mean, peak = next(values)
+        return {"system/cpu_share": mean, "system/device_memory_peak_gib": peak}
+
+    sampler = UsageSampler(0.01, sample=sample)
+    # After the second sample, `next` raises, which ends the thread and not the run.
+    deadline = time.monotonic() + 10
+    while len(sampler._samples["system/cpu_share"]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sampler.take() == {"system/cpu_share": 2.0, "system/device_memory_peak_gib": 5.0}
+    assert sampler.take() == {}
+    sampler.close()
+    assert UsageSampler(None).take() == {}
