@@ -113,10 +113,9 @@ def test_inputs_not_divisible_by_the_block_size_are_rejected() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AdapterKind.lora, AdapterKind.qlora])
-def test_engine_tokens_with_an_adapter_equal_merged_weights(kind: AdapterKind) -> None:
+def test_engine_tokens_with_an_adapter_equal_merged_weights() -> None:
     """In the decode layout, with unstacked and transposed weights."""
-    model = build(model_config(**SIZES, vocab_size=264), lora(kind=kind))
+    model = build(model_config(**SIZES, vocab_size=264), qlora())
     weights = noisy(jax.jit(model.init)(jax.random.key(0)))
     sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)
     sizes = {"max_batch": 2, "cache_tokens": 64, "page_size": 8, "max_context": None, "prefill_chunk": 16}

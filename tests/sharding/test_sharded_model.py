@@ -18,7 +18,7 @@ from maxhydra.train.batches import plan_batches
 from maxhydra.train.checkpoint import open_checkpointer, restore
 from maxhydra.train.state import StateFactory, TrainState
 from maxhydra.train.step import make_step
-from tests.support.cli import ROOT, SMALL, environment, losses, run_ok, run_processes
+from tests.support.cli import ROOT, SMALL, environment
 
 GLOBAL_BATCH = 8
 # float32 differences between reductions in another order; the loss is around 5.
@@ -102,9 +102,7 @@ def eight_devices_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 MESHES = [
     {"fsdp": 8},
-    {"fsdp": 4, "tensor": 2},
     {"data": 2, "fsdp": 2, "tensor": 2},
-    {"data": 8},
     {"tensor": 4},
     {"fsdp": 2, "sequence": 4},
     {"fsdp": 2, "expert": 2, "tensor": 2},
@@ -135,8 +133,8 @@ def test_two_slices_change_no_loss(initial: TrainState, one_device: np.ndarray) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adafactor", "muon", "lion", "sgd"])
-def test_a_mesh_changes_no_loss_of_any_other_optimizer(optimizer: str) -> None:
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_a_mesh_changes_no_loss_of_optimizers_that_factor_or_multiply_matrices(optimizer: str) -> None:
     alone, spread = Run(f"optimizer={optimizer}"), Run(f"optimizer={optimizer}", data=2, fsdp=2, tensor=2)
     state = spread.states.create(0)
     expected = alone.train(alone.place(state), 4)[1]
@@ -145,7 +143,7 @@ def test_a_mesh_changes_no_loss_of_any_other_optimizer(optimizer: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {}], ids=["fsdp4", "fsdp2-tensor2", "one"])
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {}], ids=["fsdp2-tensor2", "one"])
 def test_a_checkpoint_of_eight_devices_goes_on_on_fewer(
     axes: dict[str, int], one_device: np.ndarray, eight_devices_folder: Path
 ) -> None:
@@ -158,18 +156,6 @@ def test_layer_stacking_and_remat_are_not_in_the_checkpoint(
     change: str, one_device: np.ndarray, one_device_folder: Path
 ) -> None:
     np.testing.assert_allclose(resume(Run(change), one_device_folder), one_device[SAVED:], rtol=TOLERANCE)
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one(tmp_path: Path) -> None:
-    """Two processes of two devices each, meeting over plain environment variables, against one process of four."""
-    arguments = [*SMALL, "train.steps=10", "checkpoint.every=5", "mesh.fsdp=4", "train.per_device_batch_size=2"]
-    arguments += ["train.eval_batches=0"]
-    run_ok(*arguments, "run.name=one", cwd=tmp_path, devices=4)
-    run_processes(2, *arguments, "run.name=two", cwd=tmp_path, devices=2)
-    one, two = losses(tmp_path / "outputs" / "one"), losses(tmp_path / "outputs" / "two")
-    assert list(one) == list(two) == list(range(1, 11))
-    np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=TOLERANCE)
 
 
 @pytest.mark.slow
