@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import norm
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.decode import Engine as EngineConfig
@@ -30,6 +29,8 @@ def qlora(**changes: Any) -> Any:
 
 def test_levels_are_quantiles_of_a_normal_distribution() -> None:
     """Two halves that meet at zero, from the outermost quantile of a uniform grid of sixteen."""
+    from scipy.stats import norm
+
     end = 0.5 * ((1 - 1 / 32) + (1 - 1 / 30))
     positive = norm.ppf(np.linspace(end, 0.5, 9)[:-1])
     negative = -norm.ppf(np.linspace(end, 0.5, 8)[:-1])
