@@ -1,8 +1,7 @@
 """The same numbers on any mesh: devices are simulated, processes are real."""
 
+import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -18,7 +17,7 @@ from maxhydra.train.batches import plan_batches
 from maxhydra.train.checkpoint import open_checkpointer, restore
 from maxhydra.train.state import StateFactory, TrainState
 from maxhydra.train.step import make_step
-from tests.support.cli import ROOT, SMALL, environment
+from tests.support.cli import SMALL, run_processes
 
 GLOBAL_BATCH = 8
 # float32 differences between reductions in another order; the loss is around 5.
@@ -159,9 +158,9 @@ def test_layer_stacking_and_remat_are_not_in_the_checkpoint(
 
 
 @pytest.mark.slow
-def test_losses_and_gradients_of_two_processes_equal_one_device() -> None:
-    """One case of the matrix of all families and meshes."""
-    case = ["--family", "llama3-tiny", "--mesh", "processes_tensor"]
-    command = [sys.executable, ROOT / "scripts/mesh_matrix.py", *case]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "1 equal, 0 rejected" in done.stdout, done.stdout + done.stderr
+def test_losses_and_gradients_of_two_processes_equal_one_device(tmp_path: Path) -> None:
+    """One case of scripts/mesh_matrix.py: FSDP over the processes, tensor parallelism over the devices of each."""
+    case = ["--worker", "llama3-tiny", "--mesh", "processes_tensor"]
+    for done in run_processes(2, *case, cwd=tmp_path, devices=4, timeout=600, module="scripts.mesh_matrix"):
+        result = json.loads(done.stdout.splitlines()[-1])
+        assert result["loss_error"] < TOLERANCE and result["gradient_error"] < 1e-4, result
