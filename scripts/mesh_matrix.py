@@ -63,6 +63,7 @@ ONE_KEY_HEAD = ["mesh.rules.kv_heads=[]", "mesh.rules.act_kv_heads=[]"]
 # weight of qwen3.5-tiny moved the loss of step 4 by 5e-5 on one device, too. A large eps makes updates continuous.
 COMMON = [
     "train.seq_len=64",
+    "model.scan_unroll=1",
     "model.dtypes.compute=float32",
     "model.dtypes.weights=float32",
     "model.dtypes.logits=float32",

@@ -44,10 +44,11 @@ class ParamBuilder:
     """Creates the weights of modules with initial values and logical axes, optionally stacked over layers.
 
     Every weight gets its own PRNG key in the order of creation. Values do not depend on the sharding, and those of the
-    base model do not depend on an adapter.
+    base model do not depend on an adapter. Without a key all random weights are zeros: shapes need no sampling, which
+    takes most of the time of tracing.
     """
 
-    def __init__(self, key: jax.Array, *, dtype: np.dtype, layers: int | None, matmul_spec: MatmulSpec):
+    def __init__(self, key: jax.Array | None, *, dtype: np.dtype, layers: int | None, matmul_spec: MatmulSpec):
         self._key, self._dtype, self._matmul_spec = key, dtype, matmul_spec
         self._numbers = count(1)
         self._batches: dict[int, jax.Array] = {}
@@ -60,8 +61,10 @@ class ParamBuilder:
         key = self._key_of(next(self._numbers))
         return ParamBuilder(key, dtype=self._dtype, layers=layers, matmul_spec=self._matmul_spec)
 
-    def _key_of(self, number: int) -> jax.Array:
+    def _key_of(self, number: int) -> jax.Array | None:
         """The key with this number folded in; a batch of them at once compiles in the time of one."""
+        if self._key is None:
+            return None
         batch, index = divmod(number, KEY_BATCH)
         if batch not in self._batches:
             numbers = jnp.arange(batch * KEY_BATCH, (batch + 1) * KEY_BATCH, dtype=jnp.uint32)
@@ -84,8 +87,9 @@ class ParamBuilder:
         self, shape: tuple[int, ...], axes: LogicalAxes, sample: Callable[[jax.Array, tuple[int, ...]], jax.Array]
     ) -> nnx.Param:
         """Random values from a function of key and shape."""
-        key = self._key_of(next(self._numbers))
-        return nnx.Param(sample(key, self._stack + shape).astype(self._dtype), axes=self._stack_axes + axes)
+        key, stacked = self._key_of(next(self._numbers)), self._stack + shape
+        values = jnp.zeros(stacked) if key is None else sample(key, stacked)
+        return nnx.Param(values.astype(self._dtype), axes=self._stack_axes + axes)
 
     def matrix(
         self,
@@ -142,7 +146,7 @@ class ParamBuilder:
         name = self._path + name
         spec, lora = self._matmul_spec.lora, None
         if spec is not None and spec.adds_to(name):
-            key = jax.random.fold_in(key, 1)
+            key = None if key is None else jax.random.fold_in(key, 1)
             lora = self._lora(spec, key, inputs, outputs, axes, number=FREE_KEYS + number)
         stored = self._store(kernel, Shape(len(self._stack), 0, len(inputs)), name)
         bias = self.zeros(outputs, axes[len(inputs) :]) if has_bias else None
@@ -175,7 +179,7 @@ class ParamBuilder:
     def _lora(
         self,
         spec: LoraSpec,
-        key: jax.Array,
+        key: jax.Array | None,
         inputs: tuple[int, ...],
         outputs: tuple[int, ...],
         axes: LogicalAxes,
@@ -191,7 +195,7 @@ class ParamBuilder:
 
     def _normal(
         self,
-        key: jax.Array,
+        key: jax.Array | None,
         rows: tuple[int, ...],
         columns: tuple[int, ...],
         axes: LogicalAxes,
@@ -201,7 +205,7 @@ class ParamBuilder:
     ) -> nnx.Param:
         """Sampled as a matrix: random numbers in four dimensions take XLA seconds to compile for CPUs."""
         flat = (*self._stack, math.prod(rows), math.prod(columns))
-        values = std * jax.random.normal(key, flat, jnp.float32)
+        values = jnp.zeros(flat) if key is None else std * jax.random.normal(key, flat, jnp.float32)
         shaped = values.astype(dtype).reshape(*self._stack, *rows, *columns)
         return nnx.Param(shaped, axes=self._stack_axes + axes)
 

@@ -139,7 +139,7 @@ class StackOutput(NamedTuple):
 class Decoder(nnx.Module):
     """Maps tokens to hidden states, and hidden states to logits."""
 
-    def __init__(self, spec: DecoderSpec, key: jax.Array):
+    def __init__(self, spec: DecoderSpec, key: jax.Array | None):
         self.spec = spec
         make = ParamBuilder(key, dtype=spec.dtypes.weights, layers=None, matmul_spec=spec.matmul_spec)
         self.embedding = Embedding(spec.vocabulary, make)

@@ -60,7 +60,7 @@ class ModelDef:
     @cached_property
     def _abstract(self) -> Decoder:
         """The module with shapes instead of arrays."""
-        decoder = nnx.eval_shape(lambda: Decoder(self._spec, jax.random.key(0)))
+        decoder = nnx.eval_shape(lambda: Decoder(self._spec, None))
         names = decoder.projections()
         problems = list(_unmatched("adapter.targets", self.adapter, names))
         for path, rule in (self.quantization.rules if self.quantization else {}).items():

@@ -113,7 +113,7 @@ def _abstract_block(spec: BlockSpec, matmul_spec: MatmulSpec) -> tuple[Any, Any]
     """Graph definition and weight shapes of a block, with matrices in the compute dtype as the decoder passes them."""
 
     def build() -> Any:
-        make = ParamBuilder(jax.random.key(0), dtype=matmul_spec.compute, layers=None, matmul_spec=matmul_spec)
+        make = ParamBuilder(None, dtype=matmul_spec.compute, layers=None, matmul_spec=matmul_spec)
         return block_class(spec, matmul_spec)(spec, make.below(spec.name))
 
     return nnx.split(nnx.eval_shape(build))

@@ -214,7 +214,7 @@ class StateFactory:
         """Shapes, dtypes and shardings of the state, onto which a checkpoint is restored."""
         extra = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), dict(self.extra_weights))
         seed = jax.ShapeDtypeStruct((), jnp.uint32)
-        shapes = jax.eval_shape(lambda seed: self._build(self._init_weights(seed), extra, seed), seed)
+        shapes = jax.eval_shape(self._build, self.model.shapes, extra, seed)
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             shapes,

@@ -84,6 +84,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_values_and_gradients(case: dict[str, Any]) -> None:
     task = DpoTask(**case)
@@ -94,6 +95,7 @@ def test_values_and_gradients(case: dict[str, Any]) -> None:
         np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_padding_rows_change_nothing(case: dict[str, Any]) -> None:
     task = DpoTask(**case)

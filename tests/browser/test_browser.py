@@ -239,6 +239,7 @@ def test_nothing_is_cut_off(window, server, width):
     sent_requests(window)
 
 
+@pytest.mark.slow
 def test_the_report_of_a_sweep(window, outputs, tmp_path):
     registry = Registry(outputs)
     folder, runs = registry.runs_under("lr")

@@ -217,6 +217,14 @@ def test_folder_of_options(tmp_path: Path) -> None:
     assert composed.origin("optimizer.b2").endswith("optimizer/mine.yaml:2")
 
 
+def test_a_defaults_list_can_refer_to_a_choice(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ndefaults: [{/extra: '${experiment}'}]\n")
+    (tmp_path / "extra").mkdir()
+    (tmp_path / "extra" / "mine.yaml").write_text("# @package _global_\ntrain:\n  steps: 7\n")
+    assert compose(["experiment=mine"], config_dir=str(tmp_path)).config.train.steps == 7
+
+
 def test_job_folder() -> None:
     overrides = ["optimizer.learning_rate=0.01", "run.notes=a b", "data.path=/some/where", "+optimizer/schedule=wsd"]
     assert job_folder(3, overrides, ["run.notes"]) == "3_learning_rate=0.01,path=_some_where,schedule=wsd"

@@ -244,6 +244,7 @@ class TestCoverage:
 
 
 class TestState:
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["records", "stream", "grouped"])
     @pytest.mark.parametrize("method", ["best_fit", "concat_then_split", "none"])
     def test_resumes_from_a_state_saved_anywhere(

@@ -630,6 +630,7 @@ def test_an_engine_failure_is_reported(prompts: PromptEncoder) -> None:
         assert parse_response(server.get("/health"))[0] == 503 and server.post(CHAT)[0] == 503
 
 
+@pytest.mark.slow
 def test_64_clients_lose_no_request(prompts: PromptEncoder) -> None:
     with running(prompts, slots=16, seconds=0.001) as server:
         until, client = time.monotonic() + 3, server.client()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from hypothesis import example
 from hypothesis import strategies as st
 
@@ -23,6 +24,8 @@ from maxhydra.sweep.plan import Settings, SweepPlan, read_plan, write_plan
 from tests.support.fuzzing import fuzz
 from tests.support.kill_points import count_calls, kill_at
 from tests.support.run_folders import CONFIG, write_run
+
+pytestmark = pytest.mark.slow
 
 # The point of the kill as a fraction of the action.
 POINTS = st.floats(0, 1)

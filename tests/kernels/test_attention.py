@@ -513,6 +513,7 @@ def test_gpu_backends_equal_the_reference_with_gradients(mask, heads, head_dim, 
         assert_near_in_bfloat16(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 @pytest.mark.parametrize("queries", [LENGTH, 1])
 def test_values_of_another_size_and_a_selection_of_keys(backend, queries):

@@ -68,6 +68,7 @@ def surroundings(rows: int, inputs: int, outputs: int, dtype: jnp.dtype) -> dict
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nothing", "norm and gate", "norm and onto"])
 @pytest.mark.parametrize(
     ("tile", "is_int8", "dtype"),

@@ -134,6 +134,7 @@ def test_the_inverse_of_a_chunk_equals_a_solve_in_float64(correlation, decay, ra
     np.testing.assert_allclose(got_change, expected_change, atol=1e-5 * np.abs(expected_change).max())
 
 
+@pytest.mark.slow
 def test_chunked_gradients_over_batch_and_length_equal_one_device():
     """The program ends on 8 simulated devices, which triangular solves of the CPU backend did not."""
     mesh = jax.make_mesh((4, 2), ("rows", "length"), axis_types=(AxisType.Auto,) * 2)

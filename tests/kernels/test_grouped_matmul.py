@@ -84,6 +84,7 @@ def test_a_backend_that_is_slow_on_the_device_is_selected_with_a_warning(caplog:
     assert record.levelname == "WARNING" and "not 128 and 2888" in record.message
 
 
+@pytest.mark.slow
 def test_sizes_are_padded_to_tiles() -> None:
     """Values and gradients of 20 rows, 48 inputs and 80 outputs, by the kernel for GPUs."""
     rng = np.random.default_rng(0)
@@ -147,6 +148,7 @@ def test_the_hopper_kernels_are_lowered_without_a_gpu() -> None:
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[70, 0, 5, 90], [3, 130, 0, 59]])
 def test_the_hopper_kernels_equal_numpy(sizes: list[int]) -> None:
     """Groups that share a block, fill several programs, or are empty; the first case has rows of no group.

@@ -134,6 +134,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "xla"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("chunk", [0, 4])

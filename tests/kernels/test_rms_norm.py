@@ -76,6 +76,7 @@ def test_the_kernel_serves_many_rows_on_one_gpu_and_gives_the_reason_otherwise()
         assert OPERATION.choose("auto", Call(**{**many, **change})) == "xla"
 
 
+@pytest.mark.slow
 def test_the_kernel_over_a_mesh_equals_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows split over batch and length; the gradient of the scale is a sum over both."""
     run = partial(triton.rms_norm, tiles=TILES, interpret=True)

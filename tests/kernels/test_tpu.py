@@ -31,6 +31,7 @@ ON_TPU = [
 KERNEL = "stablehlo.custom_call @tpu_custom_call"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_are_lowered_for_a_tpu(name):
     program = PROGRAMS[name]()

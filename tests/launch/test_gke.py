@@ -280,6 +280,7 @@ def render(capsys: pytest.CaptureFixture[str], *rerun_arguments: str) -> tuple[i
     return code, captured.out + captured.err
 
 
+@pytest.mark.slow
 def test_render_rejects_what_a_launch_rejects(capsys: pytest.CaptureFixture[str]) -> None:
     code, output = render(capsys, "hydra/launcher=gke", "hydra.launcher.slices=0", "hydra.launcher.namespace=No_Name")
     assert code == 2 and "4 problems" in output

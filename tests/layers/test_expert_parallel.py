@@ -185,6 +185,7 @@ def test_chunks_do_not_change_the_result(dispatch):
     assert_same(found, one_device("expert"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "top_k", "gathers"), [(2, 8, True), (8, 8, True), (8, 6, False), (64, 8, False)])
 def test_auto_gathers_only_if_that_sends_no_more_rows(devices, top_k, gathers):
     """Rows sent per token: devices - 1 by all-gather, top_k * (devices - 1) / devices by all-to-all."""

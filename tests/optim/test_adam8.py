@@ -57,6 +57,7 @@ def test_quantization_rounds_to_the_nearest_value(values, is_signed):
     assert not np.any(dequantize(zeros, values))
 
 
+@pytest.mark.slow
 def test_three_updates_equal_a_transcription():
     random = np.random.default_rng(1)
     transform = scale_by_adam8(AXES, b1=B1, b2=B2, eps=EPS)

@@ -12,6 +12,9 @@ from tests.support.golden_models import Golden
 
 PARITY = Path(__file__).parent
 FAMILIES = sorted(folder.name for folder in (PARITY / "golden").iterdir() if folder.is_dir())
+# The families whose layers differ most; gradients and decoding of the others, whose layers are combinations of these,
+# would compile for minutes. `scripts/parity_table.py` compares the gradients of all families.
+DIFFERENTIATED = ["deepseek3.2", "gemma2", "gemma4_e", "gpt2", "gpt_oss", "llama4_text", "qwen3_next"]
 
 
 def test_every_family_of_the_zoo_has_a_golden_model() -> None:
@@ -21,12 +24,13 @@ def test_every_family_of_the_zoo_has_a_golden_model() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_equals_its_reference(family: str, tmp_path: Path) -> None:
-    """Logits, gradients, decoding with a KV cache, and a round trip to the same files."""
-    golden = Golden(PARITY / "golden" / family)
-    distance, logits = golden.distance()
+    """Loss, logits, a round trip to the same files, and for some families gradients and decoding with a KV cache."""
+    golden, is_differentiated = Golden(PARITY / "golden" / family), family in DIFFERENTIATED
+    distance, logits = golden.distance(has_gradients=is_differentiated)
     assert distance.logits < 2e-4 and distance.kl < 1e-8 and distance.gradients < 1e-3, distance
-    real = np.asarray(golden.mask) == 1
-    np.testing.assert_allclose(golden.decoded()[real], logits[real], atol=1e-4)
+    if is_differentiated:
+        real = np.asarray(golden.mask) == 1
+        np.testing.assert_allclose(golden.decoded()[real], logits[real], atol=1e-4)
     check_round_trip(golden, tmp_path)
 
 

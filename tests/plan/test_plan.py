@@ -41,6 +41,7 @@ def subject_of(*overrides: str) -> Subject:
     return Subject.of(compose(list(overrides)).config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp8_float32_logits", "fsdp2_tensor4", "experts_all_to_all", "sequence8_ulysses"])
 def test_memory_and_traffic_are_those_of_the_compiler(name: str) -> None:
     peak, sent = check.deviations(LINES[name])
@@ -74,6 +75,7 @@ def test_step_times_are_those_measured_on_one_h200(index: int) -> None:
     assert time.seconds == pytest.approx(case.step_tokens / tokens_per_second, rel=TIME_LIMIT)
 
 
+@pytest.mark.slow
 def test_state_and_gathered_weights_of_a_step_compiled_here() -> None:
     """Arguments and gathered weights in the program for simulated CPUs, which does not scatter gradients."""
     config = compose(["model=micro", "mesh.fsdp=8", "train.seq_len=32"]).config
@@ -203,6 +205,7 @@ def test_mistakes_cost_one_message(overrides: list[str], tmp_path: Path, capsys:
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plan_and_search_write_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["task=plan", "model=llama3-tiny", "hardware=gpu-h200", "task.devices=8", "train.seq_len=64"]
     folder = [f"run.outputs={tmp_path}", "run.name=plan", "task.format=json"]

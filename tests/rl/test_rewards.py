@@ -186,6 +186,7 @@ def test_closing_the_pool_ends_a_call_and_what_it_started(tmp_path: Path) -> Non
     assert time.monotonic() - start < 5 and not wait_until_gone([int(pids.read_text())], seconds=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["process", "group"])
 def test_nothing_outlives_a_killed_run(kill: Callable[[int, int], None], tmp_path: Path) -> None:
     pids = tmp_path / "pids"

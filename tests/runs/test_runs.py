@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import scipy.stats
 import yaml
 
 from maxhydra.config.compose.composer import compose
@@ -338,6 +337,8 @@ def test_comparison(outputs):
 
 
 def test_importance_matches_the_analysis_of_variance():
+    import scipy.stats
+
     rng = np.random.default_rng(0)
     group = rng.integers(0, 4, 40)
     results = group * 0.5 + rng.normal(size=40)

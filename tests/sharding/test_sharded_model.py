@@ -1,8 +1,7 @@
 """The same numbers on any mesh: devices are simulated, processes are real."""
 
+import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -18,7 +17,7 @@ from maxhydra.train.batches import plan_batches
 from maxhydra.train.checkpoint import open_checkpointer, restore
 from maxhydra.train.state import StateFactory, TrainState
 from maxhydra.train.step import make_step
-from tests.support.cli import ROOT, SMALL, environment, losses, run_ok, run_processes
+from tests.support.cli import SMALL, run_processes
 
 GLOBAL_BATCH = 8
 # float32 differences between reductions in another order; the loss is around 5.
@@ -102,9 +101,7 @@ def eight_devices_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 MESHES = [
     {"fsdp": 8},
-    {"fsdp": 4, "tensor": 2},
     {"data": 2, "fsdp": 2, "tensor": 2},
-    {"data": 8},
     {"tensor": 4},
     {"fsdp": 2, "sequence": 4},
     {"fsdp": 2, "expert": 2, "tensor": 2},
@@ -135,8 +132,8 @@ def test_two_slices_change_no_loss(initial: TrainState, one_device: np.ndarray) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adafactor", "muon", "lion", "sgd"])
-def test_a_mesh_changes_no_loss_of_any_other_optimizer(optimizer: str) -> None:
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_a_mesh_changes_no_loss_of_optimizers_that_factor_or_multiply_matrices(optimizer: str) -> None:
     alone, spread = Run(f"optimizer={optimizer}"), Run(f"optimizer={optimizer}", data=2, fsdp=2, tensor=2)
     state = spread.states.create(0)
     expected = alone.train(alone.place(state), 4)[1]
@@ -145,7 +142,7 @@ def test_a_mesh_changes_no_loss_of_any_other_optimizer(optimizer: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {}], ids=["fsdp4", "fsdp2-tensor2", "one"])
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {}], ids=["fsdp2-tensor2", "one"])
 def test_a_checkpoint_of_eight_devices_goes_on_on_fewer(
     axes: dict[str, int], one_device: np.ndarray, eight_devices_folder: Path
 ) -> None:
@@ -161,21 +158,9 @@ def test_layer_stacking_and_remat_are_not_in_the_checkpoint(
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(tmp_path: Path) -> None:
-    """Two processes of two devices each, meeting over plain environment variables, against one process of four."""
-    arguments = [*SMALL, "train.steps=10", "checkpoint.every=5", "mesh.fsdp=4", "train.per_device_batch_size=2"]
-    arguments += ["train.eval_batches=0"]
-    run_ok(*arguments, "run.name=one", cwd=tmp_path, devices=4)
-    run_processes(2, *arguments, "run.name=two", cwd=tmp_path, devices=2)
-    one, two = losses(tmp_path / "outputs" / "one"), losses(tmp_path / "outputs" / "two")
-    assert list(one) == list(two) == list(range(1, 11))
-    np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=TOLERANCE)
-
-
-@pytest.mark.slow
-def test_losses_and_gradients_of_two_processes_equal_one_device() -> None:
-    """One case of the matrix of all families and meshes."""
-    case = ["--family", "llama3-tiny", "--mesh", "processes_tensor"]
-    command = [sys.executable, ROOT / "scripts/mesh_matrix.py", *case]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "1 equal, 0 rejected" in done.stdout, done.stdout + done.stderr
+def test_losses_and_gradients_of_two_processes_equal_one_device(tmp_path: Path) -> None:
+    """One case of scripts/mesh_matrix.py: FSDP over the processes, tensor parallelism over the devices of each."""
+    case = ["--worker", "llama3-tiny", "--mesh", "processes_tensor"]
+    for done in run_processes(2, *case, cwd=tmp_path, devices=4, timeout=600, module="scripts.mesh_matrix"):
+        result = json.loads(done.stdout.splitlines()[-1])
+        assert result["loss_error"] < TOLERANCE and result["gradient_error"] < 1e-4, result

@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -149,6 +150,16 @@ def kill_when(arguments: Sequence[str], file: Path, *, cwd: Path) -> None:
     assert process.is_running(), "the process ended before it could be killed"
     process.kill()
     process.wait()
+
+
+def rewind(folder: Path, step: int, name: str) -> Path:
+    """Copy a finished run, as if it had been killed after its last step with the checkpoint of `step` as the newest."""
+    killed = shutil.copytree(folder, folder.with_name(name))
+    for path in (killed / "checkpoints").iterdir():
+        if path.name.isdigit() and int(path.name) > step:
+            shutil.rmtree(path)
+    (killed / "run.json").write_text(json.dumps({**facts(killed), "status": "preempted"}))
+    return killed
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -8,8 +8,8 @@ import pytest
 from tests.support.cli import ROOT, SMALL, facts, losses, run_ok
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
-# overfit has a separate test.
-OVERLAYS = sorted({path.stem for path in (ROOT / "conf" / "debug").glob("*.yaml")} - {"overfit"})
+# overfit has a separate test, and every experiment runs with one_step.
+OVERLAYS = sorted({path.stem for path in (ROOT / "conf" / "debug").glob("*.yaml")} - {"overfit", "one_step"})
 SIZES = [override for override in SMALL if override.startswith(("model.", "train.seq_len"))]
 # Sizes that other models set and the small one must not inherit.
 SIZES += ["model.dtypes.compute=float32", "model.vocab_size=320", "model.context_length=64", "train.loss_chunk=0"]

@@ -1,7 +1,6 @@
 """task=grpo end to end: learning from rewards, uninformative rewards, kills, and invalid configs."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from maxhydra.rl.evaluate import majority, pass_at
 from maxhydra.rl.reward_pool import RewardResult
 from maxhydra.rl.rollout import Group, columns
 from maxhydra.rl.setup import check
-from tests.support.cli import ROOT, SMALL, facts, losses, parameter_hash, run_ok, start_silent
+from tests.support.cli import ROOT, SMALL, facts, losses, parameter_hash, rewind, run_ok
 
 PATHS = f"{ROOT}:{ROOT / 'tests/support'}"
 TASK = ["task=grpo", "data=arithmetic", "data.record_type=prompts", "task.max_tokens=8", "task.group_size=4"]
@@ -117,21 +116,13 @@ KILLED += ["task.iterations=2", "task.off_policy_steps=1", "task.importance_cap=
 def test_a_killed_run_reaches_the_same_weights(tmp_path: Path) -> None:
     """Rollouts that were sampled ahead, and a batch with updates left, survive the kill."""
     run_ok(*KILLED, "run.name=whole", cwd=tmp_path, PYTHONPATH=PATHS)
-    whole, folder = (tmp_path / "outputs" / name for name in ("whole", "killed"))
-    process = start_silent(*KILLED, "run.name=killed", cwd=tmp_path, PYTHONPATH=PATHS)
-    while process.is_running() and not _has_lines(folder / "metrics.jsonl", 4):
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
+    whole = tmp_path / "outputs" / "whole"
+    folder = rewind(whole, 3, "killed")
     done = run_ok(*KILLED, "run.name=killed", cwd=tmp_path, PYTHONPATH=PATHS)
     assert "resuming from step 3" in done.stderr
     assert losses(folder) == losses(whole)
     assert rows(folder, "reward/mean") == rows(whole, "reward/mean")
     assert parameter_hash(folder, 8) == parameter_hash(whole, 8)
-
-
-def _has_lines(path: Path, count: int) -> bool:
-    return path.exists() and path.read_text().count("\n") >= count
 
 
 def problems(*overrides: str) -> dict[str, Any]:

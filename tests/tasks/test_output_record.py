@@ -42,6 +42,7 @@ def convert_again(source: Path, *overrides: str) -> str:
     return convert.run(job).reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hf", "maxhydra"])
 def test_a_repeated_command_ends_like_the_first(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     source, out, command = write_weights(tmp_path / "in", 0), tmp_path / "out", f"task.format={kind}"
@@ -60,6 +61,7 @@ def test_a_repeated_command_ends_like_the_first(tmp_path: Path, kind: str, capsy
         convert_again(other, command)
 
 
+@pytest.mark.slow
 def test_an_output_that_is_not_intact_is_an_error(tmp_path: Path) -> None:
     source, out = write_weights(tmp_path / "in", 0), tmp_path / "out"
     convert_again(source)

@@ -45,8 +45,8 @@ def test_a_ramped_run_resumes_at_its_batch_size(tmp_path: Path) -> None:
     ramp = ["train.ramp.start=2", "train.ramp.increment=3", "train.ramp.sequences=16", "train.eval_batches=0"]
     arguments = [*SMALL, *ramp, "optimizer/schedule=constant", "checkpoint.every=100"]
     run_ok(*arguments, "run.name=whole", "train.steps=9", cwd=tmp_path)
-    # Within the second size, and before the last.
-    for steps in (5, 6, 9):
+    # Within the second size.
+    for steps in (5, 9):
         run_ok(*arguments, "run.name=parts", f"train.steps={steps}", cwd=tmp_path)
     whole, parts = tmp_path / "outputs/whole", tmp_path / "outputs/parts"
     assert losses(whole) == losses(parts)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
+from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
@@ -27,7 +28,7 @@ from hydra._internal.defaults_list import DefaultsList
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.default_element import ResultDefault
+from hydra.core.default_element import InputDefault, ResultDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
@@ -236,6 +237,22 @@ class Repository(ConfigRepository):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return copy.copy(self)
+
+
+_create_interpolation_map = defaults_list._create_interpolation_map
+_UNUSED_MAP = DictConfig({})
+
+
+def _create_map_if_used(overrides: Any, defaults_list: list[InputDefault], self_added: bool) -> DictConfig:
+    """Return the choices that entries of a defaults list such as `${model}_data` refer to, if it has such entries.
+
+    Hydra builds this map for every option file and rarely reads it, which is a quarter of the time of a composition.
+    """
+    is_used = any(default.is_interpolation() for default in defaults_list if not default.is_self())
+    return _create_interpolation_map(overrides, defaults_list, self_added) if is_used else _UNUSED_MAP
+
+
+defaults_list._create_interpolation_map = _create_map_if_used
 
 
 class Loader(ConfigLoaderImpl):
