@@ -9,7 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from maxhydra.record.rollouts import Query, RolloutWriter, search
+from maxhydra.record.rollout_store import RolloutWriter, search
+from maxhydra.record.rollouts import Query
 
 QUERIES = {
     "newest page": Query(),

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 STEPS = 500
-# Measured with seed 0: from 0.458 to 0.713.
+# Measured with seed 0 on x86: from 0.324 to 0.731.
 MAX_BEFORE, MIN_RISE = 0.6, 0.2
 
 

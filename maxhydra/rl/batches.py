@@ -11,7 +11,7 @@ import numpy as np
 
 from maxhydra.config.schema.tasks.training import GrpoTask, is_kl_in_reward
 from maxhydra.data import BatchSpec, Loader, Row
-from maxhydra.record.rollouts import RolloutWriter
+from maxhydra.record.rollout_store import RolloutWriter
 from maxhydra.rl.advantages import advantages
 from maxhydra.rl.loss import OLD_LOGPROBS, REFERENCE_LOGPROBS
 from maxhydra.rl.rollout import Group, Rollout, RolloutWorker, columns, metrics

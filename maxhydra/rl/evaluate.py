@@ -9,7 +9,7 @@ import numpy as np
 
 from maxhydra.config.schema.reward import Reward
 from maxhydra.data import Row
-from maxhydra.record.rollouts import RolloutWriter
+from maxhydra.record.rollout_store import RolloutWriter
 from maxhydra.rl.rewards import extract_answer, normalize
 from maxhydra.rl.rollout import Group, RolloutWorker
 from maxhydra.rl.setup import policy_weights

@@ -119,7 +119,7 @@ class Group:
         return bool(is_degenerate(np.array([self.rewards]))[0])
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """The completions as lines of the run's rollouts; see record/rollouts.py."""
+        """The completions as lines of the run's rollouts; see record/rollout_store.py."""
         for sample, (completion, result) in enumerate(zip(self.completions, self.results, strict=True)):
             yield {
                 "prompt_number": self.number,

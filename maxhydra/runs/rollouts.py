@@ -6,7 +6,7 @@ from typing import Any
 
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.record import redact_text
-from maxhydra.record.rollouts import EVAL, FOLDER, KINDS, ORDERS, TRAIN, Page, Query, files, read_index, search
+from maxhydra.record.rollouts import EVAL, FOLDER, KINDS, ORDERS, TRAIN, Page, Query, files
 from maxhydra.runs.page import Html, element, head_row, scrolling, section
 
 # Prompts and evaluations in the report.
@@ -57,6 +57,8 @@ def _bounds(name: str, text: str, kind: type[Any]) -> tuple[Any, Any]:
 
 def find_rollouts(run: Path, query: Query) -> Page:
     """Completions of a run, with secrets redacted."""
+    from maxhydra.record.rollout_store import search  # noqa: PLC0415 - imports NumPy
+
     page = search(run / FOLDER, query)
     return Page([{name: _clean(value) for name, value in record.items()} for record in page.records], page.total)
 
@@ -93,12 +95,18 @@ def describe(record: Mapping[str, Any]) -> str:
 
 def rollouts_section(run: Path) -> Html | None:
     """The completions of a few held-out prompts, side by side over evaluations; of training without evaluations."""
-    kind = EVAL if files(run / FOLDER, EVAL) else TRAIN
-    if kind == TRAIN:
+    kinds = kinds_of(run)
+    if not kinds:
+        return None
+    if EVAL not in kinds:
         newest = find_rollouts(run, Query(limit=REPORT_PROMPTS)).records
         rows = [[str(record["prompt"]), *_cell(record)] for record in newest]
         return _table(["Prompt", "Completion", ""], rows) if rows else None
+    from maxhydra.record.rollout_store import read_index  # noqa: PLC0415 - imports NumPy
+
     steps = sorted({int(step) for path in files(run / FOLDER, EVAL) for step in read_index(path)["step"]})
+    if not steps:
+        return None
     chosen = sorted({steps[round(index * (len(steps) - 1) / (REPORT_STEPS - 1))] for index in range(REPORT_STEPS)})
     by_step = {
         step: {

@@ -5,7 +5,8 @@ from contextlib import closing
 from maxhydra import data
 from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.decode.sampling_params import PromptEncoder
-from maxhydra.record.rollouts import EVAL, FOLDER, KINDS, TRAIN, RolloutWriter
+from maxhydra.record.rollout_store import RolloutWriter
+from maxhydra.record.rollouts import EVAL, FOLDER, KINDS, TRAIN
 from maxhydra.rl.batches import RolloutBatches, make_logprob_fn
 from maxhydra.rl.evaluate import held_out_pass_rate
 from maxhydra.rl.loss import group_loss

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from maxhydra.record.atomic_io import process_start
-from maxhydra.record.rollouts import RolloutWriter
+from maxhydra.record.rollout_store import RolloutWriter
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.server import Server
 from maxhydra.runs.sweep import write_sweep_report

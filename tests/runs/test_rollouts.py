@@ -7,7 +7,7 @@ import pytest
 
 from maxhydra.cli.main import run as maxhydra
 from maxhydra.record import RunDirectory
-from maxhydra.record.rollouts import RolloutWriter
+from maxhydra.record.rollout_store import RolloutWriter
 from maxhydra.runs.dashboard import Dashboard
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.report import write_report

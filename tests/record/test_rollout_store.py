@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from maxhydra.record import rollouts
-from maxhydra.record.rollouts import Query, RolloutWriter, files, read_index, search
+from maxhydra.record import rollout_store
+from maxhydra.record.rollout_store import RolloutWriter, read_index, search
+from maxhydra.record.rollouts import Query, files
 
 
 def record(step: int, sample: int = 0, **fields: Any) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def found(folder: Path, **fields: Any) -> list[tuple[int, int]]:
 
 @pytest.fixture
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "FILE_ROWS", 6)
+    monkeypatch.setattr(rollout_store, "FILE_ROWS", 6)
 
 
 @pytest.mark.usefixtures("small_files")
@@ -95,9 +96,9 @@ def test_old_files_are_deleted(tmp_path: Path) -> None:
 def test_a_killed_writer_loses_and_repeats_nothing(tmp_path: Path) -> None:
     """Killed at a random moment of a loop of appends, and resumed from a step that was complete before."""
     program = (
-        "import sys; from maxhydra.record import rollouts; rollouts.FILE_ROWS = 64\n"
-        "from tests.record.test_rollouts import record\n"
-        "writer, step = rollouts.RolloutWriter(sys.argv[1], 'train', keep=10**6), int(sys.argv[2])\n"
+        "import sys; from maxhydra.record import rollout_store; rollout_store.FILE_ROWS = 64\n"
+        "from tests.record.test_rollout_store import record\n"
+        "writer, step = rollout_store.RolloutWriter(sys.argv[1], 'train', keep=10**6), int(sys.argv[2])\n"
         "while step <= int(sys.argv[3]):\n"
         "    writer.append(step, [record(step, sample, completion='x' * 4000) for sample in range(16)])\n"
         "    print(step, flush=True)\n"
