@@ -29,16 +29,8 @@ _LOADER: type[yaml.CSafeLoader] | type[yaml.SafeLoader] = yaml.CSafeLoader if ya
 # fnmatch patterns of dotted keys; `*` also matches dots.
 FREE_KEYS = (
     # Name, place and description of the run.
-    *(
-        "run.name",
-        "run.outputs",
-        "run.staging",
-        "run.tags",
-        "run.notes",
-        "run.accept_changed_*",
-        "tracker.*",
-        "objective",
-    ),
+    *("run.name", "run.outputs", "run.staging", "run.tags", "run.notes", "run.accept_changed_*"),
+    *("tracker.*", "objective"),
     # Length, and the lengths in the learning rate schedule that follow from it.
     *("train.steps", "optimizer.schedule.warmup_steps", "optimizer.schedule.decay_steps"),
     # Reports and evaluations.

@@ -5,7 +5,6 @@ run.json. A job of several processes is `python -m maxhydra.launch.local SETTING
 all of them, as a cluster, forwards signals to them, and restarts all if one is lost.
 """
 
-import ctypes
 import dataclasses
 import json
 import os
@@ -16,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -35,6 +35,7 @@ from maxhydra.launch.base import (
 )
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import is_alive, process_start, replace_file
+from maxhydra.record.processes import die_with_parent
 
 # Keys of the claim that identify the process.
 CLAIMED = ("host", "pid", "pid_started")
@@ -218,13 +219,9 @@ class Cluster:
     def _start(self, address: str, count: int, index: int) -> subprocess.Popen:
         cluster = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(index)}
         cluster |= {"LOCAL_RANK": str(index), "LOCAL_WORLD_SIZE": str(count)}
-        return subprocess.Popen(self._command, env={**os.environ, **cluster}, preexec_fn=_end_with_parent)
-
-
-def _end_with_parent() -> None:
-    """Let the kernel send SIGTERM to this process when its parent is killed: the run saves, and holds no devices."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        # If this launcher is killed, the run saves and does not hold the devices.
+        end_with_launcher = partial(die_with_parent, signal.SIGTERM)
+        return subprocess.Popen(self._command, env={**os.environ, **cluster}, preexec_fn=end_with_launcher)
 
 
 def main(arguments: Sequence[str]) -> int:

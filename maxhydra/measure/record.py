@@ -22,6 +22,7 @@ from maxhydra.config.schema.model import RematPolicy
 from maxhydra.config.schema.optimizer import OptimizerKind
 from maxhydra.config.schema.quantization import AdapterKind
 from maxhydra.record import redact_argv
+from maxhydra.record.processes import memory_info
 from maxhydra.runtime import Machine, original_environment
 from maxhydra.runtime.flags import flags_in_effect
 
@@ -142,8 +143,7 @@ def _bytes_under_limit(limit: int, used: str) -> float:
 def _free_bytes() -> float:
     """Available memory of the host, or the limit of its container."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        sizes = {name: 1024 * int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
+        sizes = memory_info()
         free: float = sizes["MemAvailable"] + sizes["SwapFree"]
         limit = Path("/sys/fs/cgroup/memory.max")
         return min(free, int(limit.read_text())) if limit.is_file() and limit.read_text().strip() != "max" else free

@@ -118,7 +118,7 @@ def build(
     """Build the optimizer for parameters with these shapes and logical axes, over a run of `steps` steps.
 
     `is_unrolled`: the layer loop is unrolled, so gradients of stacked layers are computed layer by layer. `unused`:
-    subtrees that the loss does not use; their gradients are 0, and without weight decay they stay as they are.
+    subtrees that the loss does not use; their gradients are 0, and without weight decay they do not change.
     """
     names = paths(shapes)
     check_patterns(config.trainable, config.no_decay, jax.tree.leaves(names))

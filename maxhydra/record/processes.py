@@ -52,9 +52,18 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that forked it exits, even if user code blocks the rest."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel send a signal to this process when the thread that forked it exits."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def memory_info(proc: Path = Path("/proc")) -> dict[str, int]:
+    """The memory of the host by the names of /proc/meminfo, in bytes; empty without /proc."""
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: 1024 * int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _prctl(option: int, value: int) -> None:

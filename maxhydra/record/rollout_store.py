@@ -96,10 +96,9 @@ class RolloutWriter:
             np.save(file, np.array(self._rows, INDEX))
         temporary.replace(target)
         self._path, self._rows = self._next(path), []
-        existing = files(self._folder, self._kind)
-        total = sum(len(read_index(other)) for other in existing)
-        for oldest in existing:
-            count = len(read_index(oldest))
+        counts = {other: len(read_index(other)) for other in files(self._folder, self._kind)}
+        total = sum(counts.values())
+        for oldest, count in counts.items():
             if total - count < self._keep:
                 break
             _index_path(oldest).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a run's rollouts are called, and queries of them; rollout_store.py writes and reads them with NumPy."""
+"""Names of the files of rollouts, and queries of them; rollout_store.py writes and reads them with NumPy."""
 
 import dataclasses
 from pathlib import Path

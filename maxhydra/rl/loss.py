@@ -53,7 +53,7 @@ class Logprobs(NamedTuple):
     reference: jax.Array | None
     """Under the initial weights; None without a KL term in the loss."""
     entropy: jax.Array | None = None
-    """Entropy of the distribution that each token was drawn from, under the weights that are trained; None without an
+    """Entropy of the distribution that each token was sampled from, under the weights that are trained; None without an
     entropy bonus."""
 
 

@@ -207,6 +207,7 @@ class _RewardProcess:
 def _serve(connection: socket.socket, reward: Reward) -> None:
     """Main of the reward process, which never returns: load the terms, then reply to each call."""
     try:
+        # Even if user code blocks everything else.
         processes.die_with_parent()
         os.setsid()
         descriptor = processes.isolate_descriptors(connection.detach())

@@ -15,6 +15,7 @@ from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.record import scan_metrics
 from maxhydra.record.atomic_io import is_alive
 from maxhydra.record.metrics import Row
+from maxhydra.record.processes import memory_info
 from maxhydra.record.redact import redact_text
 from maxhydra.runs import query
 from maxhydra.runs.compare import compare
@@ -252,7 +253,7 @@ def _catches_profile_signal(pid: int) -> bool:
 
 def machine(folder: Path) -> dict[str, Any]:
     """Load, memory and disk of the serving machine, and its GPUs if nvidia-smi is installed."""
-    memory = _memory()
+    memory = memory_info()
     disk = shutil.disk_usage(folder)
     return {
         "load": round(os.getloadavg()[0], 2),
@@ -261,15 +262,6 @@ def machine(folder: Path) -> dict[str, Any]:
         "disk": [disk.used, disk.total],
         "gpus": _gpus(),
     }
-
-
-def _memory() -> dict[str, int]:
-    """Contents of /proc/meminfo in bytes; empty without /proc."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return {}
-    return {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _gpus() -> list[dict[str, Any]]:

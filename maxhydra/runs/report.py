@@ -59,7 +59,7 @@ def write_report(run: RunDirectory) -> Path:
         plan=plan_section(run.path),
         statistics=statistics_section(run.path),
         profile=profile_section(run.path),
-        rollouts=rollouts_section(run.path) or Html(),
+        rollouts=rollouts_section(run.path),
         sample=_sample(facts.get("sample")),
         config=_config(config),
         environment=_environment(facts),

@@ -93,20 +93,20 @@ def describe(record: Mapping[str, Any]) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def rollouts_section(run: Path) -> Html | None:
+def rollouts_section(run: Path) -> Html:
     """The completions of a few held-out prompts, side by side over evaluations; of training without evaluations."""
     kinds = kinds_of(run)
     if not kinds:
-        return None
+        return Html()
     if EVAL not in kinds:
         newest = find_rollouts(run, Query(limit=REPORT_PROMPTS)).records
         rows = [[str(record["prompt"]), *_cell(record)] for record in newest]
-        return _table(["Prompt", "Completion", ""], rows) if rows else None
+        return _table(["Prompt", "Completion", ""], rows) if rows else Html()
     from maxhydra.record.rollout_store import read_index  # noqa: PLC0415 - imports NumPy
 
     steps = sorted({int(step) for path in files(run / FOLDER, EVAL) for step in read_index(path)["step"]})
     if not steps:
-        return None
+        return Html()
     chosen = sorted({steps[round(index * (len(steps) - 1) / (REPORT_STEPS - 1))] for index in range(REPORT_STEPS)})
     by_step = {
         step: {

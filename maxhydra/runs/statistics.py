@@ -20,7 +20,7 @@ LEVELS = 10
 LOGARITHMIC = 10.0
 _NAME = re.compile(r"(.+)/([^/]+)/(\d+)")
 
-# By layer or first position of a bucket, the value of each recorded step; NaN where it is missing.
+# By layer or first position of a bucket, the value of each recorded step; NaN if it is missing.
 Grid = dict[int, list[float]]
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import jax
 
+from maxhydra.record.processes import memory_info
+
 log = logging.getLogger("maxhydra")
 GIB = 2**30
 # Values of which the largest sample counts; of others the mean.
@@ -29,10 +31,10 @@ class UsageSampler:
     def __init__(self, seconds: float | None, *, sample: Callable[[], dict[str, float]] | None = None):
         """`sample` returns the values of one sample; default: those of this process and its devices."""
         self._seconds = seconds
-        self._sample = sample or _ProcessUsage()
         self._samples: defaultdict[str, list[float]] = defaultdict(list)
         self._lock, self._is_closed = threading.Lock(), threading.Event()
         if seconds is not None:
+            self._sample = sample or _ProcessUsage()
             threading.Thread(target=self._run, name="usage", daemon=True).start()
 
     def take(self) -> dict[str, float]:
@@ -76,11 +78,10 @@ def host_memory(proc: Path = Path("/proc")) -> dict[str, float]:
     """Resident memory of this process, and the used share of the host's; empty without /proc."""
     try:
         pages = int((proc / "self/statm").read_text().split()[1])
-        lines = (proc / "meminfo").read_text().splitlines()
     except (OSError, ValueError, IndexError):
         return {}
-    kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
-    used = 1 - kib["MemAvailable"] / kib["MemTotal"]
+    host = memory_info(proc)
+    used = 1 - host["MemAvailable"] / host["MemTotal"]
     return {"system/host_rss_gib": pages * os.sysconf("SC_PAGE_SIZE") / GIB, "system/host_memory_share": used}
 
 

@@ -106,6 +106,7 @@ class TestLease:
         store.write(LEASE, json.dumps({**content, **{k: v for k, v in holder.items() if v}}).encode())
         monkeypatch.setattr(mirror, "LEASE_SECONDS", 0.2)
         Lease(store).acquire()
+        assert json.loads(store.read(LEASE))["token"] != content["token"]
 
     def test_that_of_another_host_which_is_renewed_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
         store = Store(URL)

@@ -21,7 +21,7 @@ METRICS = {"loss": 2.0, "grad_norm": 1.0}
 
 
 class Receiver(ThreadingHTTPServer):
-    """Stores the alerts that it receives; answers with the statuses of `answers` first, then with 200."""
+    """Stores the alerts that it receives; responds with the statuses of `answers` first, then with 200."""
 
     daemon_threads = True
 

@@ -5,32 +5,21 @@ against one device and by their bytes.
 """
 
 import dataclasses
-import math
 
 import jax
 import numpy as np
 import pytest
 
 from maxhydra.config import Config
-from maxhydra.config.compose.composer import compose
-from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import next_token_loss
 from maxhydra.train.checkpoint import open_checkpointer, restore
-from maxhydra.train.state import StateFactory, TrainState, _run_once_options, plan_states
+from maxhydra.train.state import StateFactory, TrainState, _run_once_options
 from maxhydra.train.step import StateLayout, make_step
-from tests.support.cli import SMALL
+from tests.support.states import ROWS, plan
 
-ROWS, LENGTH = 8, 32
+LENGTH = 32
 OVER_DATA = "mesh.shard_state_over_data=true"
 LEVEL = "--xla_backend_optimization_level"
-
-
-def plan(*overrides: str, **axes: int) -> tuple[StateFactory, Config]:
-    devices = math.prod(axes.values())
-    mesh = [f"mesh.{axis}={size}" for axis, size in {"fsdp": 1, **axes}.items()]
-    config = compose([*SMALL, f"train.per_device_batch_size={ROWS / devices}", *mesh, *overrides]).config
-    sharder = Sharder(build_mesh(config.mesh, jax.devices()[:devices]), config.mesh.rules)
-    return plan_states(config, sharder), config
 
 
 def batch(states: StateFactory, seed: int) -> dict[str, jax.Array]:

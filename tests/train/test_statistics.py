@@ -1,7 +1,6 @@
 """Statistics of layers against NumPy on gradients, parameters and activations computed outside the step."""
 
 import dataclasses
-import math
 from functools import cache
 from typing import Any
 
@@ -10,25 +9,16 @@ import numpy as np
 import pytest
 
 from maxhydra.config import Config
-from maxhydra.config.compose.composer import compose
 from maxhydra.layers import Context, attention, mlp
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding import Sharder
 from maxhydra.train import next_token_loss
 from maxhydra.train.compile import trace_step
-from maxhydra.train.state import StateFactory, TrainState, plan_states
+from maxhydra.train.state import StateFactory, TrainState
 from maxhydra.train.statistics import STATISTICS, flatten
-from tests.support.cli import SMALL
+from tests.support.states import ROWS, plan
 
-ROWS, LENGTH, LAYERS, UNITS = 8, 32, 2, 64
+LENGTH, LAYERS, UNITS = 32, 2, 64
 DEAD = 10
-
-
-def plan(*overrides: str, **axes: int) -> tuple[StateFactory, Config]:
-    devices = math.prod(axes.values())
-    mesh = [f"mesh.{axis}={size}" for axis, size in {"fsdp": 1, **axes}.items()]
-    config = compose([*SMALL, f"train.per_device_batch_size={ROWS / devices}", *mesh, *overrides]).config
-    sharder = Sharder(build_mesh(config.mesh, jax.devices()[:devices]), config.mesh.rules)
-    return plan_states(config, sharder), config
 
 
 def batch(sharder: Sharder) -> dict[str, jax.Array]:

@@ -146,7 +146,7 @@ def declare_rollouts(parser: argparse.ArgumentParser) -> None:
 
 
 def run_rollouts(args: argparse.Namespace) -> int:
-    """Show what a model wrote in reinforcement learning: rollouts [RUN] [--kind eval] [--steps 10:20] [--order best].
+    """Show completions of reinforcement learning: rollouts [RUN] [--kind eval] [--steps 10:20] [--order best].
 
     Prompts, completions and rewards, of training or of evaluations. They are in rollouts/*.jsonl of the run's folder.
 

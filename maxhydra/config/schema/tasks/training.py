@@ -194,8 +194,8 @@ class GrpoTask(Task):
     different rewards; groups of the last round fill the rest."""
     importance: Importance | None = None
     """Weights that correct for the difference between the probabilities of decode engine and trainer, by the ratio of
-    each token or of the whole completion: truncate bounds the ratio, mask excludes what is out of bounds. null:
-    sequence_truncate for gspo and rloo, otherwise token_truncate."""
+    each token or of the whole completion: truncate bounds the ratio, mask excludes tokens or completions out of
+    bounds. null: sequence_truncate for gspo and rloo, otherwise token_truncate."""
     importance_cap: float | None = option(2.0, gt=0)
     """Upper bound of the importance ratio. null: no correction."""
     importance_floor: float | None = option(None, gt=0)
