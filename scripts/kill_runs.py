@@ -299,7 +299,8 @@ def _shorten(value: Any) -> str:
 def environment(cache: Path) -> dict[str, str]:
     """A clean environment with a shared compilation cache."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
-    settings = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS, "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS, "OMP_NUM_THREADS": "1"}
     settings |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return {**inherited, **settings}
 

@@ -99,7 +99,7 @@ class Ring:
         def body(state: tuple[Any, Any], step: jax.Array) -> tuple[tuple[Any, Any], None]:
             carry, totals = state
             carry, new = visit(step, self._of_step(gathered, step), carry)
-            owner = jax.lax.rem(rank - step + self.size, self.size)
+            owner = (rank - step) % self.size
             return (carry, jax.tree.map(lambda total, part: total.at[owner].set(part), totals, new)), None
 
         totals = jax.tree.map(lambda part: jnp.zeros((self.size, *part.shape), part.dtype).at[rank].set(part), d_own)
@@ -116,7 +116,7 @@ class Ring:
         return own if self.has_whole_keys else jax.tree.map(lambda x: jax.lax.all_gather(x, self.axis), own)
 
     def _of_step(self, blocks: Any, step: Any) -> Any:
-        owner = jax.lax.rem(jax.lax.axis_index(self.axis) - step + self.size, self.size)
+        owner = (jax.lax.axis_index(self.axis) - step) % self.size
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, owner, keepdims=False), blocks)
 
     def own_block(self, inputs: Inputs) -> KeyBlock:
@@ -253,5 +253,5 @@ def _home(part: int, size: int) -> int:
 
 def _ordered(first: jax.Array, second: jax.Array, axis: Entry) -> tuple[jax.Array, jax.Array]:
     """The two parts of a device, swapped on devices of odd number."""
-    is_even = jax.lax.rem(jax.lax.axis_index(axis), 2) == 0
+    is_even = jax.lax.axis_index(axis) % 2 == 0
     return jnp.where(is_even, first, second), jnp.where(is_even, second, first)

@@ -47,10 +47,10 @@ def masked(inputs: Inputs, segments_BT: jax.Array | None) -> Inputs:
     if segments_BT is None:
         return inputs
     is_token_BT = segments_BT != 0
-    # The segment of the last token before each one, ignoring padding; 0 if there is none.
-    index_BT = jnp.where(is_token_BT, jnp.arange(segments_BT.shape[1])[None], -1)
-    last_BT = jnp.pad(jax.lax.cummax(index_BT, axis=1), ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-    earlier_BT = jnp.where(last_BT < 0, 0, jnp.take_along_axis(segments_BT, jnp.maximum(last_BT, 0), axis=1))
+    # The segment of the last token before each one, ignoring padding; 0 if there is none. No gather: XLA's partitioner
+    # fails on it on a mesh with stages and tensor parallelism.
+    last_BT = jax.lax.associative_scan(lambda a, b: jnp.where(b == 0, a, b), segments_BT, axis=1)
+    earlier_BT = jnp.pad(last_BT, ((0, 0), (1, 0)))[:, :-1]
     is_token_BT11 = is_token_BT[:, :, None, None]
     return inputs._replace(
         log_decay_BTMG=jnp.where(is_token_BT11, inputs.log_decay_BTMG, 0),

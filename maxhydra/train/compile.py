@@ -1,5 +1,6 @@
 """Compilation of the training step: ahead of time and for a ramped batch size."""
 
+import functools
 import json
 import logging
 import os
@@ -52,6 +53,8 @@ class CompiledSteps(NamedTuple):
     """The step that also returns statistics of the layers; None if they are not recorded."""
     seconds: float
     """Time that they took to compile."""
+    for_profile: Callable[[], StepFn]
+    """Returns the step whose kernels a profiler can attribute to operations of the program."""
 
 
 def obtain_steps(
@@ -71,7 +74,23 @@ def obtain_steps(
     seconds = time.perf_counter() - start_time
     if dump is not None:
         _dump_step(dump, traced, step)
-    return CompiledSteps(CheckedStep(step) if checks else step, with_statistics, seconds)
+    usual = CheckedStep(step) if checks else step
+    is_attributable = states.sharder.platform != "gpu" or checks or config.hardware.compiled is not None
+    for_profile = (
+        (lambda: usual) if is_attributable else functools.cache(functools.partial(_compile_for_profile, traced, usual))
+    )
+    return CompiledSteps(usual, with_statistics, seconds, for_profile)
+
+
+def _compile_for_profile(traced: jax.stages.Traced, usual: StepFn) -> StepFn:
+    """The step without command buffers, which launch many kernels as one operation.
+
+    The processes of a cluster compile together, but not all of them profile, so they use the usual step.
+    """
+    if jax.process_count() > 1:
+        return usual
+    log.info("compiling the step without command buffers, for the profile")
+    return traced.lower().compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
 
 
 def _dump_step(folder: Path, traced: jax.stages.Traced, compiled: jax.stages.Compiled) -> None:

@@ -47,6 +47,7 @@ class LoopContext:
     train: Train
     checkpoint: Checkpoint
     step: StepFn
+    step_for_profile: Callable[[], StepFn]
     batches: BatchSource
     evaluate: Callable[[TrainState], dict[str, float]] | None
     checkpointer: Checkpointer
@@ -86,7 +87,7 @@ def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signal
             context.watchdog.start(start)
             signals.set_phase("while training, before the state was saved")
         with context.profiler.annotate(step):
-            state, metrics = context.statistics.choose(step, context.step)(state, batch)
+            state, metrics = context.statistics.choose(step, loop.step)(state, batch)
         context.statistics.log(step, metrics)
         peers.report_step(step)
         context.watchdog.count_step(step, metrics["loss"])
@@ -148,6 +149,7 @@ class _Loop:
     def __init__(self, context: LoopContext, start: int):
         self._context = context
         self._saved_step = start
+        self.step = context.step
         # Evaluations run in a thread, so that the main thread can react to a signal while one compiles.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="evaluate")
 
@@ -163,6 +165,7 @@ class _Loop:
         """Start a profile before this step if one is due."""
         if self._context.profiler.is_due(step):
             with self._context.paused("profile"):
+                self.step = self._context.step_for_profile()
                 self._context.profiler.start(step)
 
     def stop_profile(self, step: int) -> None:
@@ -170,6 +173,7 @@ class _Loop:
         if self._context.profiler.is_complete(step):
             with self._context.paused("profile"):
                 self._context.profiler.stop()
+            self.step = self._context.step
 
     def evaluate(self, step: int, state: TrainState) -> None:
         """Evaluate and log; raises Interrupted, and logs nothing, if a signal arrives."""

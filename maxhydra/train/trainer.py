@@ -182,7 +182,9 @@ def _loop_context(
     )
     history = MetricsHistory.read(run.metrics_path, start=start.step)
     checkpointer = open_checkpointer(run.checkpoints, config.checkpoint, history.evaluations)
-    profiler = Profiler(config.profile, run.path, process=machine.process_index, program=partial(hlo_text, steps.usual))
+    profiler = Profiler(
+        config.profile, run.path, process=machine.process_index, program=lambda: hlo_text(steps.for_profile())
+    )
     # Only process 0 logs metrics.
     usage = stack.enter_context(closing(UsageSampler(config.statistics.system_seconds if is_main else None)))
     metrics = MetricsLogger(
@@ -194,6 +196,7 @@ def _loop_context(
         train=config.train,
         checkpoint=config.checkpoint,
         step=steps.usual,
+        step_for_profile=steps.for_profile,
         batches=training.batches,
         evaluate=training.evaluate,
         checkpointer=stack.enter_context(closing(checkpointer)),

@@ -77,6 +77,7 @@ def run_loop(
     loss_fn: LossFn = loss,
     start: int = 0,
     step_fn: Any = None,
+    step_for_profile: Any = None,
     profiler: Profiler | None = None,
     run: RunDirectory | None = None,
     **batches: Any,
@@ -93,10 +94,12 @@ def run_loop(
     progress = open_step_progress(Progress.none, total=train.steps, start=0, shown=False)
     cost = StepCost(tokens=1, flops=2.0, devices=1, peak_tflops=1.0)
     checkpointer = open_checkpointer(run.checkpoints, checkpoint, history.evaluations)
+    step_fn = step_fn or jax.jit(make_step(loss_fn, OPTIMIZER, train))
     context = LoopContext(
         train=train,
         checkpoint=checkpoint,
-        step=step_fn or jax.jit(make_step(loss_fn, OPTIMIZER, train)),
+        step=step_fn,
+        step_for_profile=lambda: step_for_profile or step_fn,
         batches=Batches(**batches),  # type: ignore[arg-type]
         evaluate=lambda state: {"eval/loss": next(eval_losses)},
         checkpointer=checkpointer,
@@ -160,6 +163,27 @@ def test_steps_are_profiled_when_due_and_by_signal(tmp_path: Path) -> None:
     assert summary.devices == 1 and 0 < summary.idle < 1 and summary.operations[0].milliseconds > 0
     assert (folders[1] / "memory.prof").stat().st_size and next(folders[1].glob("plugins/profile/*/*.xplane.pb"))
     assert (folders[1] / "operations.json").read_text() == '{"add.1": "x/y"}'
+
+
+def test_profiled_steps_alone_run_the_program_for_profiles(tmp_path: Path) -> None:
+    train, profiled = Train(steps=6), []
+    usual = jax.jit(make_step(loss, OPTIMIZER, train))
+
+    def step_for_profile(state: TrainState, batch: dict) -> Any:
+        profiled.append(int(state.step) + 1)
+        return usual(state, batch)
+
+    profiler = Profiler(Profile(steps=[3, 4]), tmp_path)
+    run_loop(
+        tmp_path,
+        train,
+        Checkpoint(every=100),
+        evals=[1.0],
+        profiler=profiler,
+        step_fn=usual,
+        step_for_profile=step_for_profile,
+    )
+    assert profiled == [3, 4]
 
 
 def test_a_process_that_is_not_selected_profiles_only_by_signal(tmp_path: Path) -> None:

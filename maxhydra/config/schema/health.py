@@ -76,7 +76,9 @@ class Profile(Schema):
     """Profiles of training steps (jax.profiler) in the folder `profile` of the run; see `maxhydra runs profile`.
 
     SIGUSR2 profiles the next steps of the process that receives it. With task=decode and serve, a step is an iteration
-    of the engine, and the folder is in run.outputs/run.name.
+    of the engine, and the folder is in run.outputs/run.name. On a GPU, profiled training steps of a single process run
+    a program without command buffers, so that kernels can be attributed to operations; it is compiled for the first
+    profile.
     """
 
     steps: list[int] = option([])
