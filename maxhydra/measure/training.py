@@ -131,7 +131,7 @@ def _settings(config: Config) -> dict[str, Any]:
         "per_device_batch_size": train.per_device_batch_size,
         "grad_accum": train.grad_accum,
         "remat": model_config.remat.policy.value,
-        "scan_unroll": model_config.scan_unroll,
+        "scan_unroll": model_config.scan_unroll or "auto",
         "loss_chunk": train.loss_chunk,
         "weights": model_config.dtypes.weights.value,
         "compute": model_config.dtypes.compute.value,

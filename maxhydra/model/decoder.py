@@ -86,7 +86,7 @@ class DecoderSpec:
             per_layer=PerLayerSpec.of(model),
             is_tied=model.head is config.Head.tied,
             norm=NormSpec.of(model),
-            unroll=max(1, min(model.scan_unroll, repetitions)),
+            unroll=max(1, min(model.scan_unroll or 1, repetitions)),
             remat=Remat.of(model.remat),
             matmul_spec=MatmulSpec(
                 compute=Dtypes.of(model.dtypes).compute,

@@ -281,7 +281,7 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint=hint))
     if config.optimizer.offload:
         _require_host_memory(sharder)
-    decoder = model.build(config.model, config.adapter, config.quantization)
+    decoder = model.build(model.choose_unroll(config.model, sharder), config.adapter, config.quantization)
     decoder.check_mesh(sharder)
     shapes, axes = split_trainable(decoder.shapes)[0], split_trainable(decoder.axes)[0]
     optimizer = optim.build(

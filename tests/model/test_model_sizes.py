@@ -1,18 +1,22 @@
 """Published sizes: parameters of every model option, and FLOPs per token."""
 
+import dataclasses
 import functools
 from importlib import resources
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice
 
 from maxhydra.config.options import model_option
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.config import parameter_estimate
+from maxhydra.config.schema.hardware import Mesh
 from maxhydra.layers import Context
-from maxhydra.model import active_parameters, build, flops_per_token, parameter_count
+from maxhydra.model import active_parameters, build, choose_unroll, flops_per_token, parameter_count
 from maxhydra.sharding import Sharder
+from maxhydra.sharding.mesh import abstract_mesh
 
 PUBLISHED = {
     "gemma4-26b": 25_233_141_790,
@@ -166,3 +170,24 @@ def test_flops_match_what_the_compiler_counts():
     counted = jax.jit(forward).lower(definition.shapes, tokens).compile().cost_analysis()["flops"] / (2 * length)
     masked = 2 * 4 * 4 * 64 * (length - (length + 1) / 2)
     assert flops_per_token(model, length) / 3 + masked == pytest.approx(counted, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "devices", "platform", "unroll"),
+    [
+        ("llama3.2-1b", 16, 1, "gpu", 16),
+        ("llama3.2-1b", 16, 8, "gpu", 1),
+        ("llama3.2-1b", 16, 1, "cpu", 1),
+        ("llama3.1-405b", 126, 1, "gpu", 1),
+        ("qwen3-30b-a3b", 8, 1, "gpu", 8),
+        ("qwen3-30b-a3b", 48, 1, "gpu", 1),
+    ],
+)
+def test_layers_are_unrolled_for_training_on_one_gpu(
+    name: str, layers: int, devices: int, platform: str, unroll: int
+) -> None:
+    mesh = abstract_mesh(Mesh(fsdp=devices), devices=devices, slices=1)
+    sharder = Sharder(mesh.update(abstract_device=AbstractDevice("", None, platform)), {})
+    model = dataclasses.replace(model_option(name), num_layers=layers)
+    assert choose_unroll(model, sharder).scan_unroll == unroll
+    assert choose_unroll(dataclasses.replace(model, scan_unroll=2), sharder).scan_unroll == 2

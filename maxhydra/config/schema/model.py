@@ -289,13 +289,19 @@ class Model(Schema):
     """Factor on the initial weights, which are normally distributed with variance 1 / fan-in."""
     dtypes: Dtypes = section(Dtypes)
     remat: Remat = section(Remat)
-    scan_unroll: int = option(1, ge=1, le=MAX_LAYERS)
-    """Pattern repetitions unrolled per iteration of the scan over layers; num_layers unrolls all."""
+    scan_unroll: int | None = option(None, ge=1, le=MAX_LAYERS)
+    """Pattern repetitions unrolled per iteration of the scan over layers; num_layers unrolls all. null: all for training
+    on one GPU, unless that takes minutes to compile, and 1 otherwise."""
     expert_parallel: ExpertParallel = section(ExpertParallel)
     kernels: ModelKernels = section(ModelKernels)
     path: str | None = None
     """model=from_hf: Hugging Face folder whose config.json defines the model. Weights and tokenizer are loaded from it,
     unless checkpoint.load_parameters or data.tokenizer is set."""
+
+    @property
+    def has_experts(self) -> bool:
+        """True if a layer has a mixture of experts."""
+        return any(self.kinds[name].moe.experts is not None for name in {*self.prefix, *self.pattern})
 
     def layer_kinds(self) -> list[str]:
         """The kind of every layer from first to last: the prefix, then the pattern repeated."""
