@@ -290,7 +290,7 @@ class Model(Schema):
     dtypes: Dtypes = section(Dtypes)
     remat: Remat = section(Remat)
     scan_unroll: int | None = option(None, ge=1, le=MAX_LAYERS)
-    """Pattern repetitions unrolled per iteration of the scan over layers; num_layers unrolls all. null: all for training
+    """Pattern repetitions unrolled per iteration of the scan over layers; num_layers unrolls all. null: all to train
     on one GPU, unless that takes minutes to compile, and 1 otherwise."""
     expert_parallel: ExpertParallel = section(ExpertParallel)
     kernels: ModelKernels = section(ModelKernels)
