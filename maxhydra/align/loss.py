@@ -50,14 +50,15 @@ class Pairs:
 
 
 def losses(pairs: Pairs, task: DpoTask) -> jax.Array:
-    """The loss of each pair, [B]; 0 for a padding row."""
-    return jnp.where(pairs.counts > 0, LOSSES[task.loss](pairs, task), 0)
+    """The loss of each pair, [B]; 0 for a padding row. nll_weight adds a multiple of -m_c."""
+    likelihood = pairs.chosen.per_token(pairs.chosen.logprobs)
+    return jnp.where(pairs.counts > 0, LOSSES[task.loss](pairs, task) - task.nll_weight * likelihood, 0)
 
 
 def rewards(completions: Completions, task: DpoTask) -> jax.Array:
-    """Implicit rewards of completions: beta h, or beta m for losses without a reference."""
-    is_reference_free = task.loss in WITHOUT_REFERENCE
-    return task.beta * (completions.per_token(completions.logprobs) if is_reference_free else completions.ratio)
+    """Implicit rewards of completions: beta h, beta s for cpo, beta m for the other losses without a reference."""
+    is_per_token = task.loss in WITHOUT_REFERENCE and task.loss is not PreferenceLoss.cpo
+    return task.beta * (completions.per_token(completions.logprobs) if is_per_token else completions.ratio)
 
 
 def _sigmoid(pairs: Pairs, task: DpoTask) -> jax.Array:
@@ -88,6 +89,11 @@ def _simpo(pairs: Pairs, task: DpoTask) -> jax.Array:
     return _smoothed(task.beta * (chosen - rejected) - task.margin, task.label_smoothing)
 
 
+def _cpo(pairs: Pairs, task: DpoTask) -> jax.Array:
+    """-log sigmoid(beta (s_c - s_r)), label smoothing as in DPO; the paper adds -m_c (nll_weight=1)."""
+    return _smoothed(task.beta * (pairs.chosen.logprobs - pairs.rejected.logprobs), task.label_smoothing)
+
+
 def _kto_pair(pairs: Pairs, task: DpoTask) -> jax.Array:
     """The mean of 1 - sigmoid(beta (h_c - z_r)) and 1 - sigmoid(beta (z_c - h_r)).
 
@@ -109,6 +115,7 @@ LOSSES: dict[PreferenceLoss, Callable[[Pairs, DpoTask], jax.Array]] = {
     PreferenceLoss.ipo: _ipo,
     PreferenceLoss.orpo: _orpo,
     PreferenceLoss.simpo: _simpo,
+    PreferenceLoss.cpo: _cpo,
     PreferenceLoss.kto_pair: _kto_pair,
 }
 

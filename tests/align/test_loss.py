@@ -5,6 +5,7 @@ as in cDPO) and IPO. Differences: ORPO's likelihood term is the mean over the to
 paper, whereas TRL averages over all tokens of a batch, including prompts. TRL removed paired KTO, so it is spelled out.
 """
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,12 +65,16 @@ def reference_losses(task: DpoTask) -> tuple[Any, list[Any]]:
             result = cpo.CPOTrainer.cpo_loss(settings, h_c / n_c, h_r / n_r)[0]
         case PreferenceLoss.simpo:
             result = cpo.CPOTrainer.cpo_loss(settings, c / n_c, r / n_r)[0]
+        case PreferenceLoss.cpo:
+            result = cpo.CPOTrainer.cpo_loss(SimpleNamespace(**{**vars(settings), "loss_type": "sigmoid"}), c, r)[0]
         case PreferenceLoss.orpo:
             result = -c / n_c - orpo.ORPOTrainer.odds_ratio_loss(settings, c / n_c, r / n_r)[0]
         case PreferenceLoss.kto_pair:
             z_c, z_r = (h.mean().clamp(min=0).detach() for h in (h_c, h_r))
             chosen = 1 - torch.sigmoid(task.beta * (h_c - z_r))
             result = (chosen + 1 - torch.sigmoid(task.beta * (z_c - h_r))) / 2
+    # TRL adds the mean over all tokens of a batch; the papers, that of each completion.
+    result = result - task.nll_weight * c / n_c
     result.sum().backward()
     return result.detach().numpy(), [x.grad.numpy() for x in (c, r)]
 
@@ -80,6 +85,8 @@ CASES = [
     {"loss": PreferenceLoss.ipo, "beta": 0.3},
     {"loss": PreferenceLoss.orpo, "beta": 0.4},
     {"loss": PreferenceLoss.simpo, "beta": 2.0, "margin": 0.7, "label_smoothing": 0.1},
+    {"loss": PreferenceLoss.cpo, "label_smoothing": 0.1, "nll_weight": 1.0},
+    {"loss": PreferenceLoss.sigmoid, "nll_weight": 0.5},
     {"loss": PreferenceLoss.kto_pair, "beta": 0.2},
 ]
 
@@ -119,4 +126,8 @@ def test_rewards() -> None:
     completions = Completions(*(jnp.asarray([x]) for x in (-6.0, -4.0, 3.0)))
     np.testing.assert_allclose(rewards(completions, DpoTask(beta=0.5)), [-1.0])
     np.testing.assert_allclose(rewards(completions, DpoTask(beta=0.5, loss=PreferenceLoss.orpo)), [-1.0])
+    np.testing.assert_allclose(
+        rewards(dataclasses.replace(completions, reference=jnp.zeros(1)), DpoTask(beta=0.5, loss=PreferenceLoss.cpo)),
+        [-3.0],
+    )
     np.testing.assert_allclose(rewards(completions, DpoTask(beta=1.0, loss=PreferenceLoss.simpo, margin=0.0)), [-2.0])

@@ -17,6 +17,7 @@ class PreferenceLoss(Enum):
     ipo = "ipo"
     orpo = "orpo"
     simpo = "simpo"
+    cpo = "cpo"
     kto_pair = "kto_pair"
 
 
@@ -28,9 +29,9 @@ class Reference(Enum):
 
 
 # Losses without a reference model.
-WITHOUT_REFERENCE = (PreferenceLoss.orpo, PreferenceLoss.simpo)
+WITHOUT_REFERENCE = (PreferenceLoss.orpo, PreferenceLoss.simpo, PreferenceLoss.cpo)
 # Losses that support label smoothing.
-SMOOTHED = (PreferenceLoss.sigmoid, PreferenceLoss.simpo)
+SMOOTHED = (PreferenceLoss.sigmoid, PreferenceLoss.simpo, PreferenceLoss.cpo)
 
 
 @schema
@@ -41,24 +42,30 @@ class DpoTask(Task):
 
     loss: PreferenceLoss = PreferenceLoss.sigmoid
     """sigmoid: DPO (Rafailov et al., 2023); ipo (Azar et al., 2023); orpo (Hong et al., 2024); simpo (Meng et al.,
-    2024); kto_pair: KTO over pairs (Ethayarajh et al., 2024)."""
+    2024); cpo (Xu et al., 2024), usually with nll_weight=1; kto_pair: KTO over pairs (Ethayarajh et al., 2024)."""
     beta: float = option(0.1, gt=0)
     """Factor on the log-ratios; larger stays closer to the reference. orpo: weight of the odds ratio."""
     label_smoothing: float = option(0.0, ge=0, lt=0.5)
-    """sigmoid, simpo: assumed fraction of pairs with swapped labels."""
+    """sigmoid, simpo, cpo: assumed fraction of pairs with swapped labels."""
+    nll_weight: float = option(0.0, ge=0)
+    """Weight of an additional loss, the mean negative log-likelihood of the tokens of the chosen completion. With
+    loss=sigmoid this is RPO (Pang et al., 2024)."""
     margin: float | None = option(None, ge=0)
     """simpo: target margin between the rewards of the chosen and the rejected completion."""
     reference: Reference = Reference.auto
     """Reference log-probs. cached: of the initial weights, computed once before training; adapter_off: of the model
-    without its adapter, in every step; none: for orpo and simpo; auto: adapter_off with an adapter, else what the
+    without its adapter, in every step; none: for orpo, simpo and cpo; auto: adapter_off with an adapter, else what the
     loss needs."""
 
     def check(self) -> Iterator[Problem]:
         if self.label_smoothing and self.loss not in SMOOTHED:
-            accepted = "0, or loss=sigmoid or simpo"
+            accepted = "0, or loss=sigmoid, simpo or cpo"
             yield Problem(
                 "label_smoothing", f"is not used by loss={self.loss.value}", self.label_smoothing, accepted=accepted
             )
+        if self.nll_weight and self.loss is PreferenceLoss.orpo:
+            reason = "is not used by loss=orpo, which contains this likelihood with a weight of 1"
+            yield Problem("nll_weight", reason, self.nll_weight, accepted="0")
         if (self.margin is not None) != (self.loss is PreferenceLoss.simpo):
             reason = "is not used by" if self.margin is not None else "is needed by"
             accepted = "null" if self.margin is not None else "0 or more; about beta / 2 is usual"
