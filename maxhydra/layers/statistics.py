@@ -15,8 +15,8 @@ from maxhydra.layers.context import Context
 
 # Key of the statistics of a whole layer, next to those of its sub-layers.
 LAYER = "layer"
-# Queries whose logits are in memory at a time.
-CHUNK = 64
+# Queries per sequence whose logits are computed, and those whose logits are in memory at a time.
+QUERIES, CHUNK = 512, 64
 
 
 def is_maximum(name: str) -> bool:
@@ -68,16 +68,22 @@ def logit_statistics(
     segments_BT: jax.Array | None,
     selected_BTS: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """The largest attention logit over all heads, queries and the keys that they see, before any soft cap.
+    """The largest attention logit over all heads and the keys that a query sees, before any soft cap.
 
-    Logits have the dtype of queries and keys: in float32 they would take half the time of a training step on a GPU.
+    Of a long sequence, about 512 evenly spaced queries count: the logits of all would take half the time of a training
+    step on a GPU.
     """
     if not ctx.has_statistics:
         return {}
     q_BTNH, k_BSKH = (jax.lax.stop_gradient(x) for x in (q_BTNH, k_BSKH))
     segments_BT = ctx.is_real_BT.astype(jnp.int32) if segments_BT is None else segments_BT
-    B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
+    stride = max(1, q_BTNH.shape[1] // QUERIES)
+    index_T = jnp.arange(q_BTNH.shape[1])[stride - 1 :: stride]
+    q_BTNH, query_segments_BT, selected_BTS = jax.tree.map(
+        lambda x: x[:, stride - 1 :: stride], (q_BTNH, segments_BT, selected_BTS)
+    )
+    B, T, N, H = q_BTNH.shape
     chunk = CHUNK if T % CHUNK == 0 else T
 
     def of_chunk(queries: tuple[Any, ...]) -> jax.Array:
@@ -91,5 +97,5 @@ def logit_statistics(
     def cut(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(x.shape[0], T // chunk, chunk, *x.shape[2:]), 1, 0)
 
-    chunks = (*jax.tree.map(cut, (q_BTNH, segments_BT, selected_BTS)), jnp.arange(T).reshape(-1, chunk))
+    chunks = (*jax.tree.map(cut, (q_BTNH, query_segments_BT, selected_BTS)), index_T.reshape(-1, chunk))
     return {"logit_max": jnp.max(jax.lax.map(of_chunk, chunks))}

@@ -2,14 +2,18 @@
 
 import dataclasses
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from maxhydra.config import Config
+from maxhydra.kernels.attention.spec import Request
 from maxhydra.layers import Context, attention, mlp
+from maxhydra.layers import statistics as layer_statistics
 from maxhydra.sharding import Sharder
 from maxhydra.train import next_token_loss
 from maxhydra.train.compile import trace_step
@@ -85,6 +89,19 @@ def test_parameters_gradients_and_updates() -> None:
         assert values[f"{name}_norm/embedding"] == pytest.approx(np.linalg.norm(table), rel=2e-3)
         norms = [np.asarray(tree["pattern"]["0"][norm]["scale"])[1] for norm in ("attention_norm", "mlp_norm")]
         assert values[f"{name}_norm/norm/1"] == pytest.approx(np.linalg.norm(norms), rel=2e-3)
+
+
+def test_logits_of_evenly_spaced_queries_of_a_long_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_statistics, "QUERIES", 8)
+    rng = np.random.default_rng(0)
+    q_BTNH, k_BSKH = rng.normal(size=(2, 32, 4, 8)), rng.normal(size=(2, 32, 2, 8))
+    context: Any = SimpleNamespace(has_statistics=True, is_real_BT=jnp.ones((2, 32), bool))
+    arrays = (jnp.asarray(x, jnp.float32) for x in (q_BTNH, k_BSKH))
+    request = Request(scale=0.5, causal=True, window=None, chunk=None, softcap=None, softmax_dtype="float32")
+    found = layer_statistics.logit_statistics(*arrays, request, context, segments_BT=None)
+    logits_BNTS = 0.5 * np.einsum("btnh,bsnh->bnts", q_BTNH, np.repeat(k_BSKH, 2, axis=2))
+    expected = np.where(np.tri(32, dtype=bool), logits_BNTS, -np.inf)[:, :, 3::4].max()
+    np.testing.assert_allclose(found["logit_max"], expected, rtol=1e-5)
 
 
 def test_activations_logits_and_dead_units(monkeypatch: pytest.MonkeyPatch) -> None:
