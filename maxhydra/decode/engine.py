@@ -24,13 +24,14 @@ from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.config.schema.run import Progress
 from maxhydra.data import Tokenizer
 from maxhydra.decode.inbox import Inbox
+from maxhydra.decode.page_pool import Capacity
 from maxhydra.decode.request import Handle, Request, RequestRejectedError, TokenLogprob
+from maxhydra.decode.runner import Runner
 from maxhydra.decode.sampler import MAX_LOGPROBS, SampledTokens
 from maxhydra.decode.scheduler import PrefillChunk, Scheduler
 from maxhydra.decode.sequence import Sequence, find_problem
 from maxhydra.decode.step_inputs import Buckets, StepShape, decode_inputs, prefill_inputs, sampling_features
-from maxhydra.decode.steps import CompiledSteps, MultiStepKey
-from maxhydra.decode.weight_layout import choose_weight_layout
+from maxhydra.decode.steps import MultiStepKey
 from maxhydra.layers import PagedCacheSpec
 from maxhydra.model import ModelDef
 from maxhydra.runtime.profiler import Profiler
@@ -93,36 +94,34 @@ class Engine:
         self._tokenizer, self._eos = tokenizer, frozenset(eos)
         self._vocab_size, self._max_batch = model.config.vocab_size, config.max_batch
         self._max_context = config.max_context or model.config.context_length
-        num_pages = -(-config.cache_tokens // config.page_size)
         prefix_cache = not model.config.is_recurrent if config.prefix_cache is None else config.prefix_cache
         is_cpu = jax.default_backend() == "cpu"
         prefill_chunk = config.prefill_chunk or PREFILL_CHUNK[is_cpu]
+        groups = sharder.num_shards("act_batch")
+        capacity = Capacity(
+            groups,
+            slots=config.max_batch,
+            pages=-(-config.cache_tokens // config.page_size),
+            page_size=config.page_size,
+            prefix_cache=prefix_cache,
+        )
         self._buckets = Buckets(
-            sharder.num_shards("act_batch"),
+            groups,
             config.page_size,
-            min(-(-self._max_context // config.page_size), num_pages),
+            min(-(-self._max_context // config.page_size), capacity.pages_per_group),
             prefill_chunk=prefill_chunk,
             is_coarse=bool(config.warm_up) or not is_cpu,
         )
-        self._scheduler = Scheduler(
-            config,
-            num_pages,
-            prefix_cache=prefix_cache,
-            prefill_chunk=prefill_chunk,
-            round_tokens=self._buckets.round_tokens,
-        )
-        cache_spec = PagedCacheSpec(
-            num_pages, config.page_size, slots=config.max_batch, storage=CACHE_DTYPES[config.cache_dtype]
-        )
+        self._scheduler = Scheduler(capacity, prefill_chunk=prefill_chunk, round_tokens=self._buckets.round_tokens)
         self._multi_steps = config.burst or (1 if is_cpu else MULTI_STEPS)
-        self._layout = choose_weight_layout(model, sharder, jax.default_backend())
-        self._params = self._layout.keep(params)
+        storage = CACHE_DTYPES[config.cache_dtype]
+        cache_spec = PagedCacheSpec(
+            capacity.num_pages, config.page_size, slots=capacity.num_slots, storage=storage, groups=groups
+        )
         # Which programs are ready differs between processes.
         deterministic = config.deterministic or jax.process_count() > 1
-        self._programs = CompiledSteps(
-            self._layout, self._params, cache_spec, sharder=sharder, deterministic=deterministic
-        )
-        self._cache, self._slot_state = self._programs.init_state()
+        self._runner = Runner(model, params, cache_spec, sharder=sharder, deterministic=deterministic)
+        self._programs = self._runner.programs
         self._pending: deque[PendingTokens] = deque()
         self._resident: ResidentInputs | None = None
         self._num_prefilled = self._num_generated = 0
@@ -136,7 +135,8 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Compile a program for every batch, with a progress bar."""
-        futures = self._programs.warm_up(self._buckets.all_shapes(self._max_batch), self._multi_steps)
+        shapes = self._buckets.all_shapes(self._scheduler.capacity.slots_per_group)
+        futures = self._programs.warm_up(shapes, self._multi_steps)
         with open_item_progress(Progress.auto, total=len(futures), start=0, verb="compiled") as progress:
             for completed, future in enumerate(as_completed(futures), 1):
                 future.result()
@@ -161,12 +161,13 @@ class Engine:
                 "shorten it, or raise task.engine.max_context"
             )
         sequence = Sequence(request, budget=min(request.max_tokens, limit - length))
-        pool = self._scheduler.pool
-        if pool.pages_for(sequence.cache_tokens) > pool.num_pages:
+        capacity = self._scheduler.capacity
+        most, groups = capacity.pages_per_group * capacity.page_size, len(capacity.pools)
+        if sequence.cache_tokens > most:
+            where = "" if groups == 1 else f" on each of the {groups} groups of devices that share a batch"
             self._reject_if(
-                f"prompt and completion need {sequence.cache_tokens} tokens of KV cache, which holds "
-                f"{pool.num_pages * pool.page_size}: raise task.engine.cache_tokens, or lower "
-                f"max_tokens={request.max_tokens}"
+                f"prompt and completion need {sequence.cache_tokens} tokens of KV cache, which holds {most}{where}: "
+                f"raise task.engine.cache_tokens, or lower max_tokens={request.max_tokens}"
             )
         return sequence
 
@@ -176,9 +177,9 @@ class Engine:
         return {
             "running": len(scheduler.running) + len(scheduler.prefilling),
             "waiting": len(scheduler.waiting) + self._inbox.num_submitted,
-            "pages": scheduler.pool.num_pages,
-            "pages_used": scheduler.pool.num_used,
-            "pages_kept": scheduler.pool.num_cached,
+            "pages": scheduler.capacity.num_pages,
+            "pages_used": scheduler.capacity.num_used,
+            "pages_kept": scheduler.capacity.num_cached,
             "tokens_written": self._num_generated,
             "prompt_tokens_read": self._num_prefilled,
             "programs_compiled": self._programs.num_programs,
@@ -189,7 +190,7 @@ class Engine:
 
         The prefix cache is cleared; running sequences continue on their existing KV cache.
         """
-        self._inbox.barrier(self._layout.keep(params))
+        self._inbox.barrier(self._runner.prepare_params(params))
 
     def synchronize(self) -> None:
         """Wait until every process has dispatched all steps of finished sequences; a collective call.
@@ -228,7 +229,7 @@ class Engine:
                 if not self._admit():
                     break
                 profiler = self._profiler
-                with profiler.profile_iteration(number, self._wait) if profiler else contextlib.nullcontext():
+                with profiler.profile_iteration(number, self._runner.wait) if profiler else contextlib.nullcontext():
                     self._step()
         except Exception as error:
             self._failure = f"the engine failed: {type(error).__name__}: {error}"
@@ -239,10 +240,7 @@ class Engine:
                     sequence.fail(self._failure)
                 else:
                     sequence.cancel()
-            self._programs.close()
-
-    def _wait(self) -> None:
-        jax.block_until_ready(self._slot_state)
+            self._runner.close()
 
     def _admit(self) -> bool:
         """Wait for work, then queue new sequences and swap in new weights; return False if closing."""
@@ -251,8 +249,8 @@ class Engine:
         for sequence in turn.sequences:
             self._scheduler.add(sequence)
         if turn.params is not None:
-            self._params = turn.params
-            self._scheduler.pool.clear_prefix_cache()
+            self._runner.set_params(turn.params)
+            self._scheduler.capacity.clear_prefix_cache()
         self._scheduler.drop(turn.cancelled)
         return not turn.is_last
 
@@ -278,14 +276,15 @@ class Engine:
     def _prefill_chunks(self, chunks: List[PrefillChunk]) -> None:
         needed = self._buckets.prefill_shape(chunks)
         shape = self._programs.choose_shape(needed, eventual=needed)
-        completed = [chunk.sequence if chunk.is_last else None for chunk in chunks]
-        for sequence in completed:
-            if sequence is not None and sequence.has_penalty:
-                self._slot_state = self._programs.mark_prompt(self._slot_state, sequence.slot, sequence.request.prompt)
-        if self._multi_steps == 1 and (rows := self._scheduler.next_rows()):
-            self._programs.precompile(self._decode_shape(rows), sampling_features(rows))
+        rows = self._buckets.arrange_rows(chunks, shape)
+        completed = [chunk.sequence if chunk is not None and chunk.is_last else None for chunk in rows]
+        for chunk in chunks:
+            if chunk.is_last:
+                self._runner.mark_prompt(chunk.place.slot, chunk.sequence.request)
+        if self._multi_steps == 1 and (running := self._scheduler.next_rows()):
+            self._programs.precompile(self._decode_shape(running), sampling_features(running))
         self._num_prefilled += sum(chunk.length for chunk in chunks)
-        logits_BV, head_BC = self._forward(shape, prefill_inputs(chunks, shape, self._programs.padding_slot))
+        logits_BV, head_BC = self._runner.forward(shape, prefill_inputs(rows, shape, self._runner.padding_slot))
         if any(completed):
             self._sample(completed, logits_BV, head_BC)
 
@@ -296,10 +295,11 @@ class Engine:
             return
         shape = self._decode_shape(rows)
         self._precompile(rows, shape)
-        logits_BV, head_BC = self._forward(shape, decode_inputs(rows, shape, self._programs.padding_slot))
+        arranged = self._buckets.arrange_rows(rows, shape)
+        logits_BV, head_BC = self._runner.forward(shape, decode_inputs(arranged, shape, self._runner.padding_slot))
         for sequence in rows:
             sequence.num_computed += 1
-        self._sample(list(rows), logits_BV, head_BC)
+        self._sample(arranged, logits_BV, head_BC)
 
     def _decode_multi(self, rows: list[Sequence]) -> bool:
         """Dispatch several decode steps in one call; False while that program is being compiled.
@@ -314,19 +314,19 @@ class Engine:
         if key is None:
             return False
         resident, num_computed = self._resident, [sequence.num_computed for sequence in rows]
+        arranged = self._buckets.arrange_rows(rows, key.shape)
         if resident is not None and resident[:3] == (key, rows, num_computed):
             inputs_BC: np.ndarray | jax.Array = resident.inputs_BC
         else:
-            inputs_BC = decode_inputs(rows, key.shape, self._programs.padding_slot)
-        self._cache, self._slot_state, inputs_BC, sampled = self._programs.decode_multi(
-            key, self._params, self._cache, self._slot_state, inputs_BC
-        )
-        counts = [min(key.num_steps, sequence.remaining) for sequence in rows]
-        for sequence, count in zip(rows, counts, strict=True):
-            sequence.num_computed += count
-            sequence.num_scheduled += count
+            inputs_BC = decode_inputs(arranged, key.shape, self._runner.padding_slot)
+        inputs_BC, sampled = self._runner.decode_multi(key, inputs_BC)
+        counts = [0 if sequence is None else min(key.num_steps, sequence.remaining) for sequence in arranged]
+        for sequence, count in zip(arranged, counts, strict=True):
+            if sequence is not None:
+                sequence.num_computed += count
+                sequence.num_scheduled += count
         self._resident = ResidentInputs(key, rows, [sequence.num_computed for sequence in rows], inputs_BC)
-        self._enqueue(PendingTokens(list(rows), sampled, counts))
+        self._enqueue(PendingTokens(arranged, sampled, counts))
         return True
 
     def _decode_shape(self, rows: list[Sequence]) -> StepShape:
@@ -344,16 +344,9 @@ class Engine:
         if next_shape.pages > shape.pages:
             self._programs.precompile(next_shape, sampling_features(rows))
 
-    def _forward(self, shape: StepShape, inputs_BC: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Return the logits of the rows, and the columns of the inputs that sampling needs."""
-        logits_BV, self._cache, head_BC = self._programs.forward(
-            shape, self._params, self._cache, self._slot_state, inputs_BC
-        )
-        return logits_BV, head_BC
-
     def _sample(self, sequences: list[Sequence | None], logits_BV: jax.Array, head_BC: jax.Array) -> None:
         features = sampling_features(sequences)
-        self._slot_state, sampled = self._programs.sample(self._slot_state, logits_BV, head_BC, features)
+        sampled = self._runner.sample(logits_BV, head_BC, features)
         for sequence in sequences:
             if sequence is not None:
                 sequence.num_scheduled += 1

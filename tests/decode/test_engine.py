@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import random
+import re
 import threading
 from collections import deque
 
@@ -19,9 +21,11 @@ from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.config.schema.health import Profile
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
-from maxhydra.decode.page_pool import PagePool
+from maxhydra.decode.page_pool import Capacity, PagePool
 from maxhydra.decode.request import Completion, Request, RequestRejectedError
-from maxhydra.decode.steps import CompiledSteps
+from maxhydra.decode.step_inputs import StepShape
+from maxhydra.decode.steps import GREEDY as GREEDY_FEATURES
+from maxhydra.decode.steps import CompiledSteps, MultiStepKey
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
 from maxhydra.runs.profile import profile_folders, summarize_profile
@@ -55,11 +59,11 @@ def tiny() -> tuple[ModelDef, dict]:
     return model, jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), model.shapes)
 
 
-def start(devices: int = 1, params=None, eos=(EOS,), profiler=None, **changes) -> Engine:
+def start(axes: dict[str, int] | None = None, params=None, eos=(EOS,), profiler=None, **changes) -> Engine:
     sizes = {"max_batch": 8, "cache_tokens": 2048, "page_size": 8, "max_context": None, "prefill_chunk": 32}
     model, plain = tiny()
-    mesh = Mesh() if devices == 1 else Mesh(data=2, tensor=devices // 2)
-    sharder = Sharder(build_mesh(mesh, jax.devices()[:devices]), RULES)
+    axes = axes or {}
+    sharder = Sharder(build_mesh(Mesh(**axes), jax.devices()[: math.prod(axes.values())]), RULES)
     placed = jax.device_put(plain if params is None else params, sharder.tree(model.axes))
     settings = Config(**{**sizes, **changes})
     return Engine(model, placed, ByteTokenizer(), settings, sharder=sharder, eos=eos, profiler=profiler)
@@ -175,7 +179,9 @@ ENGINES = {
     "one batch": {"max_batch": 32},
     "few slots and pages": {"max_batch": 5, "cache_tokens": 320},
     "short chunks, no prefix cache": {"prefill_chunk": 7, "prefix_cache": False},
-    "four devices": {"devices": 4},
+    "two groups of devices": {"axes": {"data": 2, "tensor": 2}},
+    "four groups, few slots and pages": {"axes": {"fsdp": 4}, "max_batch": 10, "cache_tokens": 640},
+    "eight devices, multi-step": {"axes": {"data": 2, "fsdp": 2, "tensor": 2}, "burst": 4, "deterministic": True},
 }
 
 
@@ -233,6 +239,44 @@ def test_in_any_batch_a_request_gets_the_tokens_it_gets_alone(sizes):
     assert (stats["prompt_tokens_read"] < num_prompt_tokens) == ("no prefix cache" not in sizes)
     assert stats["pages_used"] == stats["running"] == stats["waiting"] == 0
     assert stats["tokens_written"] == sum(len(completion.tokens) for completion in completions)
+
+
+def test_groups_of_devices_hold_their_own_pages_which_never_move():
+    """The KV cache is split over all devices, and no collective has an operand with a page."""
+    engine = start({"data": 2, "fsdp": 2, "tensor": 2}, cache_tokens=8 * 4 * 13, cache_dtype=CacheDtype.int8)
+    try:
+        cache, programs = engine._runner._cache, engine._programs
+        total = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+        local = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(cache))
+        assert total == 8 * local
+        shapes = StepShape(8, 1, 4, is_prefill=False), StepShape(4, 16, 4, is_prefill=True)
+        keys = [(programs._compile_forward, shape) for shape in shapes]
+        keys += [(programs._compile_multi_step, MultiStepKey(shapes[0], GREEDY_FEATURES, 2))]
+        for compile, key in keys:
+            text = compile(key).as_text()
+            assert re.search(r"[\[,]13,", text), "the program has the pages of one group"
+            collectives = re.findall(r"= (.*) (?:all-gather|all-reduce|all-to-all|collective-permute)\(.*", text)
+            assert collectives and not [line for line in collectives if re.search(r"[\[,](13|52)[,\]]", line)]
+    finally:
+        engine.close()
+
+
+def test_sequences_are_spread_over_groups_and_a_request_must_fit_into_one():
+    capacity = Capacity(2, slots=3, pages=7, page_size=2, prefix_cache=True)
+    assert (capacity.num_slots, capacity.num_pages) == (4, 8)
+    prompt = [1, 2, 3, 4, 5]
+    assert capacity.order_groups(prompt) == [0, 1]
+    first = capacity.reserve(1, prompt, 6)
+    capacity.publish(first, prompt, 5)
+    assert (first.slot, capacity.order_groups(prompt), capacity.reserve(1, [9], 4)) == (2, [0, 1], None)
+    capacity.release(first)
+    assert capacity.order_groups(prompt) == [1, 0] and capacity.reserve(1, prompt, 6).lease.num_shared == 2
+    assert capacity.order_groups([9]) == [0, 1]
+
+    engine = start({"data": 2}, cache_tokens=80)
+    with pytest.raises(RequestRejectedError, match=r"holds 40 on each of the 2 groups of devices that share a batch"):
+        engine.submit(make_request([1] * 10, max_tokens=40))
+    engine.close()
 
 
 def test_a_repeated_prompt_is_not_prefilled_again(engine):

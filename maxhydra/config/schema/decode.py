@@ -50,16 +50,19 @@ class Engine(Schema):
     """Batch size, KV cache and compilation settings of the decode engine."""
 
     max_batch: int = option(32, ge=1)
-    """Maximum number of sequences decoded together; further ones wait in a queue."""
+    """Maximum number of sequences decoded together, rounded up to a multiple of the groups of devices that share a
+    batch; further ones wait in a queue."""
     cache_tokens: int = option(32768, ge=1)
-    """Capacity of the KV cache in tokens over all sequences, rounded up to whole pages."""
+    """Capacity of the KV cache in tokens over all sequences and devices, rounded up to whole pages. Each group of
+    devices that share a batch (mesh.data x mesh.fsdp x mesh.expert groups) holds an equal part, into which a sequence
+    must fit."""
     page_size: int = option(16, ge=1)
     """Tokens per page of the KV cache."""
     max_context: int | None = option(None, ge=2)
     """Maximum length of prompt plus completion. null: model.context_length."""
     prefill_chunk: int | None = option(None, ge=1)
-    """Maximum number of prompt tokens per prefill call; decode steps of other sequences run between the chunks. null:
-    1024, or 256 on a CPU."""
+    """Maximum number of prompt tokens per prefill call and group of devices; decode steps of other sequences run between
+    the chunks. null: 1024, or 256 on a CPU."""
     burst: int | None = option(None, ge=1)
     """Multi-step decoding: decode steps per call. More steps need less host time, but their tokens arrive together, and
     a new prompt waits for them. null: 8, or 1 on a CPU."""
