@@ -32,8 +32,8 @@ class PrefillChunk(NamedTuple):
 
     @property
     def place(self) -> Place:
-        assert self.sequence.place is not None
-        return self.sequence.place
+        assert self.sequence.prefill_place is not None
+        return self.sequence.prefill_place
 
 
 class PrefillCall:
@@ -68,31 +68,42 @@ class PrefillCall:
 class Scheduler:
     """Owns the queue, and the batch slots and pages of the groups."""
 
-    def __init__(self, capacity: Capacity, *, prefill_chunk: int, round_tokens: Callable[[int], int]):
-        """`prefill_chunk`: maximum number of tokens of a prefill call per group. `round_tokens`: tokens per row of the
-        bucket for a chunk of this length."""
-        self.capacity = capacity
+    def __init__(
+        self,
+        capacity: Capacity,
+        prefill_capacity: Capacity,
+        *,
+        prefill_chunk: int,
+        round_tokens: Callable[[int], int],
+    ):
+        """`prefill_capacity`: the same one, unless prompts are prefilled on separate devices. `prefill_chunk`: maximum
+        number of tokens of a prefill call per group. `round_tokens`: tokens per row of the bucket for a chunk of this
+        length."""
+        self.capacity, self.prefill_capacity = capacity, prefill_capacity
+        self._is_separate = prefill_capacity is not capacity
         self._prefill_chunk, self._round_tokens = prefill_chunk, round_tokens
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
+        self.arriving: list[Sequence] = []
+        """Prefilled on separate devices, and not yet copied to those that decode."""
         self.running: list[Sequence] = []
 
     @property
     def is_idle(self) -> bool:
-        return not (self.waiting or self.prefilling or self.running)
+        return not (self.waiting or self.prefilling or self.arriving or self.running)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
     def sequences(self) -> list[Sequence]:
         """Return all sequences that wait, are prefilled or run."""
-        return [*self.waiting, *self.prefilling, *self.running]
+        return [*self.waiting, *self.prefilling, *self.arriving, *self.running]
 
     def drop(self, numbers: Collection[int]) -> None:
         """Cancel the sequences with these numbers, and free their slots and pages."""
         if not numbers:
             return
-        for sequence in [s for s in self.prefilling + self.running if s.number in numbers]:
+        for sequence in [s for s in self.prefilling + self.arriving + self.running if s.number in numbers]:
             sequence.cancel()
             self.release(sequence)
         for sequence in self.waiting:
@@ -107,8 +118,8 @@ class Scheduler:
         """
         call = PrefillCall(self._prefill_chunk, self._round_tokens)
         for sequence in self.prefilling:
-            assert sequence.place is not None
-            group = sequence.place.group
+            assert sequence.prefill_place is not None
+            group = sequence.prefill_place.group
             if group in call.full_groups or not call.fits(sequence, group):
                 call.full_groups.add(group)
             else:
@@ -120,14 +131,25 @@ class Scheduler:
         return call.chunks
 
     def mark_prefilled(self, chunks: list[PrefillChunk]) -> None:
-        """Record that chunks were dispatched; sequences with a complete prompt start to run."""
+        """Record that chunks are dispatched before the next ones; sequences with a complete prompt start to run.
+
+        If they run on other devices, they first have to arrive there, and leave their prefill place: what is dispatched
+        later cannot overwrite the pages before they are copied.
+        """
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.num_computed = chunk.stop
             self._publish(sequence)
             if sequence.is_prefilled:
                 self.prefilling.remove(sequence)
-                self.running.append(sequence)
+                (self.arriving if self._is_separate else self.running).append(sequence)
+                if self._is_separate:
+                    self.prefill_capacity.release(chunk.place)
+
+    def mark_arrived(self, sequence: Sequence) -> None:
+        """Record that the copy of a sequence was dispatched; it starts to run."""
+        self.arriving.remove(sequence)
+        self.running.append(sequence)
 
     def next_rows(self) -> list[Sequence]:
         """Return the running sequences that still need tokens."""
@@ -135,29 +157,46 @@ class Scheduler:
 
     def release(self, sequence: Sequence) -> None:
         """Free the slot and the pages of a finished sequence; its full pages stay in the prefix cache."""
-        assert sequence.place is not None
-        self._publish(sequence)
-        (self.running if sequence in self.running else self.prefilling).remove(sequence)
+        assert sequence.place is not None and sequence.prefill_place is not None
+        if not self._is_separate:
+            self._publish(sequence)
+        owner = next(each for each in (self.running, self.arriving, self.prefilling) if sequence in each)
+        owner.remove(sequence)
         self.capacity.release(sequence.place)
+        if self._is_separate and owner is self.prefilling:
+            self.prefill_capacity.release(sequence.prefill_place)
 
     def _publish(self, sequence: Sequence) -> None:
         """Add full pages to the prefix cache: those whose tokens the host knows and whose KV cache is computed."""
-        assert sequence.place is not None
+        assert sequence.prefill_place is not None
         num_known = min(sequence.num_computed, len(sequence.tokens))
-        self.capacity.publish(sequence.place, sequence.tokens, num_known)
+        self.prefill_capacity.publish(sequence.prefill_place, sequence.tokens, num_known)
 
     def _admit(self, sequence: Sequence, call: PrefillCall) -> bool:
         """Give a waiting sequence its pages and a slot; return False if no group has them, or this call is full."""
-        prompt = sequence.request.prompt
-        for group in self.capacity.order_groups(prompt):
-            key = self.capacity.pools[group].next_missing_key(prompt)
+        place = self._reserve_decode_place(sequence) if self._is_separate else None
+        if self._is_separate and place is None:
+            return False
+        prompt, capacity = sequence.request.prompt, self.prefill_capacity
+        num_tokens = len(prompt) if self._is_separate else sequence.cache_tokens
+        for group in capacity.order_groups(prompt):
+            key = capacity.pools[group].next_missing_key(prompt)
             is_computed = key is not None and (group, key) in call.computed_keys
             if group in call.full_groups or is_computed or not call.fits(sequence, group):
                 continue
-            place = self.capacity.reserve(group, prompt, sequence.cache_tokens)
-            if place is not None:
-                sequence.admit(place, self.capacity.page_size)
+            prefill_place = capacity.reserve(group, prompt, num_tokens)
+            if prefill_place is not None:
+                sequence.admit(place or prefill_place, prefill_place, capacity.page_size)
                 if key is not None:
                     call.computed_keys.add((group, key))
                 return True
+        if place is not None:
+            self.capacity.release(place)
         return False
+
+    def _reserve_decode_place(self, sequence: Sequence) -> Place | None:
+        """Reserve a place on the devices that decode; None if there is none at the moment."""
+        for group in self.capacity.order_groups(()):
+            if place := self.capacity.reserve(group, (), sequence.cache_tokens):
+                return place
+        return None

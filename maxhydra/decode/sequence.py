@@ -37,7 +37,9 @@ class Sequence:
         """Generated tokens, including those in flight."""
         self.is_finished = False
         self.place: Place | None = None
-        """None while it waits."""
+        """Where it is decoded; None while it waits."""
+        self.prefill_place: Place | None = None
+        """Where its prompt is prefilled: the same place, unless that happens on separate devices."""
         self._detokenizer: Detokenizer | None = None
         self._stop_matcher = StopMatcher(request.stop)
         # A stop string is only found in text.
@@ -76,10 +78,10 @@ class Sequence:
     def has_penalty(self) -> bool:
         return self.request.repetition_penalty != 1
 
-    def admit(self, place: Place, page_size: int) -> None:
+    def admit(self, place: Place, prefill_place: Place, page_size: int) -> None:
         """Take a slot and pages; tokens of shared pages are computed already."""
-        self.place = place
-        self.num_computed = place.lease.num_shared * page_size
+        self.place, self.prefill_place = place, prefill_place
+        self.num_computed = prefill_place.lease.num_shared * page_size
 
     def append(
         self, tokens: List[int], logprobs: List[TokenLogprob], *, tokenizer: Tokenizer, eos: frozenset[int]

@@ -15,7 +15,7 @@ from maxhydra.layers.interfaces import (
     MixerSpec,
     with_aux_losses,
 )
-from maxhydra.layers.kv_cache import Cache, CacheSpec, DenseCacheSpec, PageTable
+from maxhydra.layers.kv_cache import Cache, CacheSpec, DenseCacheSpec, PageTable, SequenceIndex
 from maxhydra.layers.linear import Linear, LoraSpec, MatmulSpec, dropout
 from maxhydra.layers.mla import Mla, MlaSpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
@@ -66,6 +66,7 @@ __all__ = [
     "PerLayerSpec",
     "QuantRule",
     "RMSNorm",
+    "SequenceIndex",
     "VocabularySpec",
     "dropout",
     "norm_with_residual",

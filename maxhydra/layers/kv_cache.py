@@ -36,6 +36,16 @@ class PageTable(NamedTuple):
     over all groups."""
 
 
+class SequenceIndex(NamedTuple):
+    """Pages and slot of one sequence in the caches of an engine."""
+
+    group: jax.Array
+    pages_W: jax.Array
+    """Out-of-range entries are padding."""
+    slot: jax.Array
+    """Numbered over all groups."""
+
+
 class Cache(Protocol):
     """The interface of caches for the decoder and the engine."""
 
@@ -116,6 +126,12 @@ class NoCache:
         return self
 
     def axes(self) -> "NoCache":
+        return self
+
+    def take(self, index: SequenceIndex) -> "NoCache":
+        return self
+
+    def put(self, taken: "NoCache", index: SequenceIndex) -> "NoCache":
         return self
 
 
@@ -204,6 +220,19 @@ class StateCache:
     def axes(self) -> "StateCache":
         return StateCache(dict(self.names), self.names)
 
+    def take(self, index: SequenceIndex) -> "StateCache":
+        """The states [L, 1, ...] of one sequence."""
+        taken = {name: take_rows(array, index.group, _slot(array, index)) for name, array in self.arrays.items()}
+        return StateCache(taken, self.names)
+
+    def put(self, taken: "StateCache", index: SequenceIndex) -> "StateCache":
+        """The cache with the states of one sequence replaced."""
+        new = taken.arrays
+        arrays = {
+            name: put_rows(array, new[name], index.group, _slot(array, index)) for name, array in self.arrays.items()
+        }
+        return StateCache(arrays, self.names)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -249,6 +278,25 @@ def map_groups(function: Callable[..., Any], stored: Any, *rows: Any) -> Any:
         out = function(jax.tree.map(lambda x: jnp.squeeze(x, 0), stored), *rows)
         return jax.tree.map(lambda x: x[None], out)
     return jax.vmap(function)(stored, *jax.tree.map(lambda x: x.reshape(G, -1, *x.shape[1:]), rows))
+
+
+def take_rows(stored: jax.Array, group: jax.Array, index_W: jax.Array) -> jax.Array:
+    """[L, W, ...] rows of one group from [G, L, N, ...]; out-of-range indices give arbitrary rows."""
+    return jax.vmap(lambda x: x.at[:, index_W].get(mode="clip"))(stored)[group]
+
+
+def put_rows(stored: jax.Array, new: jax.Array, group: jax.Array, index_W: jax.Array) -> jax.Array:
+    """[G, L, N, ...] with rows of one group replaced by [L, W, ...]; out-of-range indices are dropped."""
+
+    def put(x: jax.Array, number: jax.Array) -> jax.Array:
+        return x.at[:, jnp.where(number == group, index_W, x.shape[1])].set(new, mode="drop")
+
+    return jax.vmap(put)(stored, jnp.arange(stored.shape[0]))
+
+
+def _slot(stored: jax.Array, index: SequenceIndex) -> jax.Array:
+    """[1] slot of a sequence within its group."""
+    return (index.slot - index.group * stored.shape[2])[None]
 
 
 def join_groups(x: jax.Array) -> jax.Array:

@@ -12,7 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.kernels.paged_attention import Pages
-from maxhydra.layers.kv_cache import KeysValues, PageTable, StateCache, StateSpec, heads_axis, join_groups, map_groups
+from maxhydra.layers.kv_cache import (
+    KeysValues,
+    PageTable,
+    SequenceIndex,
+    StateCache,
+    StateSpec,
+    heads_axis,
+    join_groups,
+    map_groups,
+    put_rows,
+    take_rows,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +86,14 @@ class PagedCache:
         token_axes: Any = ("act_batch", "layers", None, heads_axis(self.key_GLPKZH.shape[3]), None, None)
         scale_axes: Any = None if self.key_scale_GLPKZ is None else token_axes[:5]
         return PagedCache(token_axes, token_axes, scale_axes, scale_axes)
+
+    def take(self, index: SequenceIndex) -> "PagedCache":
+        """The pages [L, W, ...] of one sequence."""
+        return jax.tree.map(lambda x: take_rows(x, index.group, index.pages_W), self)
+
+    def put(self, taken: "PagedCache", index: SequenceIndex) -> "PagedCache":
+        """The cache with the pages of one sequence replaced."""
+        return jax.tree.map(lambda x, new: put_rows(x, new, index.group, index.pages_W), self, taken)
 
 
 @jax.tree_util.register_dataclass

@@ -59,14 +59,21 @@ def tiny() -> tuple[ModelDef, dict]:
     return model, jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), model.shapes)
 
 
-def start(axes: dict[str, int] | None = None, params=None, eos=(EOS,), profiler=None, **changes) -> Engine:
+def start(axes=None, params=None, eos=(EOS,), profiler=None, prefill_axes=None, **changes) -> Engine:
+    """`axes`: sizes of the mesh; `prefill_axes`: those of a mesh of further devices that prefill."""
     sizes = {"max_batch": 8, "cache_tokens": 2048, "page_size": 8, "max_context": None, "prefill_chunk": 32}
     model, plain = tiny()
     axes = axes or {}
-    sharder = Sharder(build_mesh(Mesh(**axes), jax.devices()[: math.prod(axes.values())]), RULES)
+    count = math.prod(axes.values())
+    sharder = Sharder(build_mesh(Mesh(**axes), jax.devices()[:count]), RULES)
+    prefill_sharder = None
+    if prefill_axes is not None:
+        others = jax.devices()[count:][: math.prod(prefill_axes.values())]
+        prefill_sharder = Sharder(build_mesh(Mesh(**prefill_axes), others), RULES)
     placed = jax.device_put(plain if params is None else params, sharder.tree(model.axes))
     settings = Config(**{**sizes, **changes})
-    return Engine(model, placed, ByteTokenizer(), settings, sharder=sharder, eos=eos, profiler=profiler)
+    meshes = {"sharder": sharder, "prefill_sharder": prefill_sharder}
+    return Engine(model, placed, ByteTokenizer(), settings, **meshes, eos=eos, profiler=profiler)
 
 
 def test_iterations_are_profiled_when_due_and_on_request(tmp_path) -> None:
@@ -181,6 +188,8 @@ ENGINES = {
     "short chunks, no prefix cache": {"prefill_chunk": 7, "prefix_cache": False},
     "two groups of devices": {"axes": {"data": 2, "tensor": 2}},
     "four groups, few slots and pages": {"axes": {"fsdp": 4}, "max_batch": 10, "cache_tokens": 640},
+    "separate prefill device": {"prefill_axes": {}, "max_batch": 5, "cache_tokens": 320},
+    "separate prefill mesh": {"axes": {"data": 2, "tensor": 2}, "prefill_axes": {"fsdp": 2, "tensor": 2}, "burst": 4},
     "eight devices, multi-step": {"axes": {"data": 2, "fsdp": 2, "tensor": 2}, "burst": 4, "deterministic": True},
 }
 

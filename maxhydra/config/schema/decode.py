@@ -61,8 +61,8 @@ class Engine(Schema):
     max_context: int | None = option(None, ge=2)
     """Maximum length of prompt plus completion. null: model.context_length."""
     prefill_chunk: int | None = option(None, ge=1)
-    """Maximum number of prompt tokens per prefill call and group of devices; decode steps of other sequences run between
-    the chunks. null: 1024, or 256 on a CPU."""
+    """Maximum number of prompt tokens per prefill call and group of devices; decode steps of other sequences run
+    between the chunks. null: 1024, or 256 on a CPU."""
     burst: int | None = option(None, ge=1)
     """Multi-step decoding: decode steps per call. More steps need less host time, but their tokens arrive together, and
     a new prompt waits for them. null: 8, or 1 on a CPU."""
@@ -78,10 +78,24 @@ class Engine(Schema):
     """Always wait for the exact-size compiled step instead of reusing a larger one, so that identical requests
     submitted together give bit-identical tokens whatever was decoded before."""
 
+    prefill_devices: int | None = option(None, ge=1)
+    """Devices that only prefill prompts, with their own copy of the weights and their own KV cache of cache_tokens
+    tokens; the others only decode, and long prompts do not delay them. The section mesh describes each of the two
+    groups. null: every device does both."""
+
     def check(self) -> Iterator[Problem]:
         if self.deterministic and self.warm_up:
             reason = "chooses among compiled programs, while deterministic=true always uses the exact-size one"
             yield Problem("warm_up", reason, value=True, accepted="false or null")
+        if self.deterministic and self.prefill_devices is not None:
+            reason = "makes the batches depend on timing, which deterministic=true rules out"
+            yield Problem("prefill_devices", reason, value=self.prefill_devices, accepted="null")
+
+    def check_one_group(self) -> Iterator[Problem]:
+        """Yield settings that tasks other than decode and serve do not support."""
+        if self.prefill_devices is not None:
+            reason = "is only supported by task=decode and task=serve"
+            yield Problem("engine.prefill_devices", reason, value=self.prefill_devices, accepted="null")
 
     def check_model(self, model: Model) -> Iterator[Problem]:
         """Yield settings that this model does not support."""
