@@ -4,9 +4,12 @@ A copy reaches all groups of devices of the target, since the runners need not h
 """
 
 from collections import deque
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.decode.page_pool import PageLease, Place
@@ -50,8 +53,11 @@ class Transfer:
         # A copy goes directly from device to device if both runners shard the heads in the same way.
         runners = source, target
         is_alike = len({runner.sharder.num_shards("act_kv_heads") for runner in runners}) == 1
-        taken, self._copied = (_sequence_shardings(runner, is_sharded=is_alike) for runner in runners)
-        self._take = jax.jit(_take, out_shardings=taken)
+        axes = target.programs.cache_axes
+        taken, self._copied = (_sequence_shardings(axes, runner, is_sharded=is_alike) for runner in runners)
+        self._take = jax.jit(
+            partial(_take, sizes={name: len(caches) for name, caches in axes.items()}), out_shardings=taken
+        )
         kept = (target.programs.cache_shardings, target.programs.replicated)
         self._put = jax.jit(_put, donate_argnums=(0, 1), out_shardings=kept)
 
@@ -110,9 +116,33 @@ class Transfer:
         self._target.put_state(*self._put(*self._target.take_state(), arrays, index))
 
 
-def _take(cache: Tree, slot_state: SlotState, index: SequenceIndex) -> tuple[Tree, jax.Array]:
-    """The KV cache and the last token of one sequence."""
-    return map_caches(lambda each: each.take(index), cache), slot_state.last_token_N[index.slot]
+def _take(
+    cache: Tree, slot_state: SlotState, index: SequenceIndex, *, sizes: Mapping[str, int]
+) -> tuple[Tree, jax.Array]:
+    """The KV cache and the last token of one sequence. `sizes`: blocks of each part of the target's cache."""
+    taken = map_caches(lambda each: each.take(index), cache)
+    if {name: len(caches) for name, caches in taken.items()} != sizes:
+        taken = _restack(taken, sizes)
+    return taken, slot_state.last_token_N[index.slot]
+
+
+def _restack(taken: dict[str, list[Any]], sizes: Mapping[str, int]) -> Tree:
+    """The caches of all layers, stacked as those of a runner with another weight layout.
+
+    Runners of one device have a block per layer, others stack the repetitions of the pattern.
+    """
+    repetitions = max([leaf.shape[0] for leaf in jax.tree.leaves(taken["pattern"])], default=0)
+    pattern = [
+        jax.tree.map(lambda x, at=at: x[at : at + 1], cache) for at in range(repetitions) for cache in taken["pattern"]
+    ]
+    layers = [*taken["prefix"], *pattern, *taken["remainder"]]
+    first, last = sizes["prefix"], len(layers) - sizes["remainder"]
+    stacks = [layers[start : last : sizes["pattern"]] for start in range(first, first + sizes["pattern"])]
+    return {
+        "prefix": layers[:first],
+        "pattern": [jax.tree.map(lambda *each: jnp.concatenate(each), *stack) for stack in stacks],
+        "remainder": layers[last:],
+    }
 
 
 def _put(
@@ -125,13 +155,13 @@ def _put(
     return map_caches(lambda each, new: each.put(new, index), cache, rows), SlotState(last_token_N, seen_NV)
 
 
-def _sequence_shardings(runner: Runner, *, is_sharded: bool) -> tuple[Tree, Any]:
-    """Shardings of what `_take` returns: as in the cache, without the axis of groups, or replicated."""
+def _sequence_shardings(cache_axes: Tree, runner: Runner, *, is_sharded: bool) -> tuple[Tree, Any]:
+    """Shardings of what `_take` returns: as in a cache, without the axis of groups, or replicated."""
 
     def of_leaf(axes: LogicalAxes) -> Any:
         return runner.sharder.sharding(axes[1:] if is_sharded else ())
 
-    return jax.tree.map(of_leaf, runner.programs.cache_axes, is_leaf=is_axes), runner.programs.replicated
+    return jax.tree.map(of_leaf, cache_axes, is_leaf=is_axes), runner.programs.replicated
 
 
 def _index(place: Place, num_pages: int, runner: Runner) -> SequenceIndex:

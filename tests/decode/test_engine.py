@@ -7,6 +7,7 @@ import math
 import random
 import re
 import threading
+import time
 from collections import deque
 
 import jax
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxhydra.config import ConfigError
+from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.decode import CacheDtype
 from maxhydra.config.schema.decode import Engine as Config
@@ -21,6 +24,7 @@ from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.config.schema.health import Profile
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
+from maxhydra.decode.open import open_engine, split_devices
 from maxhydra.decode.page_pool import Capacity, PagePool
 from maxhydra.decode.request import Completion, Request, RequestRejectedError
 from maxhydra.decode.step_inputs import StepShape
@@ -188,7 +192,7 @@ ENGINES = {
     "short chunks, no prefix cache": {"prefill_chunk": 7, "prefix_cache": False},
     "two groups of devices": {"axes": {"data": 2, "tensor": 2}},
     "four groups, few slots and pages": {"axes": {"fsdp": 4}, "max_batch": 10, "cache_tokens": 640},
-    "separate prefill device": {"prefill_axes": {}, "max_batch": 5, "cache_tokens": 320},
+    "separate prefill device": {"axes": {"data": 2}, "prefill_axes": {}, "max_batch": 5, "cache_tokens": 320},
     "separate prefill mesh": {"axes": {"data": 2, "tensor": 2}, "prefill_axes": {"fsdp": 2, "tensor": 2}, "burst": 4},
     "eight devices, multi-step": {"axes": {"data": 2, "fsdp": 2, "tensor": 2}, "burst": 4, "deterministic": True},
 }
@@ -286,6 +290,62 @@ def test_sequences_are_spread_over_groups_and_a_request_must_fit_into_one():
     with pytest.raises(RequestRejectedError, match=r"holds 40 on each of the 2 groups of devices that share a batch"):
         engine.submit(make_request([1] * 10, max_tokens=40))
     engine.close()
+
+
+def test_separate_prefill_devices_do_not_delay_decoding():
+    """While the weights of the prefill devices are being computed, a running sequence finishes; a cancelled one leaves
+    no state."""
+    engine = start(prefill_axes={})
+    try:
+        running = engine.submit(make_request("a", max_tokens=40, ignore_eos=True))
+        next(iter(running))
+        runner = engine._prefill_runner
+        leaves, tree = jax.tree.flatten(runner._params)
+        delayed_leaf = delay_array(leaves[0], seconds=4)
+        runner.set_params(jax.tree.unflatten(tree, [delayed_leaf, *leaves[1:]]))
+        delayed, cancelled = (engine.submit(make_request(prompt, ignore_eos=True)) for prompt in ("bcd", "efghi"))
+        wait_for(lambda: engine._scheduler.arriving)
+        cancelled.cancel()
+        assert sum(len(delta.tokens) for delta in running) == 39
+        assert not delayed_leaf.is_ready()
+        assert list(delayed.result().tokens) == greedy_without_cache(make_request("bcd", ignore_eos=True))
+        assert cancelled.result().finish == "cancelled"
+        wait_for(lambda: engine._scheduler.is_idle)
+        assert engine.stats()["pages_used"] == runner.capacity.num_used == 0
+        engine.update_params(jax.tree.map(jnp.zeros_like, tiny()[1]))
+        assert engine.submit(make_request("a", max_tokens=3, ignore_eos=True)).result().tokens == (0, 0, 0)
+    finally:
+        engine.close()
+
+
+def test_prefill_devices_that_do_not_fit_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"prefill_devices=8: leaves no device for decoding, of 8 in all\n.*1 to 7"):
+        split_devices(Config(prefill_devices=8))
+    decode, prefill = split_devices(Config(prefill_devices=3))
+    assert (len(decode), len(prefill)) == (5, 3) and not {*decode} & {*prefill}
+    assert split_devices(Config()) == (jax.devices(), [])
+    with pytest.raises(ConfigError, match=r"task\.engine\.prefill_devices.*deterministic=true"):
+        compose(["task=decode", "task.engine.prefill_devices=1", "task.engine.deterministic=true"])
+    for task in (["task=grpo"], ["task=bench", "task.what=[decode]"]):
+        with pytest.raises(ConfigError, match=r"task\.engine\.prefill_devices=1: is only supported by task=decode"):
+            compose([*task, "task.engine.prefill_devices=1"])
+    fitting = ["mesh.fsdp=2", "mesh.tensor=2", "task.engine.prefill_devices=2", "checkpoint.load_parameters=none"]
+    whole = compose(["task=decode", *fitting]).config
+    with pytest.raises(ConfigError, match=r"but there are 6 devices[\s\S]*the 2 devices that prefill and the 6 that"):
+        open_engine(whole, whole.task.engine, None)
+
+
+def delay_array(x: jax.Array, *, seconds: float) -> jax.Array:
+    """The array, ready on its device after about this time."""
+
+    @jax.jit
+    def delay(x, steps):
+        return x + jnp.where(jax.lax.fori_loop(0, steps, lambda _, y: jnp.sin(y), 1.0) > 2, 1, 0)
+
+    jax.block_until_ready(delay(x, 1))
+    start = time.perf_counter()
+    jax.block_until_ready(delay(x, 10**6))
+    return delay(x, int(10**6 * seconds / (time.perf_counter() - start)))
 
 
 def test_a_repeated_prompt_is_not_prefilled_again(engine):
