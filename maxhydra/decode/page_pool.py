@@ -164,7 +164,7 @@ class PagePool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where a sequence is computed: its group of devices, and its batch slot and pages there."""
+    """The place of a sequence: its group of devices, and its batch slot and pages there."""
 
     group: int
     slot: int

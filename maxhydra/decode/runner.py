@@ -53,7 +53,7 @@ class PendingTokens(NamedTuple):
 
 
 class PrefillOutput(NamedTuple):
-    """What a prefill call leaves on the devices."""
+    """Results of a prefill call, on the devices."""
 
     first_tokens: PendingTokens | None
     """Of the prompts that are complete; None if there are none."""

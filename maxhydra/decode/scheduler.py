@@ -133,7 +133,7 @@ class Scheduler:
     def mark_prefilled(self, chunks: list[PrefillChunk]) -> None:
         """Record that chunks are dispatched before the next ones; sequences with a complete prompt start to run.
 
-        If they run on other devices, they first have to arrive there, and leave their prefill place: what is dispatched
+        If they run on other devices, they first have to arrive there, and leave their prefill place: calls dispatched
         later cannot overwrite the pages before they are copied.
         """
         for chunk in chunks:

@@ -37,9 +37,9 @@ class Sequence:
         """Generated tokens, including those in flight."""
         self.is_finished = False
         self.place: Place | None = None
-        """Where it is decoded; None while it waits."""
+        """Slot and pages for decoding; None while it waits."""
         self.prefill_place: Place | None = None
-        """Where its prompt is prefilled: the same place, unless that happens on separate devices."""
+        """Slot and pages of the prefill: the same ones, unless separate devices prefill."""
         self._detokenizer: Detokenizer | None = None
         self._stop_matcher = StopMatcher(request.stop)
         # A stop string is only found in text.

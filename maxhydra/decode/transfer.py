@@ -58,8 +58,8 @@ class Transfer:
         self._take = jax.jit(
             partial(_take, sizes={name: len(caches) for name, caches in axes.items()}), out_shardings=taken
         )
-        kept = (target.programs.cache_shardings, target.programs.replicated)
-        self._put = jax.jit(_put, donate_argnums=(0, 1), out_shardings=kept)
+        state = (target.programs.cache_shardings, target.programs.replicated)
+        self._put = jax.jit(_put, donate_argnums=(0, 1), out_shardings=state)
 
     @property
     def is_full(self) -> bool:
