@@ -76,18 +76,20 @@ class Runner:
         """`params`: in the standard layout."""
         is_cpu, groups = jax.default_backend() == "cpu", sharder.num_shards("act_batch")
         self.multi_steps = config.burst or (1 if is_cpu else MULTI_STEPS)
+        pages = -(-config.cache_tokens // config.page_size)
+        longest = -(-(config.max_context or model.config.context_length) // config.page_size)
         self.capacity = Capacity(
             groups,
             slots=config.max_batch,
-            pages=-(-config.cache_tokens // config.page_size),
+            # A sequence is in one group: on several groups it may be as long as on one.
+            pages=max(pages, groups * min(pages, longest)),
             page_size=config.page_size,
             prefix_cache=prefix_cache,
         )
-        max_context = config.max_context or model.config.context_length
         self.buckets = Buckets(
             groups,
             config.page_size,
-            min(-(-max_context // config.page_size), self.capacity.pages_per_group),
+            min(longest, self.capacity.pages_per_group),
             prefill_chunk=config.prefill_chunk or PREFILL_CHUNK[is_cpu],
             is_coarse=bool(config.warm_up) or not is_cpu,
         )
@@ -182,9 +184,6 @@ class Runner:
     def wait(self) -> None:
         """Wait until all dispatched calls have finished."""
         jax.block_until_ready(self._slot_state)
-
-    def close(self) -> None:
-        self.programs.close()
 
     def mark_prompt(self, place: Place, sequence: Sequence) -> None:
         """Set the seen tokens of a slot to those of the prompt, if the request has a repetition penalty."""

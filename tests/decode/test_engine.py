@@ -287,8 +287,12 @@ def test_sequences_are_spread_over_groups_and_a_request_must_fit_into_one():
     assert capacity.order_groups([9]) == [0, 1]
 
     engine = start({"data": 2}, cache_tokens=80)
-    with pytest.raises(RequestRejectedError, match=r"holds 40 on each of the 2 groups of devices that share a batch"):
-        engine.submit(make_request([1] * 10, max_tokens=40))
+    assert engine.stats()["pages"] == 20, "each group has the pages of a sequence of max_context tokens, up to all"
+    with pytest.raises(RequestRejectedError, match=r"holds 80 on each of the 2 groups of devices that share a batch"):
+        engine.submit(make_request([1] * 10, max_tokens=80))
+    engine.close()
+    engine = start({"data": 2}, cache_tokens=80, max_context=40)
+    assert engine.stats()["pages"] == 10
     engine.close()
 
 

@@ -54,8 +54,8 @@ class Engine(Schema):
     batch; further ones wait in a queue."""
     cache_tokens: int = option(32768, ge=1)
     """Capacity of the KV cache in tokens over all sequences and devices, rounded up to whole pages. Each group of
-    devices that share a batch (mesh.data x mesh.fsdp x mesh.expert groups) holds an equal part, into which a sequence
-    must fit."""
+    devices that share a batch (mesh.data x mesh.fsdp x mesh.expert groups) holds an equal part, but at least one
+    sequence of max_context tokens, up to cache_tokens."""
     page_size: int = option(16, ge=1)
     """Tokens per page of the KV cache."""
     max_context: int | None = option(None, ge=2)
