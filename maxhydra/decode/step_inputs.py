@@ -13,6 +13,7 @@ B rows, T tokens per row, W pages per row, C columns.
 """
 
 import dataclasses
+import itertools
 import struct
 from array import array
 from collections import Counter
@@ -102,8 +103,10 @@ class Buckets:
         blocks: list[list[HasPlace | None]] = [[] for _ in range(self.groups)]
         for item in items:
             blocks[_group(item)].append(item)
-        rows = shape.rows // self.groups
-        return [row for block in blocks for row in (*block, *[None] * (rows - len(block)))]
+        size = shape.rows // self.groups
+        for block in blocks:
+            block.extend([None] * (size - len(block)))
+        return list(itertools.chain.from_iterable(blocks))
 
     def round_pages(self, tokens: int) -> int:
         """Return the pages of the bucket for a context of `tokens` tokens."""

@@ -40,7 +40,7 @@ class CallInFlight(NamedTuple):
     copies: list[SequenceCopy]
 
     @property
-    def arrays(self) -> list[jax.Array]:
+    def arrays(self) -> list[Any]:
         return jax.tree.leaves((self.output.logits_BV, [copy.arrays for copy in self.copies]))
 
 
@@ -169,4 +169,5 @@ def _index(place: Place, num_pages: int, runner: Runner) -> SequenceIndex:
     pages = np.full(num_pages, runner.capacity.pages_per_group, np.int32)
     own = np.frombuffer(place.page_table, np.uint32)[:num_pages]
     pages[: len(own)] = own
-    return SequenceIndex(np.int32(place.group), pages, np.int32(place.slot))
+    numbers: tuple[Any, Any, Any] = np.int32(place.group), pages, np.int32(place.slot)
+    return SequenceIndex(*numbers)
