@@ -116,7 +116,8 @@ class Runner:
 
     def prepare_params(self, params: Tree) -> Tree:
         """Convert weights of the standard layout, possibly on other devices, to those that `set_params` takes."""
-        if jax.tree.leaves(params)[0].sharding.device_set.isdisjoint(self.sharder.mesh.devices.flat):
+        first = jax.tree.leaves(params)[0]
+        if isinstance(first, jax.Array) and first.sharding.device_set.isdisjoint(self.sharder.mesh.devices.flat):
             params = jax.device_put(params, self._shardings)
         return self._layout.keep(params)
 
