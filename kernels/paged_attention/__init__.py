@@ -5,8 +5,8 @@ over the cache. BACKENDS is the capability table (kernels/dispatch.py); calls th
 attention path.
 
 Shapes: B rows, N query heads, K key and value heads, G = N / K, M = N + 2K, S split-K partial sums, H head size,
-P pages, Z tokens of a page, W pages of a row. Over a mesh every device holds all pages of its heads, so rows cannot be
-split: each device would write only its own.
+P pages, Z tokens of a page, W pages of a row. A mesh that splits rows splits pages with them: a row's pages are on its
+devices, and its table numbers them from the first page there.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ BACKENDS: dict[str, Backend] = {
     "triton": Backend(
         run=triton.attention,
         platforms=("gpu",),
-        splits=("heads",),
+        splits=("batch", "heads"),
         dtypes=("bfloat16", "float16", "float32"),
         powers_of_two=True,
         page_multiple=1,
@@ -85,7 +85,7 @@ BACKENDS: dict[str, Backend] = {
     "pallas_tpu": Backend(
         run=pallas_tpu.attention,
         platforms=("tpu",),
-        splits=("heads",),
+        splits=("batch", "heads"),
         dtypes=("bfloat16", "float32"),
         powers_of_two=False,
         page_multiple=pallas_tpu.PAGE_MULTIPLE,
@@ -107,7 +107,7 @@ def find_backend(pages: Pages, dtype: str, place: Placement) -> str | None:
         storage=keys.dtype.name,
         head_dim=H,
         page_size=Z,
-        num_elements=keys.size // place.num_shards("kv_heads"),
+        num_elements=keys.size // (place.num_shards("batch") * place.num_shards("kv_heads")),
         has_split_groups=place.spec("heads") != place.spec("kv_heads"),
     )
     return OPERATION.find(call)
@@ -129,7 +129,7 @@ def paged_attention(
     dtype. rope_factors: a pair (c, s) of [B, H] arrays: queries and keys x become c * x + s * y, where y is x with the
     halves of a head swapped; None: no rotary embedding. then: the weight [N, K] that multiplies the output, for the
     kernel to prefetch into L2; None if unknown. place: None is one device of the platform that JAX runs on; over a mesh
-    each device has the pages of its heads, for all rows.
+    each device has the pages of its rows and heads.
     """
     row, place = BACKENDS[backend], place or Placement.here()
     if not place.free_axes:
@@ -140,15 +140,15 @@ def paged_attention(
     def on_device(qkv: list[jax.Array], rope_factors: Any, pages: Pages) -> tuple[jax.Array, Pages]:
         return row.run(jnp.concatenate(qkv, axis=2), rope_factors, pages, request, then=None)
 
-    heads, own_pages = place.spec(None, None, "heads"), _page_specs(place)
-    specs = ([heads] * 3, place.spec(None), own_pages)
-    run = place.manual(on_device, specs, (place.spec(None, "heads"), own_pages))
+    heads, own_pages = place.spec(None, "batch", "heads"), _page_specs(place)
+    specs = ([heads] * 3, place.spec("batch"), own_pages)
+    run = place.manual(on_device, specs, (place.spec("batch", "heads"), own_pages))
     return run(jnp.split(heads_SBMH, (N, N + K), axis=2), rope_factors, pages)
 
 
 def _page_specs(place: Placement) -> Pages:
-    keys: Any = place.spec(None, "kv_heads")
-    return Pages(keys, keys, place.spec(None), place.spec(None))  # type: ignore[arg-type]
+    keys: Any = place.spec("batch", "kv_heads")
+    return Pages(keys, keys, place.spec("batch"), place.spec("batch"))  # type: ignore[arg-type]
 
 
 def write_prompts(pages: Pages, key_BTKH: jax.Array, value_BTKH: jax.Array, place: Placement) -> Pages | None:
@@ -161,7 +161,7 @@ def write_prompts(pages: Pages, key_BTKH: jax.Array, value_BTKH: jax.Array, plac
     is_supported = key_BTKH.shape == value_BTKH.shape and T % Z == 0
     if write is None or not is_supported:
         return None
-    tokens, own_pages = place.spec(None, None, "kv_heads"), _page_specs(place)
+    tokens, own_pages = place.spec("batch", None, "kv_heads"), _page_specs(place)
     return place.manual(write, (own_pages, tokens, tokens), own_pages)(pages, key_BTKH, value_BTKH)
 
 

@@ -13,65 +13,30 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as List
 from concurrent.futures import as_completed
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.config.schema.decode import CacheDtype
 from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.config.schema.run import Progress
 from maxhydra.data import Tokenizer
 from maxhydra.decode.inbox import Inbox
 from maxhydra.decode.request import Handle, Request, RequestRejectedError, TokenLogprob
+from maxhydra.decode.runner import PendingTokens, Runner
 from maxhydra.decode.sampler import MAX_LOGPROBS, SampledTokens
 from maxhydra.decode.scheduler import PrefillChunk, Scheduler
 from maxhydra.decode.sequence import Sequence, find_problem
-from maxhydra.decode.step_inputs import Buckets, StepShape, decode_inputs, prefill_inputs, sampling_features
-from maxhydra.decode.steps import CompiledSteps, MultiStepKey
-from maxhydra.decode.weight_layout import choose_weight_layout
-from maxhydra.layers import PagedCacheSpec
+from maxhydra.decode.step_inputs import StepShape, sampling_features
+from maxhydra.decode.transfer import Transfer
 from maxhydra.model import ModelDef
 from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.progress import open_item_progress
 from maxhydra.sharding import Sharder
 
 Tree = Any
-CACHE_DTYPES = {
-    CacheDtype.auto: None,
-    CacheDtype.float32: jnp.dtype(jnp.float32),
-    CacheDtype.bfloat16: jnp.dtype(jnp.bfloat16),
-    CacheDtype.int8: jnp.dtype(jnp.int8),
-    CacheDtype.float8: jnp.dtype(jnp.float8_e4m3fn),
-}
-# Default number of steps per multi-step call on an accelerator, where a single step takes less time than the host's
-# work for it.
-MULTI_STEPS = 8
-# Default maximum number of tokens per prefill call, on a CPU and on an accelerator.
-PREFILL_CHUNK = {True: 256, False: 1024}
 # Pages before the end of the current context bucket at which the next bucket is compiled.
 PRECOMPILE_PAGES = 2
-
-
-class PendingTokens(NamedTuple):
-    """Tokens that were dispatched to the device and not read yet."""
-
-    sequences: list[Sequence | None]
-    """The sequence of each row; None for rows that sample nothing, such as an unfinished prefill."""
-    sampled: SampledTokens
-    """Of one step [B], or of a multi-step call [steps, B]."""
-    counts: list[int]
-    """Valid tokens of each row."""
-
-
-class ResidentInputs(NamedTuple):
-    """Step inputs that a multi-step call left on the device, reused if the next call continues the same rows."""
-
-    key: MultiStepKey
-    sequences: list[Sequence]
-    num_computed: list[int]
-    inputs_BC: jax.Array
 
 
 class Engine:
@@ -86,45 +51,34 @@ class Engine:
         *,
         sharder: Sharder,
         eos: Collection[int],
+        prefill_sharder: Sharder | None = None,
         profiler: Profiler | None = None,
     ):
-        """`eos`: token ids that end a completion. `profiler`: profiles iterations, counted from 1."""
+        """`eos`: token ids that end a completion. `prefill_sharder`: of separate devices that prefill prompts; None if
+        all devices do both. `profiler`: profiles iterations, counted from 1."""
         self._profiler = profiler
         self._tokenizer, self._eos = tokenizer, frozenset(eos)
         self._vocab_size, self._max_batch = model.config.vocab_size, config.max_batch
         self._max_context = config.max_context or model.config.context_length
-        num_pages = -(-config.cache_tokens // config.page_size)
         prefix_cache = not model.config.is_recurrent if config.prefix_cache is None else config.prefix_cache
-        is_cpu = jax.default_backend() == "cpu"
-        prefill_chunk = config.prefill_chunk or PREFILL_CHUNK[is_cpu]
-        self._buckets = Buckets(
-            sharder.num_shards("act_batch"),
-            config.page_size,
-            min(-(-self._max_context // config.page_size), num_pages),
-            prefill_chunk=prefill_chunk,
-            is_coarse=bool(config.warm_up) or not is_cpu,
+        is_shared = prefill_sharder is None
+        self._runner = self._prefill_runner = Runner(
+            model, params, config, sharder=sharder, prefix_cache=prefix_cache and is_shared
         )
+        self._runners = [self._runner]
+        self._transfer: Transfer | None = None
+        if prefill_sharder is not None:
+            self._prefill_runner = Runner(model, params, config, sharder=prefill_sharder, prefix_cache=prefix_cache)
+            self._runners.append(self._prefill_runner)
+            self._transfer = Transfer(self._prefill_runner, self._runner)
+        self._programs = self._runner.programs
         self._scheduler = Scheduler(
-            config,
-            num_pages,
-            prefix_cache=prefix_cache,
-            prefill_chunk=prefill_chunk,
-            round_tokens=self._buckets.round_tokens,
+            self._runner.capacity,
+            self._prefill_runner.capacity,
+            prefill_chunk=self._prefill_runner.buckets.prefill_chunk,
+            round_tokens=self._prefill_runner.buckets.round_tokens,
         )
-        cache_spec = PagedCacheSpec(
-            num_pages, config.page_size, slots=config.max_batch, storage=CACHE_DTYPES[config.cache_dtype]
-        )
-        self._multi_steps = config.burst or (1 if is_cpu else MULTI_STEPS)
-        self._layout = choose_weight_layout(model, sharder, jax.default_backend())
-        self._params = self._layout.keep(params)
-        # Which programs are ready differs between processes.
-        deterministic = config.deterministic or jax.process_count() > 1
-        self._programs = CompiledSteps(
-            self._layout, self._params, cache_spec, sharder=sharder, deterministic=deterministic
-        )
-        self._cache, self._slot_state = self._programs.init_state()
         self._pending: deque[PendingTokens] = deque()
-        self._resident: ResidentInputs | None = None
         self._num_prefilled = self._num_generated = 0
 
         self._inbox = Inbox(self._make_sequence)
@@ -136,11 +90,19 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Compile a program for every batch, with a progress bar."""
-        futures = self._programs.warm_up(self._buckets.all_shapes(self._max_batch), self._multi_steps)
+        futures = [
+            future
+            for runner in self._runners
+            for future in runner.warm_up(
+                is_prefilling=runner is self._prefill_runner, is_decoding=runner is self._runner
+            )
+        ]
         with open_item_progress(Progress.auto, total=len(futures), start=0, verb="compiled") as progress:
             for completed, future in enumerate(as_completed(futures), 1):
                 future.result()
                 progress.update(completed, 0)
+        if self._transfer is not None:
+            self._transfer.warm_up()
 
     def submit(self, request: Request) -> Handle:
         """Queue a request; raise RequestRejectedError at once if it can never be served."""
@@ -161,27 +123,33 @@ class Engine:
                 "shorten it, or raise task.engine.max_context"
             )
         sequence = Sequence(request, budget=min(request.max_tokens, limit - length))
-        pool = self._scheduler.pool
-        if pool.pages_for(sequence.cache_tokens) > pool.num_pages:
-            self._reject_if(
-                f"prompt and completion need {sequence.cache_tokens} tokens of KV cache, which holds "
-                f"{pool.num_pages * pool.page_size}: raise task.engine.cache_tokens, or lower "
-                f"max_tokens={request.max_tokens}"
-            )
+        self._check_cache(sequence.cache_tokens, self._runner, f"or lower max_tokens={request.max_tokens}")
+        self._check_cache(length, self._prefill_runner, "or shorten the prompt")
         return sequence
+
+    def _check_cache(self, tokens: int, runner: Runner, remedy: str) -> None:
+        """Raise RequestRejectedError if a group of devices cannot hold a sequence of this many tokens."""
+        capacity = runner.capacity
+        most, groups = capacity.pages_per_group * capacity.page_size, len(capacity.pools)
+        if tokens > most:
+            where = "" if groups == 1 else f" on each of the {groups} groups of devices that share a batch"
+            self._reject_if(
+                f"prompt and completion need {tokens} tokens of KV cache, which holds {most}{where}: "
+                f"raise task.engine.cache_tokens, {remedy}"
+            )
 
     def stats(self) -> dict[str, float]:
         """Return counts of running and waiting sequences, used and cached pages, generated and prefilled tokens."""
         scheduler = self._scheduler
         return {
-            "running": len(scheduler.running) + len(scheduler.prefilling),
+            "running": len(scheduler.running) + len(scheduler.arriving) + len(scheduler.prefilling),
             "waiting": len(scheduler.waiting) + self._inbox.num_submitted,
-            "pages": scheduler.pool.num_pages,
-            "pages_used": scheduler.pool.num_used,
-            "pages_kept": scheduler.pool.num_cached,
+            "pages": scheduler.capacity.num_pages,
+            "pages_used": scheduler.capacity.num_used,
+            "pages_kept": scheduler.capacity.num_cached,
             "tokens_written": self._num_generated,
             "prompt_tokens_read": self._num_prefilled,
-            "programs_compiled": self._programs.num_programs,
+            "programs_compiled": sum(runner.programs.num_programs for runner in self._runners),
         }
 
     def update_params(self, params: Tree) -> None:
@@ -189,7 +157,7 @@ class Engine:
 
         The prefix cache is cleared; running sequences continue on their existing KV cache.
         """
-        self._inbox.barrier(self._layout.keep(params))
+        self._inbox.barrier([runner.prepare_params(params) for runner in self._runners])
 
     def synchronize(self) -> None:
         """Wait until every process has dispatched all steps of finished sequences; a collective call.
@@ -210,7 +178,7 @@ class Engine:
 
         It grows whenever a program was compiled or a larger one substituted for the exact one since the last call.
         """
-        return self._programs.wait_for_compiles()
+        return sum(runner.programs.wait_for_compiles() for runner in self._runners)
 
     def close(self) -> None:
         """Stop the engine's thread; unfinished sequences end with finish="cancelled"."""
@@ -239,10 +207,12 @@ class Engine:
                     sequence.fail(self._failure)
                 else:
                     sequence.cancel()
-            self._programs.close()
+            for runner in self._runners:
+                runner.programs.close()
 
     def _wait(self) -> None:
-        jax.block_until_ready(self._slot_state)
+        for runner in self._runners:
+            runner.wait()
 
     def _admit(self) -> bool:
         """Wait for work, then queue new sequences and swap in new weights; return False if closing."""
@@ -251,119 +221,82 @@ class Engine:
         for sequence in turn.sequences:
             self._scheduler.add(sequence)
         if turn.params is not None:
-            self._params = turn.params
-            self._scheduler.pool.clear_prefix_cache()
+            for runner, params in zip(self._runners, turn.params, strict=True):
+                runner.set_params(params)
+                runner.capacity.clear_prefix_cache()
         self._scheduler.drop(turn.cancelled)
         return not turn.is_last
 
     def _step(self) -> None:
         """Dispatch one prefill call and one decode call, then emit the tokens of the previous iteration."""
+        self._receive()
         num_earlier = len(self._pending)
         # As many prefill calls as decode steps, so that free slots are soon in use.
-        for _ in range(self._multi_steps):
+        for _ in range(self._runner.multi_steps):
             if not self._prefill():
                 break
         self._decode()
         for _ in range(num_earlier):
             self._emit(self._pending.popleft())
 
+    def _receive(self) -> None:
+        """Let the sequences run that have arrived from separate prefill devices; wait for one if no other runs."""
+        while self._transfer is not None:
+            received = self._transfer.receive(wait=not (self._pending or self._scheduler.next_rows()))
+            if received is None:
+                break
+            first_tokens, sequences = received
+            for sequence in sequences:
+                self._scheduler.mark_arrived(sequence)
+            if first_tokens is not None:
+                self._pending.append(first_tokens)
+
     def _prefill(self) -> bool:
         """Dispatch prompt chunks; a prompt that is complete with its chunk gets its first token sampled."""
+        if self._transfer is not None and self._transfer.is_full:
+            return False
         chunks = self._scheduler.next_chunks()
         self._scheduler.mark_prefilled(chunks)
-        for call in self._buckets.split_prefill(chunks) if chunks else ():
+        for call in self._prefill_runner.buckets.split_prefill(chunks) if chunks else ():
             self._prefill_chunks(call)
         return bool(chunks)
 
     def _prefill_chunks(self, chunks: List[PrefillChunk]) -> None:
-        needed = self._buckets.prefill_shape(chunks)
-        shape = self._programs.choose_shape(needed, eventual=needed)
-        completed = [chunk.sequence if chunk.is_last else None for chunk in chunks]
-        for sequence in completed:
-            if sequence is not None and sequence.has_penalty:
-                self._slot_state = self._programs.mark_prompt(self._slot_state, sequence.slot, sequence.request.prompt)
-        if self._multi_steps == 1 and (rows := self._scheduler.next_rows()):
+        if self._runner.multi_steps == 1 and (rows := self._scheduler.next_rows()):
             self._programs.precompile(self._decode_shape(rows), sampling_features(rows))
         self._num_prefilled += sum(chunk.length for chunk in chunks)
-        logits_BV, head_BC = self._forward(shape, prefill_inputs(chunks, shape, self._programs.padding_slot))
-        if any(completed):
-            self._sample(completed, logits_BV, head_BC)
+        output = self._prefill_runner.prefill(chunks)
+        if self._transfer is not None:
+            self._transfer.start(output)
+        elif output.first_tokens is not None:
+            self._pending.append(output.first_tokens)
 
     def _decode(self) -> None:
         """Dispatch a decode step of every running sequence, or a multi-step call."""
         rows = self._scheduler.next_rows()
-        if not rows or self._decode_multi(rows):
+        if not rows:
             return
-        shape = self._decode_shape(rows)
-        self._precompile(rows, shape)
-        logits_BV, head_BC = self._forward(shape, decode_inputs(rows, shape, self._programs.padding_slot))
-        for sequence in rows:
-            sequence.num_computed += 1
-        self._sample(list(rows), logits_BV, head_BC)
-
-    def _decode_multi(self, rows: list[Sequence]) -> bool:
-        """Dispatch several decode steps in one call; False while that program is being compiled.
-
-        All calls have the same number of steps. Steps beyond a row's last token are masked, which costs less than a
-        program for every number of steps, and makes the calls a function of the requests alone.
-        """
-        if self._multi_steps == 1:
-            return False
-        shape = self._buckets.decode_shape(rows, lookahead=self._multi_steps - 1, extra_rows=0)
-        key = self._programs.choose_multi_step(MultiStepKey(shape, sampling_features(rows), self._multi_steps))
-        if key is None:
-            return False
-        resident, num_computed = self._resident, [sequence.num_computed for sequence in rows]
-        if resident is not None and resident[:3] == (key, rows, num_computed):
-            inputs_BC: np.ndarray | jax.Array = resident.inputs_BC
-        else:
-            inputs_BC = decode_inputs(rows, key.shape, self._programs.padding_slot)
-        self._cache, self._slot_state, inputs_BC, sampled = self._programs.decode_multi(
-            key, self._params, self._cache, self._slot_state, inputs_BC
-        )
-        counts = [min(key.num_steps, sequence.remaining) for sequence in rows]
-        for sequence, count in zip(rows, counts, strict=True):
-            sequence.num_computed += count
-            sequence.num_scheduled += count
-        self._resident = ResidentInputs(key, rows, [sequence.num_computed for sequence in rows], inputs_BC)
-        self._enqueue(PendingTokens(list(rows), sampled, counts))
-        return True
+        pending = self._runner.decode_multi(rows)
+        if pending is None:
+            shape = self._decode_shape(rows)
+            self._precompile(rows, shape)
+            pending = self._runner.decode(rows, shape)
+        self._pending.append(pending)
 
     def _decode_shape(self, rows: list[Sequence]) -> StepShape:
         """Return the bucket for decoding these rows; while others are about to join, preferably one for all."""
         num_joining = len(self._scheduler.waiting) + len(self._scheduler.prefilling)
         extra_rows = min(num_joining, self._max_batch - len(rows))
-        needed = self._buckets.decode_shape(rows, lookahead=0, extra_rows=0)
-        eventual = self._buckets.decode_shape(rows, lookahead=0, extra_rows=extra_rows)
+        needed = self._runner.buckets.decode_shape(rows, lookahead=0, extra_rows=0)
+        eventual = self._runner.buckets.decode_shape(rows, lookahead=0, extra_rows=extra_rows)
         return self._programs.choose_shape(needed, eventual=eventual)
 
     def _precompile(self, rows: list[Sequence], shape: StepShape) -> None:
         """Compile the next context bucket before it is needed."""
-        lookahead = PRECOMPILE_PAGES * self._buckets.page_size
-        next_shape = self._buckets.decode_shape(rows, lookahead=lookahead, extra_rows=0)
+        lookahead = PRECOMPILE_PAGES * self._runner.buckets.page_size
+        next_shape = self._runner.buckets.decode_shape(rows, lookahead=lookahead, extra_rows=0)
         if next_shape.pages > shape.pages:
             self._programs.precompile(next_shape, sampling_features(rows))
-
-    def _forward(self, shape: StepShape, inputs_BC: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Return the logits of the rows, and the columns of the inputs that sampling needs."""
-        logits_BV, self._cache, head_BC = self._programs.forward(
-            shape, self._params, self._cache, self._slot_state, inputs_BC
-        )
-        return logits_BV, head_BC
-
-    def _sample(self, sequences: list[Sequence | None], logits_BV: jax.Array, head_BC: jax.Array) -> None:
-        features = sampling_features(sequences)
-        self._slot_state, sampled = self._programs.sample(self._slot_state, logits_BV, head_BC, features)
-        for sequence in sequences:
-            if sequence is not None:
-                sequence.num_scheduled += 1
-        self._enqueue(PendingTokens(sequences, sampled, [1] * len(sequences)))
-
-    def _enqueue(self, pending: PendingTokens) -> None:
-        """Start the copy to the host as soon as the tokens are sampled, not when the host reads them."""
-        for array in jax.tree.leaves(pending.sampled):
-            array.copy_to_host_async()
-        self._pending.append(pending)
 
     def _emit(self, pending: PendingTokens) -> None:
         """Wait for sampled tokens, and send them to the handles of their sequences."""

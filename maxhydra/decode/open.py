@@ -4,12 +4,14 @@ This order reports mistakes early: the tokenizer takes a second to load, the wei
 from a maxhydra run, the config is first checked to describe that run's model.
 """
 
+import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from omegaconf import OmegaConf
 
@@ -27,7 +29,7 @@ from maxhydra.decode.engine import Engine
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.model import ModelDef
 from maxhydra.runtime.profiler import Profiler
-from maxhydra.sharding import Sharder
+from maxhydra.sharding import Sharder, build_mesh
 
 # Tokenizer keys that change the ids of a text.
 TOKENIZER_KEYS = ("kind", "path", "bos", "eos", "add_bos")
@@ -139,9 +141,9 @@ def weight_quantization(config: Config) -> Quantization:
     return stored
 
 
-def build_model(config: Config) -> tuple[ModelDef, Sharder]:
-    """Build the model with quantized weights if configured, and the sharder of its mesh."""
-    sharder = Sharder.from_config(config.mesh)
+def build_model(config: Config, devices: Sequence[jax.Device] | None = None) -> tuple[ModelDef, Sharder]:
+    """Build the model with quantized weights if configured, and the sharder of its mesh, by default of all devices."""
+    sharder = Sharder.from_config(config.mesh, build_mesh(config.mesh, devices))
     decoder = model.build(config.model, quantization=weight_quantization(config))
     decoder.check_mesh(sharder)
     reject_stages(sharder, "mesh.stage")
@@ -173,6 +175,39 @@ def open_engine(
     config: Config, engine: EngineConfig, prompts: PromptEncoder, *, profiler: Profiler | None = None
 ) -> Engine:
     """Load the weights and start the engine."""
-    decoder, sharder = build_model(config)
+    decode_devices, prefill_devices = split_devices(engine)
+    try:
+        decoder, sharder = build_model(config, decode_devices)
+        prefill_sharder = build_model(config, prefill_devices)[1] if prefill_devices else None
+    except ConfigError as error:
+        if not prefill_devices:
+            raise
+        sizes = f"the {len(prefill_devices)} devices that prefill and the {len(decode_devices)} that decode"
+        hint = f"task.engine.prefill_devices={len(prefill_devices)}: the section mesh describes both {sizes}"
+        raise ConfigError([dataclasses.replace(problem, hint=hint) for problem in error.problems]) from None
     params = load_params(config, decoder, sharder)
-    return Engine(decoder, params, prompts.tokenizer, engine, sharder=sharder, eos=prompts.eos_ids, profiler=profiler)
+    return Engine(
+        decoder,
+        params,
+        prompts.tokenizer,
+        engine,
+        sharder=sharder,
+        eos=prompts.eos_ids,
+        prefill_sharder=prefill_sharder,
+        profiler=profiler,
+    )
+
+
+def split_devices(engine: EngineConfig) -> tuple[list[jax.Device], list[jax.Device]]:
+    """Return the devices that decode, and those that only prefill prompts; ConfigError if one group would be empty."""
+    devices, count = jax.devices(), engine.prefill_devices
+    if count is None:
+        return devices, []
+    if jax.process_count() > 1:
+        reason = "is not supported with several processes"
+        raise ConfigError(Problem("task.engine.prefill_devices", reason, value=count, accepted="null"))
+    if count >= len(devices):
+        reason = f"leaves no device for decoding, of {len(devices)} in all"
+        accepted = f"1 to {len(devices) - 1}, or null" if len(devices) > 1 else "null"
+        raise ConfigError(Problem("task.engine.prefill_devices", reason, value=count, accepted=accepted))
+    return devices[:-count], devices[-count:]

@@ -1,4 +1,7 @@
-"""Page allocation and prefix cache of the paged KV cache.
+"""Page allocation and prefix cache of the paged KV cache, and the batch slots and pages of all groups of devices.
+
+A batch is sharded over groups of devices (mesh axes data, fsdp and expert). Each group has its own pages, batch slots
+and prefix cache, since a row is computed where its pages are.
 
 Full pages form chains: a page is identified by the page before it and its own tokens, all of which are compared, so
 that two different texts can never be confused, as they could be with hashes. An unused page stays in the prefix cache
@@ -6,6 +9,7 @@ until its memory is needed: least recently used first, and the end of a chain be
 """
 
 import dataclasses
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -64,6 +68,10 @@ class PagePool:
         """Return the key of the first page of a prompt that is not cached; None if all cacheable pages are."""
         pages, parent = self._find_prefix(prompt)
         return self._key(prompt, len(pages), parent) if len(pages) < self._num_cacheable(prompt) else None
+
+    def num_cached_pages(self, prompt: Sequence[int]) -> int:
+        """Return how many leading pages of a prompt are cached."""
+        return len(self._find_prefix(prompt)[0])
 
     def reserve(self, prompt: Sequence[int], tokens: int) -> PageLease | None:
         """Reserve pages for `tokens` tokens, starting with the prompt; None if there are not enough at the moment."""
@@ -152,3 +160,76 @@ class PagePool:
         page, _ = self._unused.popitem(last=False)
         del self._cached[self._key_of.pop(page)]
         return page
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a sequence: its group of devices, and its batch slot and pages there."""
+
+    group: int
+    slot: int
+    """Numbered over all groups."""
+    lease: PageLease
+    page_table: bytes
+    """Page numbers, 4 bytes each."""
+
+
+class Capacity:
+    """Batch slots and pages of all groups."""
+
+    def __init__(self, groups: int, *, slots: int, pages: int, page_size: int, prefix_cache: bool):
+        """`slots`, `pages`: of all groups together, rounded up to a multiple of the groups."""
+        self.slots_per_group, self.pages_per_group = -(-slots // groups), -(-pages // groups)
+        self.page_size = page_size
+        self.pools = [PagePool(self.pages_per_group, page_size, prefix_cache=prefix_cache) for _ in range(groups)]
+        first_slots = range(0, self.num_slots, self.slots_per_group)
+        self._free_slots = [list(reversed(range(first, first + self.slots_per_group))) for first in first_slots]
+
+    @property
+    def num_slots(self) -> int:
+        return self.slots_per_group * len(self.pools)
+
+    @property
+    def num_pages(self) -> int:
+        return self.pages_per_group * len(self.pools)
+
+    @property
+    def num_used(self) -> int:
+        """Pages held by sequences."""
+        return sum(pool.num_used for pool in self.pools)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that are only held by the prefix caches."""
+        return sum(pool.num_cached for pool in self.pools)
+
+    def order_groups(self, prompt: Sequence[int]) -> list[int]:
+        """Return the groups with a free slot, the best for a prompt first.
+
+        The least loaded one, since a step takes as long as its fullest group; among these, the one that has cached the
+        most pages of the prompt.
+        """
+        groups = [group for group, slots in enumerate(self._free_slots) if slots]
+        if len(groups) < 2:
+            return groups
+        return sorted(groups, key=lambda g: (-len(self._free_slots[g]), -self.pools[g].num_cached_pages(prompt)))
+
+    def reserve(self, group: int, prompt: Sequence[int], tokens: int) -> Place | None:
+        """Reserve a slot, and pages for `tokens` tokens; None if the group has not enough pages at the moment."""
+        lease = self.pools[group].reserve(prompt, tokens)
+        if lease is None:
+            return None
+        return Place(group, self._free_slots[group].pop(), lease, array("I", lease.pages).tobytes())
+
+    def publish(self, place: Place, tokens: Sequence[int], length: int) -> None:
+        """Add the pages that the first `length` tokens fill to the prefix cache of the place's group."""
+        self.pools[place.group].publish(place.lease, tokens, length)
+
+    def release(self, place: Place) -> None:
+        """Return the slot and the pages of a place."""
+        self._free_slots[place.group].append(place.slot)
+        self.pools[place.group].release(place.lease)
+
+    def clear_prefix_cache(self) -> None:
+        for pool in self.pools:
+            pool.clear_prefix_cache()

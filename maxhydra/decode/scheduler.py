@@ -2,16 +2,16 @@
 
 First come, first served: a sequence waits until there is a batch slot, and pages for its prompt and all tokens it may
 generate, so that a sequence that has started always finishes without preemption. A later, smaller one does not overtake
-it. Prompts are prefilled in chunks between the decode steps of the others. Finished sequences leave no state behind:
-the cost of a step depends only on the sequences that wait, are prefilled or run.
+it. With several groups of devices it gets the least loaded one that has the pages. Prompts are prefilled in chunks
+between the decode steps of the others. Finished sequences leave no state behind: the cost of a step depends only on the
+sequences that wait, are prefilled or run.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from maxhydra.config.schema.decode import Engine as Config
-from maxhydra.decode.page_pool import Key, PagePool
+from maxhydra.decode.page_pool import Capacity, Key, Place
 from maxhydra.decode.sequence import Sequence
 
 
@@ -30,43 +30,80 @@ class PrefillChunk(NamedTuple):
     def is_last(self) -> bool:
         return self.stop == len(self.sequence.request.prompt)
 
+    @property
+    def place(self) -> Place:
+        assert self.sequence.prefill_place is not None
+        return self.sequence.prefill_place
+
+
+class PrefillCall:
+    """Collects the chunks of one prefill call, at most `max_tokens` tokens per group including padding."""
+
+    def __init__(self, max_tokens: int, round_tokens: Callable[[int], int]):
+        self._max_tokens, self._round_tokens = max_tokens, round_tokens
+        self._longest, self._rows = 0, Counter[int]()
+        self.chunks: list[PrefillChunk] = []
+        self.computed_keys: set[tuple[int, Key]] = set()
+        """Group and key of the first page that each new prompt computes."""
+        self.full_groups: set[int] = set()
+
+    def fits(self, sequence: Sequence, group: int) -> bool:
+        """Return True if adding this row keeps every group within `max_tokens`; one row per group always fits."""
+        longest = max(self._longest, self._next_length(sequence))
+        rows = max([self._rows[group] + 1, *self._rows.values()])
+        return rows == 1 or self._round_tokens(longest) * rows <= self._max_tokens
+
+    def add(self, sequence: Sequence) -> None:
+        """Add the next chunk of a sequence."""
+        start, length = sequence.num_computed, self._next_length(sequence)
+        chunk = PrefillChunk(sequence, start, start + length)
+        self.chunks.append(chunk)
+        self._rows[chunk.place.group] += 1
+        self._longest = max(self._longest, length)
+
+    def _next_length(self, sequence: Sequence) -> int:
+        return min(len(sequence.request.prompt) - sequence.num_computed, self._max_tokens)
+
 
 class Scheduler:
-    """Owns the queue, the batch slots and the page pool."""
+    """Owns the queue, and the batch slots and pages of the groups."""
 
     def __init__(
         self,
-        config: Config,
-        num_pages: int,
+        capacity: Capacity,
+        prefill_capacity: Capacity,
         *,
-        prefix_cache: bool,
         prefill_chunk: int,
         round_tokens: Callable[[int], int],
     ):
-        """`round_tokens`: tokens per row of the bucket for a chunk of this length."""
-        self.pool = PagePool(num_pages, config.page_size, prefix_cache=prefix_cache)
-        self.prefill_chunk, self._round_tokens = prefill_chunk, round_tokens
+        """`prefill_capacity`: the same one, unless prompts are prefilled on separate devices. `prefill_chunk`: maximum
+        number of tokens of a prefill call per group. `round_tokens`: tokens per row of the bucket for a chunk of this
+        length."""
+        self.capacity, self.prefill_capacity = capacity, prefill_capacity
+        self._is_separate = prefill_capacity is not capacity
+        self._prefill_chunk, self._round_tokens = prefill_chunk, round_tokens
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
+        self.arriving: list[Sequence] = []
+        """Prefilled on separate devices, and not yet copied to those that decode."""
         self.running: list[Sequence] = []
-        self._free_slots = list(reversed(range(config.max_batch)))
 
     @property
     def is_idle(self) -> bool:
-        return not (self.waiting or self.prefilling or self.running)
+        return not (self.waiting or self.prefilling or self.arriving or self.running)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
     def sequences(self) -> list[Sequence]:
         """Return all sequences that wait, are prefilled or run."""
-        return [*self.waiting, *self.prefilling, *self.running]
+        return [*self.waiting, *self.prefilling, *self.arriving, *self.running]
 
     def drop(self, numbers: Collection[int]) -> None:
         """Cancel the sequences with these numbers, and free their slots and pages."""
         if not numbers:
             return
-        for sequence in [s for s in self.prefilling + self.running if s.number in numbers]:
+        for sequence in [s for s in self.prefilling + self.arriving + self.running if s.number in numbers]:
             sequence.cancel()
             self.release(sequence)
         for sequence in self.waiting:
@@ -75,38 +112,44 @@ class Scheduler:
         self.waiting = deque(s for s in self.waiting if not s.is_finished)
 
     def next_chunks(self) -> list[PrefillChunk]:
-        """Return the chunks of the next prefill call, at most `prefill_chunk` tokens including padding.
+        """Return the chunks of the next prefill call.
 
         A prompt whose prefix includes a page that this very call computes waits for the next call and shares the page.
         """
-        chunks: list[PrefillChunk] = []
-        computed_keys: set[Key] = set()
-        longest = 0
+        call = PrefillCall(self._prefill_chunk, self._round_tokens)
         for sequence in self.prefilling:
-            if not self._fits(sequence, longest, len(chunks)):
-                break
-            chunks.append(self._next_chunk(sequence))
-            longest = max(longest, chunks[-1].length)
-        while self.waiting and len(chunks) == len(self.prefilling) and self._free_slots:
-            sequence = self.waiting[0]
-            key = self.pool.next_missing_key(sequence.request.prompt)
-            if key in computed_keys or not self._fits(sequence, longest, len(chunks)) or not self._admit(sequence):
-                break
-            if key is not None:
-                computed_keys.add(key)
-            chunks.append(self._next_chunk(sequence))
-            longest = max(longest, chunks[-1].length)
-        return chunks
+            assert sequence.prefill_place is not None
+            group = sequence.prefill_place.group
+            if group in call.full_groups or not call.fits(sequence, group):
+                call.full_groups.add(group)
+            else:
+                call.add(sequence)
+        while self.waiting and self._admit(self.waiting[0], call):
+            sequence = self.waiting.popleft()
+            self.prefilling.append(sequence)
+            call.add(sequence)
+        return call.chunks
 
     def mark_prefilled(self, chunks: list[PrefillChunk]) -> None:
-        """Record that chunks were dispatched; sequences with a complete prompt start to run."""
+        """Record that chunks are dispatched before the next ones; sequences with a complete prompt start to run.
+
+        If they run on other devices, they first have to arrive there, and leave their prefill place: calls dispatched
+        later cannot overwrite the pages before they are copied.
+        """
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.num_computed = chunk.stop
             self._publish(sequence)
             if sequence.is_prefilled:
                 self.prefilling.remove(sequence)
-                self.running.append(sequence)
+                (self.arriving if self._is_separate else self.running).append(sequence)
+                if self._is_separate:
+                    self.prefill_capacity.release(chunk.place)
+
+    def mark_arrived(self, sequence: Sequence) -> None:
+        """Record that the copy of a sequence was dispatched; it starts to run."""
+        self.arriving.remove(sequence)
+        self.running.append(sequence)
 
     def next_rows(self) -> list[Sequence]:
         """Return the running sequences that still need tokens."""
@@ -114,33 +157,46 @@ class Scheduler:
 
     def release(self, sequence: Sequence) -> None:
         """Free the slot and the pages of a finished sequence; its full pages stay in the prefix cache."""
-        assert sequence.lease is not None
-        self._publish(sequence)
-        (self.running if sequence in self.running else self.prefilling).remove(sequence)
-        self._free_slots.append(sequence.slot)
-        self.pool.release(sequence.lease)
+        assert sequence.place is not None and sequence.prefill_place is not None
+        if not self._is_separate:
+            self._publish(sequence)
+        owner = next(each for each in (self.running, self.arriving, self.prefilling) if sequence in each)
+        owner.remove(sequence)
+        self.capacity.release(sequence.place)
+        if self._is_separate and owner is self.prefilling:
+            self.prefill_capacity.release(sequence.prefill_place)
 
     def _publish(self, sequence: Sequence) -> None:
         """Add full pages to the prefix cache: those whose tokens the host knows and whose KV cache is computed."""
-        assert sequence.lease is not None
+        assert sequence.prefill_place is not None
         num_known = min(sequence.num_computed, len(sequence.tokens))
-        self.pool.publish(sequence.lease, sequence.tokens, num_known)
+        self.prefill_capacity.publish(sequence.prefill_place, sequence.tokens, num_known)
 
-    def _fits(self, sequence: Sequence, longest: int, rows: int) -> bool:
-        """Return True if adding this row keeps the padded call within `prefill_chunk` tokens; one row always fits."""
-        length = min(len(sequence.request.prompt) - sequence.num_computed, self.prefill_chunk)
-        return rows == 0 or self._round_tokens(max(longest, length)) * (rows + 1) <= self.prefill_chunk
-
-    def _admit(self, sequence: Sequence) -> bool:
-        """Give the first waiting sequence its pages and a slot; return False if there are not enough pages."""
-        lease = self.pool.reserve(sequence.request.prompt, sequence.cache_tokens)
-        if lease is None:
+    def _admit(self, sequence: Sequence, call: PrefillCall) -> bool:
+        """Give a waiting sequence its pages and a slot; return False if no group has them, or this call is full."""
+        place = self._reserve_decode_place(sequence) if self._is_separate else None
+        if self._is_separate and place is None:
             return False
-        self.waiting.popleft()
-        sequence.admit(lease, self._free_slots.pop(), self.pool.page_size)
-        self.prefilling.append(sequence)
-        return True
+        prompt, capacity = sequence.request.prompt, self.prefill_capacity
+        num_tokens = len(prompt) if self._is_separate else sequence.cache_tokens
+        for group in capacity.order_groups(prompt):
+            key = capacity.pools[group].next_missing_key(prompt)
+            is_computed = key is not None and (group, key) in call.computed_keys
+            if group in call.full_groups or is_computed or not call.fits(sequence, group):
+                continue
+            prefill_place = capacity.reserve(group, prompt, num_tokens)
+            if prefill_place is not None:
+                sequence.admit(place or prefill_place, prefill_place, capacity.page_size)
+                if key is not None:
+                    call.computed_keys.add((group, key))
+                return True
+        if place is not None:
+            self.capacity.release(place)
+        return False
 
-    def _next_chunk(self, sequence: Sequence) -> PrefillChunk:
-        start = sequence.num_computed
-        return PrefillChunk(sequence, start, min(start + self.prefill_chunk, len(sequence.request.prompt)))
+    def _reserve_decode_place(self, sequence: Sequence) -> Place | None:
+        """Reserve a place on the devices that decode; None if there is none at the moment."""
+        for group in self.capacity.order_groups(()):
+            if place := self.capacity.reserve(group, (), sequence.cache_tokens):
+                return place
+        return None

@@ -1,7 +1,6 @@
 """The state of one request in the engine: its slot and pages, computed and generated tokens, emitted text."""
 
 import dataclasses
-from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as List
 from functools import lru_cache
@@ -11,7 +10,7 @@ from typing import Any
 from maxhydra.config.schema.decode import LARGEST
 from maxhydra.data import Tokenizer
 from maxhydra.decode.detokenize import Detokenizer, StopMatcher
-from maxhydra.decode.page_pool import PageLease
+from maxhydra.decode.page_pool import Place
 from maxhydra.decode.request import Delta, Handle, Request, TokenLogprob
 
 NOT_FINITE = "the model's logits are NaN or infinite: its weights are corrupt or overflow their dtype"
@@ -37,10 +36,10 @@ class Sequence:
         self.num_scheduled = 0
         """Generated tokens, including those in flight."""
         self.is_finished = False
-        self.slot = -1
-        self.lease: PageLease | None = None
-        self.page_table = b""
-        """Page numbers, 4 bytes each."""
+        self.place: Place | None = None
+        """Slot and pages for decoding; None while it waits."""
+        self.prefill_place: Place | None = None
+        """Slot and pages of the prefill: the same ones, unless separate devices prefill."""
         self._detokenizer: Detokenizer | None = None
         self._stop_matcher = StopMatcher(request.stop)
         # A stop string is only found in text.
@@ -79,11 +78,10 @@ class Sequence:
     def has_penalty(self) -> bool:
         return self.request.repetition_penalty != 1
 
-    def admit(self, lease: PageLease, slot: int, page_size: int) -> None:
+    def admit(self, place: Place, prefill_place: Place, page_size: int) -> None:
         """Take a slot and pages; tokens of shared pages are computed already."""
-        self.lease, self.slot = lease, slot
-        self.page_table = array("I", lease.pages).tobytes()
-        self.num_computed = lease.num_shared * page_size
+        self.place, self.prefill_place = place, prefill_place
+        self.num_computed = prefill_place.lease.num_shared * page_size
 
     def append(
         self, tokens: List[int], logprobs: List[TokenLogprob], *, tokenizer: Tokenizer, eos: frozenset[int]

@@ -13,16 +13,19 @@ B rows, T tokens per row, W pages per row, C columns.
 """
 
 import dataclasses
+import itertools
 import struct
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxhydra.decode.page_pool import Place
 from maxhydra.decode.sampler import SamplingArrays, SamplingFeatures
 from maxhydra.decode.scheduler import PrefillChunk
 from maxhydra.decode.sequence import Sequence
@@ -40,6 +43,9 @@ FEW_ROWS = 64
 # Coarse buckets: row count of a prefill call between 1 and the most that fit, and tokens of context that a call with
 # several rows may attend to, since prefill gathers the pages of its rows.
 PREFILL_ROWS, PREFILL_CONTEXT = 16, 16384
+
+
+HasPlace = TypeVar("HasPlace", PrefillChunk, Sequence)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,21 +81,32 @@ class StepShape:
 class Buckets:
     """Rounds batches up to the shapes that are compiled."""
 
-    row_multiple: int
-    """Row counts are this number times a power of two, so that devices split them evenly."""
+    groups: int
+    """Groups of devices over which a batch is sharded; each has the same number of rows."""
     page_size: int
     max_pages: int
     """Pages of the longest sequence."""
     prefill_chunk: int
-    """Maximum number of tokens of a prefill call."""
+    """Maximum number of tokens of a prefill call per group."""
     is_coarse: bool
     """Few buckets, which can all be compiled in advance; otherwise powers of two."""
 
     def round_rows(self, count: int) -> int:
-        units = power_of_two(-(-count // self.row_multiple))
-        if self.is_coarse and units <= FEW_ROWS and units.bit_length() % 2 == 0:
-            units *= 2
-        return self.row_multiple * units
+        """Return the rows of the bucket whose fullest group has `count` rows."""
+        rows = power_of_two(count)
+        if self.is_coarse and rows <= FEW_ROWS and rows.bit_length() % 2 == 0:
+            rows *= 2
+        return self.groups * rows
+
+    def arrange_rows(self, items: Iterable[HasPlace], shape: StepShape) -> list[HasPlace | None]:
+        """Return the items as rows of a bucket, each in the block of its group; None for padding rows."""
+        blocks: list[list[HasPlace | None]] = [[] for _ in range(self.groups)]
+        for item in items:
+            blocks[_group(item)].append(item)
+        size = shape.rows // self.groups
+        for block in blocks:
+            block.extend([None] * (size - len(block)))
+        return list(itertools.chain.from_iterable(blocks))
 
     def round_pages(self, tokens: int) -> int:
         """Return the pages of the bucket for a context of `tokens` tokens."""
@@ -116,9 +133,10 @@ class Buckets:
             self.round_pages(max(chunk.stop for chunk in chunks)),
             all(chunk.start == 0 for chunk in chunks),
         )
-        rows = self.round_rows(len(chunks))
+        count = _fullest_group(chunks)
+        rows = self.round_rows(count)
         if self.is_coarse:
-            rows = next(size for size in (*self._prefill_rows(tokens), rows) if size >= len(chunks))
+            rows = next(size for size in (*self._prefill_rows(tokens), rows) if size >= self.groups * count)
         return StepShape(rows, tokens, pages, is_prefill=True, is_fresh=is_fresh)
 
     def split_prefill(self, chunks: List[PrefillChunk]) -> list[List[PrefillChunk]]:
@@ -126,23 +144,25 @@ class Buckets:
         if not self.is_coarse or all(chunk.start == 0 for chunk in chunks):
             return [chunks]
         rows = self._cached_rows(self.round_pages(max(chunk.stop for chunk in chunks)))
-        return [chunks[start : start + rows] for start in range(0, len(chunks), rows)]
+        groups = [[chunk for chunk in chunks if _group(chunk) == number] for number in range(self.groups)]
+        starts = range(0, max(map(len, groups)), rows)
+        return [[chunk for group in groups for chunk in group[start : start + rows]] for start in starts]
 
     def _prefill_rows(self, tokens: int) -> list[int]:
         """Row counts of coarse prefill buckets with `tokens` tokens per row."""
         most = self.round_rows(max(self.prefill_chunk // tokens, 1))
-        return sorted({self.row_multiple, min(PREFILL_ROWS * self.row_multiple, most), most})
+        return sorted({self.groups, min(PREFILL_ROWS * self.groups, most), most})
 
     def _cached_rows(self, pages: int) -> int:
-        """Maximum number of rows of a coarse prefill call that attends to a context of `pages` pages."""
+        """Maximum number of rows per group of a coarse prefill call that attends to a context of `pages` pages."""
         return PREFILL_ROWS if PREFILL_ROWS * pages * self.page_size <= PREFILL_CONTEXT else 1
 
-    def all_shapes(self, max_batch: int) -> Iterator[StepShape]:
-        """Yield every coarse bucket: all that a batch of up to `max_batch` rows can come to need."""
+    def all_shapes(self, max_rows: int) -> Iterator[StepShape]:
+        """Yield every coarse bucket: all that batches of up to `max_rows` rows per group can come to need."""
         contexts = [self.round_pages(1)]
         while contexts[-1] < self.max_pages:
             contexts.append(self.round_pages(contexts[-1] * self.page_size + 1))
-        row_counts = sorted({self.round_rows(count) for count in range(1, max_batch + 1)})
+        row_counts = sorted({self.round_rows(count) for count in range(1, max_rows + 1)})
         yield from (StepShape(rows, 1, pages, is_prefill=False) for rows in row_counts for pages in contexts)
         longest = min(self.prefill_chunk, self.max_pages * self.page_size)
         for tokens in sorted({self.round_tokens(length) for length in range(1, longest + 1)}):
@@ -156,7 +176,18 @@ class Buckets:
     def decode_shape(self, sequences: List[Sequence], *, lookahead: int, extra_rows: int) -> StepShape:
         """Return the bucket for decoding one more token per sequence, some steps later or with additional rows."""
         longest = max(sequence.num_computed for sequence in sequences) + 1 + lookahead
-        return StepShape(self.round_rows(len(sequences) + extra_rows), 1, self.round_pages(longest), is_prefill=False)
+        count = max(_fullest_group(sequences), -(-(len(sequences) + extra_rows) // self.groups))
+        return StepShape(self.round_rows(count), 1, self.round_pages(longest), is_prefill=False)
+
+
+def _group(item: PrefillChunk | Sequence) -> int:
+    assert item.place is not None
+    return item.place.group
+
+
+def _fullest_group(items: Iterable[PrefillChunk | Sequence]) -> int:
+    """Return the number of rows of the group with the most rows."""
+    return max(Counter(map(_group, items)).values())
 
 
 def sampling_features(sequences: Iterable[Sequence | None]) -> SamplingFeatures:
@@ -228,38 +259,41 @@ def num_columns(shape: StepShape) -> int:
     return HEAD + shape.pages + (shape.tokens if shape.is_prefill else 0)
 
 
-def prefill_inputs(chunks: List[PrefillChunk], shape: StepShape, padding_slot: int) -> np.ndarray:
-    """Pack prompt chunks, padded to a bucket."""
-    rows = [
-        _pack_head(
-            chunk.sequence, chunk.sequence.slot if chunk.is_last else padding_slot, chunk.start, chunk.length, shape
-        )
-        + array("I", chunk.sequence.request.prompt[chunk.start : chunk.stop]).tobytes().ljust(4 * shape.tokens, b"\0")
-        for chunk in chunks
-    ]
-    return _pad_rows(rows, shape, padding_slot)
+def prefill_inputs(rows: List[PrefillChunk | None], shape: StepShape, padding_slot: int) -> np.ndarray:
+    """Pack prompt chunks; None is a padding row."""
+
+    def pack(chunk: PrefillChunk) -> bytes:
+        target = chunk.place.slot if chunk.is_last else padding_slot
+        head = _pack_head(chunk.sequence, chunk.place, (target, chunk.start, chunk.length), shape)
+        tokens = array("I", chunk.sequence.request.prompt[chunk.start : chunk.stop])
+        return head + tokens.tobytes().ljust(4 * shape.tokens, b"\0")
+
+    return _join_rows([None if chunk is None else pack(chunk) for chunk in rows], shape, padding_slot)
 
 
-def decode_inputs(sequences: List[Sequence], shape: StepShape, padding_slot: int) -> np.ndarray:
+def decode_inputs(rows: List[Sequence | None], shape: StepShape, padding_slot: int) -> np.ndarray:
     """Pack running sequences, from their last sampled token to the last token they may generate."""
-    rows = [
-        _pack_head(sequence, sequence.slot, sequence.num_computed, sequence.remaining, shape) for sequence in sequences
-    ]
-    return _pad_rows(rows, shape, padding_slot)
+
+    def pack(sequence: Sequence) -> bytes:
+        place = sequence.place
+        assert place is not None
+        return _pack_head(sequence, place, (place.slot, sequence.num_computed, sequence.remaining), shape)
+
+    return _join_rows([None if sequence is None else pack(sequence) for sequence in rows], shape, padding_slot)
 
 
-def _pack_head(sequence: Sequence, target: int, start: int, remaining: int, shape: StepShape) -> bytes:
-    """Pack all columns except the tokens of a prompt."""
+def _pack_head(sequence: Sequence, place: Place, progress: tuple[int, int, int], shape: StepShape) -> bytes:
+    """Pack all columns except the tokens of a prompt. `progress`: target slot, start, and number of tokens."""
     request, width = sequence.request, 4 * shape.pages
     seed = request.seed >> 32, request.seed & 0xFFFFFFFF
-    integers = sequence.slot, target, start, remaining, min(request.top_k, MAX_TOP_K), *seed
+    integers = place.slot, *progress, min(request.top_k, MAX_TOP_K), *seed
     head = HEAD_STRUCT.pack(*integers, request.temperature, request.top_p, request.min_p, request.repetition_penalty)
-    return head + sequence.page_table[:width].ljust(width, b"\0")
+    return head + place.page_table[:width].ljust(width, b"\0")
 
 
-def _pad_rows(rows: list[bytes], shape: StepShape, padding_slot: int) -> np.ndarray:
-    """Append padding rows, which have no tokens and sample greedily into the padding slot."""
+def _join_rows(rows: List[bytes | None], shape: StepShape, padding_slot: int) -> np.ndarray:
+    """Join packed rows; a padding row has no tokens and samples greedily into the padding slot."""
     width = num_columns(shape)
     padding = HEAD_STRUCT.pack(padding_slot, padding_slot, 0, 0, 0, 0, 0, 0, 1, 0, 1).ljust(4 * width, b"\0")
-    packed = b"".join([*rows, *[padding] * (shape.rows - len(rows))])
+    packed = b"".join(padding if row is None else row for row in rows)
     return np.frombuffer(packed, np.uint32).reshape(shape.rows, width)

@@ -88,6 +88,11 @@ class SlotState(NamedTuple):
     """Tokens of the prompt and the completion; only maintained for sequences with a repetition penalty."""
 
 
+def map_caches(function: Callable[..., Any], *caches: Tree) -> Tree:
+    """Apply a function to the caches of all blocks."""
+    return jax.tree.map(function, *caches, is_leaf=lambda node: not isinstance(node, (dict, list)))
+
+
 class CompiledSteps:
     """Compiles and calls the steps in every shape that comes up."""
 
@@ -102,13 +107,12 @@ class CompiledSteps:
         self._layout, self._model, self._cache_spec, self._sharder = layout, model, cache_spec, sharder
         self._deterministic = deterministic
         self._abstract_params = jax.tree.map(lambda leaf: _abstract(leaf, leaf.sharding), params)
-        self._replicated = sharder.sharding(())
+        self.replicated = sharder.sharding(())
         self._logits_sharding = sharder.sharding(("act_batch", "act_vocab"))
         caches = jax.eval_shape(lambda: model.empty_cache(cache_spec))
-        self._cache_shardings = jax.tree.map(
-            lambda cache: sharder.tree(cache.axes()), caches, is_leaf=lambda node: not isinstance(node, (dict, list))
-        )
-        self._abstract_caches = jax.tree.map(_abstract, caches, self._cache_shardings)
+        self.cache_axes = map_caches(lambda cache: cache.axes(), caches)
+        self.cache_shardings = sharder.tree(self.cache_axes)
+        self._abstract_caches = jax.tree.map(_abstract, caches, self.cache_shardings)
         self._forwards: CompileCache[StepShape] = CompileCache(self._compile_forward, deterministic=deterministic)
         self._samplers: CompileCache[SampleKey] = CompileCache(self._compile_sample, deterministic=deterministic)
         self._multi_steps: CompileCache[MultiStepKey] = CompileCache(
@@ -122,8 +126,8 @@ class CompiledSteps:
 
     def init_state(self) -> tuple[Tree, SlotState]:
         """Allocate an empty KV cache and slot state on the device."""
-        cache = jax.jit(lambda: self._model.empty_cache(self._cache_spec), out_shardings=self._cache_shardings)()
-        zeros = [jax.device_put(np.zeros(leaf.shape, leaf.dtype), self._replicated) for leaf in self._abstract_slots()]
+        cache = jax.jit(lambda: self._model.empty_cache(self._cache_spec), out_shardings=self.cache_shardings)()
+        zeros = [jax.device_put(np.zeros(leaf.shape, leaf.dtype), self.replicated) for leaf in self._abstract_slots()]
         return cache, SlotState(*zeros)
 
     def warm_up(self, shapes: Iterable[StepShape], num_steps: int) -> list[Future[Program]]:
@@ -133,9 +137,9 @@ class CompiledSteps:
         """
         shapes = list(shapes)
         decode_shapes, prefill_shapes = [s for s in shapes if not s.is_prefill], [s for s in shapes if s.is_prefill]
-        largest = max(decode_shapes, key=lambda shape: shape.size)
+        largest = sorted(decode_shapes, key=lambda shape: shape.size)[-1:]
         decoded = [(shape, features) for shape in decode_shapes for features in COMMON_FEATURES]
-        decoded += [(largest, features) for features in RARE_FEATURES]
+        decoded += [(shape, features) for shape in largest for features in RARE_FEATURES]
         sample_rows = {shape.rows for shape in prefill_shapes}
         if num_steps == 1:
             prefill_shapes += decode_shapes
@@ -219,7 +223,7 @@ class CompiledSteps:
 
     def _compile_forward(self, shape: StepShape) -> Program:
         forward = _make_forward(self._layout, self._sharder, shape)
-        shardings = (self._logits_sharding, self._cache_shardings, self._replicated)
+        shardings = (self._logits_sharding, self.cache_shardings, self.replicated)
         jitted = jax.jit(forward, donate_argnums=1, out_shardings=shardings)
         is_long = self._sharder.platform == "gpu" and shape.rows * shape.tokens >= COMMAND_BUFFER_LIMIT
         options: dict[str, str | bool] | None = {"xla_gpu_enable_command_buffer": ""} if is_long else None
@@ -233,24 +237,24 @@ class CompiledSteps:
         logits = jax.ShapeDtypeStruct(
             (key.rows, config.vocab_size), jnp.dtype(config.dtypes.logits.value), sharding=self._logits_sharding
         )
-        jitted = jax.jit(_make_sample(key.features), donate_argnums=0, out_shardings=self._replicated)
+        jitted = jax.jit(_make_sample(key.features), donate_argnums=0, out_shardings=self.replicated)
         return jitted.lower(self._abstract_slots(), logits, self._abstract_inputs(key.rows, HEAD)).compile()
 
     def _compile_multi_step(self, key: MultiStepKey) -> Program:
         decode = _make_multi_step(self._layout, self._sharder, key, padding_slot=self.padding_slot)
-        shardings = (self._cache_shardings, self._replicated, self._replicated, self._replicated)
+        shardings = (self.cache_shardings, self.replicated, self.replicated, self.replicated)
         jitted = jax.jit(decode, donate_argnums=(1, 2), out_shardings=shardings)
         inputs = self._abstract_inputs(key.shape.rows, num_columns(key.shape))
         return jitted.lower(self._abstract_params, self._abstract_caches, self._abstract_slots(), inputs).compile()
 
     def _abstract_inputs(self, rows: int, columns: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, columns), jnp.uint32, sharding=self._replicated)
+        return jax.ShapeDtypeStruct((rows, columns), jnp.uint32, sharding=self.replicated)
 
     def _abstract_slots(self) -> Any:
         """Return a SlotState of ShapeDtypeStructs."""
         slots, vocab = self._cache_spec.slots + 1, self._model.config.vocab_size
         state = jax.eval_shape(lambda: SlotState(jnp.zeros(slots, jnp.int32), jnp.zeros((slots, vocab), bool)))
-        return jax.tree.map(lambda leaf: _abstract(leaf, self._replicated), state)
+        return jax.tree.map(lambda leaf: _abstract(leaf, self.replicated), state)
 
 
 def _make_forward(

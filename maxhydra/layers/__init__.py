@@ -15,12 +15,13 @@ from maxhydra.layers.interfaces import (
     MixerSpec,
     with_aux_losses,
 )
-from maxhydra.layers.kv_cache import Cache, CacheSpec, DenseCacheSpec, PagedCacheSpec, PageTable
+from maxhydra.layers.kv_cache import Cache, CacheSpec, DenseCacheSpec, PageTable, SequenceIndex
 from maxhydra.layers.linear import Linear, LoraSpec, MatmulSpec, dropout
 from maxhydra.layers.mla import Mla, MlaSpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
 from maxhydra.layers.moe import Moe, MoeSpec, ParallelMoe, ParallelMoeSpec
 from maxhydra.layers.norm import LayerNorm, Norm, NormSpec, RMSNorm, norm_with_residual
+from maxhydra.layers.paged_cache import PagedCacheSpec
 from maxhydra.layers.params import Dtypes, ParamBuilder
 from maxhydra.layers.quant.training import QuantRule, resolve_rules
 
@@ -65,6 +66,7 @@ __all__ = [
     "PerLayerSpec",
     "QuantRule",
     "RMSNorm",
+    "SequenceIndex",
     "VocabularySpec",
     "dropout",
     "norm_with_residual",

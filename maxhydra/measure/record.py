@@ -170,8 +170,8 @@ def require_memory(config: Config, machine: Machine) -> None:
         )
         memory = hosts if is_host else f"{machine.devices} x {machine.device_kind} have"
         sizes = f"{needed / 2**30:.1f} GiB ({needed:.0f} bytes) for {what}, but {memory} {available / 2**30:.1f} GiB"
-        hint = suggest_less_memory(config) if training else "use more devices, or quantization=int8"
-        raise ConfigError(Problem("model", f"needs at least {sizes} ({available:.0f} bytes)", hint=hint))
+        reason = f"needs at least {sizes} ({available:.0f} bytes)"
+        raise ConfigError(Problem("model", reason, hint=suggest_less_memory(config)))
 
 
 def _bytes_per_weight(config: Config, *, training: bool) -> float:
@@ -185,7 +185,11 @@ def _bytes_per_weight(config: Config, *, training: bool) -> float:
 
 
 def suggest_less_memory(config: Config) -> str:
-    """Settings that would need less memory in training and are not in use yet."""
+    """Settings that would need less memory and are not in use yet."""
+    if config.task.name in INFERENCE_TASKS:
+        has_engine = config.task.name in ("decode", "serve")
+        cache = "a smaller task.engine.cache_tokens, " if has_engine else ""
+        return f"try {cache}quantization=int8_weights, or more devices or processes (mesh.fsdp, mesh.tensor)"
     train, settings = config.train, []
     if train.per_device_batch_size > 1:
         settings.append(f"train.per_device_batch_size under {train.per_device_batch_size:g} with more train.grad_accum")

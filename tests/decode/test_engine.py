@@ -3,8 +3,11 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import random
+import re
 import threading
+import time
 from collections import deque
 
 import jax
@@ -12,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxhydra.config import ConfigError
+from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.decode import CacheDtype
 from maxhydra.config.schema.decode import Engine as Config
@@ -19,9 +24,12 @@ from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.config.schema.health import Profile
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
-from maxhydra.decode.page_pool import PagePool
+from maxhydra.decode.open import open_engine, split_devices
+from maxhydra.decode.page_pool import Capacity, PagePool
 from maxhydra.decode.request import Completion, Request, RequestRejectedError
-from maxhydra.decode.steps import CompiledSteps
+from maxhydra.decode.step_inputs import StepShape
+from maxhydra.decode.steps import GREEDY as GREEDY_FEATURES
+from maxhydra.decode.steps import CompiledSteps, MultiStepKey
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
 from maxhydra.runs.profile import profile_folders, summarize_profile
@@ -55,14 +63,21 @@ def tiny() -> tuple[ModelDef, dict]:
     return model, jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), model.shapes)
 
 
-def start(devices: int = 1, params=None, eos=(EOS,), profiler=None, **changes) -> Engine:
+def start(axes=None, params=None, eos=(EOS,), profiler=None, prefill_axes=None, **changes) -> Engine:
+    """`axes`: sizes of the mesh; `prefill_axes`: those of a mesh of further devices that prefill."""
     sizes = {"max_batch": 8, "cache_tokens": 2048, "page_size": 8, "max_context": None, "prefill_chunk": 32}
     model, plain = tiny()
-    mesh = Mesh() if devices == 1 else Mesh(data=2, tensor=devices // 2)
-    sharder = Sharder(build_mesh(mesh, jax.devices()[:devices]), RULES)
+    axes = axes or {}
+    count = math.prod(axes.values())
+    sharder = Sharder(build_mesh(Mesh(**axes), jax.devices()[:count]), RULES)
+    prefill_sharder = None
+    if prefill_axes is not None:
+        others = jax.devices()[count:][: math.prod(prefill_axes.values())]
+        prefill_sharder = Sharder(build_mesh(Mesh(**prefill_axes), others), RULES)
     placed = jax.device_put(plain if params is None else params, sharder.tree(model.axes))
     settings = Config(**{**sizes, **changes})
-    return Engine(model, placed, ByteTokenizer(), settings, sharder=sharder, eos=eos, profiler=profiler)
+    meshes = {"sharder": sharder, "prefill_sharder": prefill_sharder}
+    return Engine(model, placed, ByteTokenizer(), settings, **meshes, eos=eos, profiler=profiler)
 
 
 def test_iterations_are_profiled_when_due_and_on_request(tmp_path) -> None:
@@ -175,7 +190,11 @@ ENGINES = {
     "one batch": {"max_batch": 32},
     "few slots and pages": {"max_batch": 5, "cache_tokens": 320},
     "short chunks, no prefix cache": {"prefill_chunk": 7, "prefix_cache": False},
-    "four devices": {"devices": 4},
+    "two groups of devices": {"axes": {"data": 2, "tensor": 2}},
+    "four groups, few slots and pages": {"axes": {"fsdp": 4}, "max_batch": 10, "cache_tokens": 640},
+    "separate prefill device": {"axes": {"data": 2}, "prefill_axes": {}, "max_batch": 5, "cache_tokens": 320},
+    "separate prefill mesh": {"axes": {"data": 2, "tensor": 2}, "prefill_axes": {"fsdp": 2, "tensor": 2}, "burst": 4},
+    "eight devices, multi-step": {"axes": {"data": 2, "fsdp": 2, "tensor": 2}, "burst": 4, "deterministic": True},
 }
 
 
@@ -233,6 +252,104 @@ def test_in_any_batch_a_request_gets_the_tokens_it_gets_alone(sizes):
     assert (stats["prompt_tokens_read"] < num_prompt_tokens) == ("no prefix cache" not in sizes)
     assert stats["pages_used"] == stats["running"] == stats["waiting"] == 0
     assert stats["tokens_written"] == sum(len(completion.tokens) for completion in completions)
+
+
+def test_groups_of_devices_hold_their_own_pages_which_never_move():
+    """The KV cache is split over all devices, and no collective has an operand with a page."""
+    engine = start({"data": 2, "fsdp": 2, "tensor": 2}, cache_tokens=8 * 4 * 13, cache_dtype=CacheDtype.int8)
+    try:
+        cache, programs = engine._runner._cache, engine._programs
+        total = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+        local = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(cache))
+        assert total == 8 * local
+        shapes = StepShape(8, 1, 4, is_prefill=False), StepShape(4, 16, 4, is_prefill=True)
+        keys = [(programs._compile_forward, shape) for shape in shapes]
+        keys += [(programs._compile_multi_step, MultiStepKey(shapes[0], GREEDY_FEATURES, 2))]
+        for compile, key in keys:
+            text = compile(key).as_text()
+            assert re.search(r"[\[,]13,", text), "the program has the pages of one group"
+            collectives = re.findall(r"= (.*) (?:all-gather|all-reduce|all-to-all|collective-permute)\(.*", text)
+            assert collectives and not [line for line in collectives if re.search(r"[\[,](13|52)[,\]]", line)]
+    finally:
+        engine.close()
+
+
+def test_sequences_are_spread_over_groups_and_a_request_must_fit_into_one():
+    capacity = Capacity(2, slots=3, pages=7, page_size=2, prefix_cache=True)
+    assert (capacity.num_slots, capacity.num_pages) == (4, 8)
+    prompt = [1, 2, 3, 4, 5]
+    assert capacity.order_groups(prompt) == [0, 1]
+    first = capacity.reserve(1, prompt, 6)
+    capacity.publish(first, prompt, 5)
+    assert (first.slot, capacity.order_groups(prompt), capacity.reserve(1, [9], 4)) == (2, [0, 1], None)
+    capacity.release(first)
+    assert capacity.order_groups(prompt) == [1, 0] and capacity.reserve(1, prompt, 6).lease.num_shared == 2
+    assert capacity.order_groups([9]) == [0, 1]
+
+    engine = start({"data": 2}, cache_tokens=80)
+    assert engine.stats()["pages"] == 20, "each group has the pages of a sequence of max_context tokens, up to all"
+    with pytest.raises(RequestRejectedError, match=r"holds 80 on each of the 2 groups of devices that share a batch"):
+        engine.submit(make_request([1] * 10, max_tokens=80))
+    engine.close()
+    engine = start({"data": 2}, cache_tokens=80, max_context=40)
+    assert engine.stats()["pages"] == 10
+    engine.close()
+
+
+def test_separate_prefill_devices_do_not_delay_decoding():
+    """While the weights of the prefill devices are being computed, a running sequence finishes; a cancelled one leaves
+    no state."""
+    engine = start(prefill_axes={})
+    try:
+        running = engine.submit(make_request("a", max_tokens=40, ignore_eos=True))
+        next(iter(running))
+        runner = engine._prefill_runner
+        leaves, tree = jax.tree.flatten(runner._params)
+        delayed_leaf = delay_array(leaves[0], seconds=4)
+        runner.set_params(jax.tree.unflatten(tree, [delayed_leaf, *leaves[1:]]))
+        delayed, cancelled = (engine.submit(make_request(prompt, ignore_eos=True)) for prompt in ("bcd", "efghi"))
+        wait_for(lambda: engine._scheduler.arriving)
+        cancelled.cancel()
+        assert sum(len(delta.tokens) for delta in running) == 39
+        assert not delayed_leaf.is_ready()
+        assert list(delayed.result().tokens) == greedy_without_cache(make_request("bcd", ignore_eos=True))
+        assert cancelled.result().finish == "cancelled"
+        wait_for(lambda: engine._scheduler.is_idle)
+        assert engine.stats()["pages_used"] == runner.capacity.num_used == 0
+        engine.update_params(jax.tree.map(jnp.zeros_like, tiny()[1]))
+        assert engine.submit(make_request("a", max_tokens=3, ignore_eos=True)).result().tokens == (0, 0, 0)
+    finally:
+        engine.close()
+
+
+def test_prefill_devices_that_do_not_fit_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"prefill_devices=8: leaves no device for decoding, of 8 in all\n.*1 to 7"):
+        split_devices(Config(prefill_devices=8))
+    decode, prefill = split_devices(Config(prefill_devices=3))
+    assert (len(decode), len(prefill)) == (5, 3) and not {*decode} & {*prefill}
+    assert split_devices(Config()) == (jax.devices(), [])
+    with pytest.raises(ConfigError, match=r"task\.engine\.prefill_devices.*deterministic=true"):
+        compose(["task=decode", "task.engine.prefill_devices=1", "task.engine.deterministic=true"])
+    for task in (["task=grpo"], ["task=bench", "task.what=[decode]"]):
+        with pytest.raises(ConfigError, match=r"task\.engine\.prefill_devices=1: is only supported by task=decode"):
+            compose([*task, "task.engine.prefill_devices=1"])
+    fitting = ["mesh.fsdp=2", "mesh.tensor=2", "task.engine.prefill_devices=2", "checkpoint.load_parameters=none"]
+    whole = compose(["task=decode", *fitting]).config
+    with pytest.raises(ConfigError, match=r"but there are 6 devices[\s\S]*the 2 devices that prefill and the 6 that"):
+        open_engine(whole, whole.task.engine, None)
+
+
+def delay_array(x: jax.Array, *, seconds: float) -> jax.Array:
+    """The array, ready on its device after about this time."""
+
+    @jax.jit
+    def delay(x, steps):
+        return x + jnp.where(jax.lax.fori_loop(0, steps, lambda _, y: jnp.sin(y), 1.0) > 2, 1, 0)
+
+    jax.block_until_ready(delay(x, 1))
+    start = time.perf_counter()
+    jax.block_until_ready(delay(x, 10**6))
+    return delay(x, int(10**6 * seconds / (time.perf_counter() - start)))
 
 
 def test_a_repeated_prompt_is_not_prefilled_again(engine):

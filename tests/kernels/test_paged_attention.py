@@ -140,8 +140,8 @@ def assert_pages_equal_a_contiguous_row(
 
 
 @pytest.mark.slow
-def test_split_heads_equal_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel that attends and the one that writes prompts, over two devices; rows cannot be split."""
+def test_split_heads_and_rows_equal_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that attends and the one that writes prompts; a row's pages are on its devices."""
     rng, (B, K, G, H) = np.random.default_rng(0), (2, 2, 2, 16)
     interpreted = dataclasses.replace(
         BACKENDS["triton"],
@@ -156,7 +156,7 @@ def test_split_heads_equal_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     factors = tuple(jnp.asarray(rng.standard_normal((B, H)), jnp.float32) for _ in range(2))
     prompts = [jnp.asarray(rng.standard_normal((B, 2 * PAGE, K, H)), jnp.float32) for _ in range(2)]
 
-    def run(place: Placement) -> Any:
+    def run(place: Placement, pages: Pages = pages) -> Any:
         assert find_backend(pages, "float32", place) == "triton"
         attended = paged_attention(heads, factors, pages, make_request(), then=None, backend="triton", place=place)
         return attended, write_whole_prompts(pages, *prompts, place)
@@ -165,5 +165,12 @@ def test_split_heads_equal_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     split = Placement("cpu", mesh, heads="tensor", kv_heads="tensor")
     for got, want in zip(jax.tree.leaves(run(split)), jax.tree.leaves(run(Placement("cpu"))), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    assert find_backend(pages, "float32", dataclasses.replace(split, batch="fsdp")) is None
+    # The second row's pages are in the second half of the pool, numbered from its start.
+    half = PAGES // 2
+    grouped = pages._replace(table_BW=jnp.asarray([[3, 2], [half + 1, half + 4]]))
+    local = grouped._replace(table_BW=jnp.asarray([[3, 2], [1, 4]]))
+    found = run(dataclasses.replace(split, batch="fsdp"), local)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(run(Placement("cpu"), grouped)), strict=True):
+        if got.shape != local.table_BW.shape:
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     assert find_backend(pages, "float32", dataclasses.replace(split, kv_heads=None)) is None

@@ -110,17 +110,26 @@ def test_sharded_output_equals_one_device(axes):
 
 
 @pytest.mark.slow
-def test_engine_tokens_equal_repeated_forward_passes():
-    """Three prompts share two slots with chunked prefill: the third reuses a slot that holds another's state."""
+@pytest.mark.parametrize(("data", "prefill"), [(1, 0), (2, 0), (2, 1), (1, 2)])
+def test_engine_tokens_equal_repeated_forward_passes(data, prefill):
+    """Three prompts share two slots with chunked prefill: the third reuses a slot that holds another's state.
+
+    With `data` groups of devices, and with states copied from separate prefill devices.
+    """
     model = make(num_layers=2, vocab_size=264)
     params = weights(model)
-    sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)
-    sizes = EngineConfig(max_batch=2, cache_tokens=256, page_size=8, prefill_chunk=12, deterministic=True)
-    engine = Engine(model, params, ByteTokenizer(), sizes, sharder=sharder, eos=())
+    sharder = Sharder(build_mesh(Mesh(data=data), jax.devices()[:data]), RULES)
+    others = jax.devices()[data : data + prefill]
+    prefill_sharder = Sharder(build_mesh(Mesh(fsdp=prefill), others), RULES) if prefill else None
+    sizes = EngineConfig(max_batch=2, cache_tokens=256, page_size=8, prefill_chunk=12, deterministic=not prefill)
+    placed = jax.device_put(params, sharder.tree(model.axes))
+    meshes = {"sharder": sharder, "prefill_sharder": prefill_sharder}
+    engine = Engine(model, placed, ByteTokenizer(), sizes, **meshes, eos=())
     greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
     prompts = [tuple(ids(length).tolist()) for length in (20, 5, 20)]
     fields = {"max_tokens": 4, "stop": (), "ignore_eos": True, **greedy}
     answers = [handle.result() for handle in engine.submit_all([Request(prompt=p, **fields) for p in prompts])]
+    assert not any(answer.error for answer in answers), answers
     assert engine.stats()["pages_kept"] == 0
     engine.close()
     for prompt, answer in zip(prompts, answers, strict=True):

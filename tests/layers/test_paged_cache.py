@@ -114,7 +114,7 @@ def test_sharded_pages_equal_one_device():
     np.testing.assert_allclose(found[0], through_pages(model, params, ids, cache_spec())[0], atol=1e-4)
     cache = jax.eval_shape(lambda: model.empty_cache(cache_spec("int8")))
     axes = [layer.axes() for layer in cache["pattern"]]
-    assert sharder.spec(axes[0].key_LPKZH)[2] == sharder.spec(axes[0].key_scale_LPKZ)[2] == "tensor"
+    assert sharder.spec(axes[0].key_GLPKZH)[3] == sharder.spec(axes[0].key_scale_GLPKZ)[3] == "tensor"
 
 
 @pytest.mark.parametrize("shape", [{}, {"prefix": ["layer"] * 3}], ids=["scanned", "written out"])

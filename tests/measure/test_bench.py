@@ -160,3 +160,5 @@ def test_memory_limits_of_the_shell_and_the_memory_of_all_processes_count(monkey
     record.require_memory(config, SimpleNamespace(memory_gib=None, process_count=2))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="but this host has"):
         record.require_memory(config, SimpleNamespace(memory_gib=None, process_count=1))  # type: ignore[arg-type]
+    serve = record.suggest_less_memory(compose(["task=serve"]).config)
+    assert "task.engine.cache_tokens" in serve and "mesh.fsdp" in serve and "train." not in serve

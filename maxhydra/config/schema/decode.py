@@ -50,16 +50,19 @@ class Engine(Schema):
     """Batch size, KV cache and compilation settings of the decode engine."""
 
     max_batch: int = option(32, ge=1)
-    """Maximum number of sequences decoded together; further ones wait in a queue."""
+    """Maximum number of sequences decoded together, rounded up to a multiple of the groups of devices that share a
+    batch; further ones wait in a queue."""
     cache_tokens: int = option(32768, ge=1)
-    """Capacity of the KV cache in tokens over all sequences, rounded up to whole pages."""
+    """Capacity of the KV cache in tokens over all sequences and devices, rounded up to whole pages. Each group of
+    devices that share a batch (mesh.data x mesh.fsdp x mesh.expert groups) holds an equal part, but at least one
+    sequence of max_context tokens, up to cache_tokens."""
     page_size: int = option(16, ge=1)
     """Tokens per page of the KV cache."""
     max_context: int | None = option(None, ge=2)
     """Maximum length of prompt plus completion. null: model.context_length."""
     prefill_chunk: int | None = option(None, ge=1)
-    """Maximum number of prompt tokens per prefill call; decode steps of other sequences run between the chunks. null:
-    1024, or 256 on a CPU."""
+    """Maximum number of prompt tokens per prefill call and group of devices; decode steps of other sequences run
+    between the chunks. null: 1024, or 256 on a CPU."""
     burst: int | None = option(None, ge=1)
     """Multi-step decoding: decode steps per call. More steps need less host time, but their tokens arrive together, and
     a new prompt waits for them. null: 8, or 1 on a CPU."""
@@ -75,10 +78,24 @@ class Engine(Schema):
     """Always wait for the exact-size compiled step instead of reusing a larger one, so that identical requests
     submitted together give bit-identical tokens whatever was decoded before."""
 
+    prefill_devices: int | None = option(None, ge=1)
+    """Devices that only prefill prompts, with their own copy of the weights and their own KV cache of cache_tokens
+    tokens; the others only decode, and long prompts do not delay them. The section mesh describes each of the two
+    groups. null: every device does both."""
+
     def check(self) -> Iterator[Problem]:
         if self.deterministic and self.warm_up:
             reason = "chooses among compiled programs, while deterministic=true always uses the exact-size one"
             yield Problem("warm_up", reason, value=True, accepted="false or null")
+        if self.deterministic and self.prefill_devices is not None:
+            reason = "makes the batches depend on timing, which deterministic=true rules out"
+            yield Problem("prefill_devices", reason, value=self.prefill_devices, accepted="null")
+
+    def check_one_group(self) -> Iterator[Problem]:
+        """Yield settings that tasks other than decode and serve do not support."""
+        if self.prefill_devices is not None:
+            reason = "is only supported by task=decode and task=serve"
+            yield Problem("engine.prefill_devices", reason, value=self.prefill_devices, accepted="null")
 
     def check_model(self, model: Model) -> Iterator[Problem]:
         """Yield settings that this model does not support."""

@@ -65,6 +65,7 @@ class BenchTask(Task):
     def check_model(self, model: Model) -> Iterator[Problem]:
         if Measured.decode in self.what:
             yield from self.engine.check_model(model)
+            yield from self.engine.check_one_group()
             if (length := self.load.prompt + self.load.new) > model.context_length:
                 reason = f"plus load.new is {length} tokens, more than model.context_length={model.context_length}"
                 yield Problem("load.prompt", reason, value=self.load.prompt)

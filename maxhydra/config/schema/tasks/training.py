@@ -249,6 +249,7 @@ class GrpoTask(Task):
 
     def check_model(self, model: Model) -> Iterator[Problem]:
         yield from self.engine.check_model(model)
+        yield from self.engine.check_one_group()
 
 
 def baseline_of(task: GrpoTask) -> Baseline:

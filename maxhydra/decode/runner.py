@@ -1,0 +1,214 @@
+"""The runner of one mesh: weights, KV cache and slot state on its devices, and the calls that read and update them.
+
+An engine has one runner, or two on separate devices: one prefills prompts, and the KV cache of each prompt is copied to
+the other, which decodes.
+"""
+
+from collections.abc import Sequence as List
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxhydra.config.schema.decode import CacheDtype
+from maxhydra.config.schema.decode import Engine as Config
+from maxhydra.decode.compile_cache import Program
+from maxhydra.decode.page_pool import Capacity, Place
+from maxhydra.decode.sampler import SampledTokens
+from maxhydra.decode.scheduler import PrefillChunk
+from maxhydra.decode.sequence import Sequence
+from maxhydra.decode.step_inputs import Buckets, StepShape, decode_inputs, prefill_inputs, sampling_features
+from maxhydra.decode.steps import CompiledSteps, MultiStepKey, SlotState
+from maxhydra.decode.weight_layout import choose_weight_layout
+from maxhydra.layers import PagedCacheSpec
+from maxhydra.model import ModelDef
+from maxhydra.sharding import Sharder
+
+Tree = Any
+CACHE_DTYPES = {
+    CacheDtype.auto: None,
+    CacheDtype.float32: jnp.dtype(jnp.float32),
+    CacheDtype.bfloat16: jnp.dtype(jnp.bfloat16),
+    CacheDtype.int8: jnp.dtype(jnp.int8),
+    CacheDtype.float8: jnp.dtype(jnp.float8_e4m3fn),
+}
+# Default number of steps per multi-step call on an accelerator, where a single step takes less time than the host's
+# work for it.
+MULTI_STEPS = 8
+# Default maximum number of tokens per prefill call, on a CPU and on an accelerator.
+PREFILL_CHUNK = {True: 256, False: 1024}
+
+
+class PendingTokens(NamedTuple):
+    """Tokens that were dispatched to the device and not read yet."""
+
+    sequences: list[Sequence | None]
+    """The sequence of each row; None for rows that sample nothing, such as padding or an unfinished prefill."""
+    sampled: SampledTokens
+    """Of one step [B], or of a multi-step call [steps, B]."""
+    counts: list[int]
+    """Valid tokens of each row."""
+
+
+class PrefillOutput(NamedTuple):
+    """Results of a prefill call, on the devices."""
+
+    first_tokens: PendingTokens | None
+    """Of the prompts that are complete; None if there are none."""
+    logits_BV: jax.Array
+
+
+class ResidentInputs(NamedTuple):
+    """Step inputs that a multi-step call left on the device, reused if the next call continues the same rows."""
+
+    key: MultiStepKey
+    sequences: list[Sequence]
+    num_computed: list[int]
+    inputs_BC: jax.Array
+
+
+class Runner:
+    """Dispatches steps; all results stay on the devices."""
+
+    def __init__(self, model: ModelDef, params: Tree, config: Config, *, sharder: Sharder, prefix_cache: bool):
+        """`params`: in the standard layout."""
+        is_cpu, groups = jax.default_backend() == "cpu", sharder.num_shards("act_batch")
+        self.multi_steps = config.burst or (1 if is_cpu else MULTI_STEPS)
+        pages = -(-config.cache_tokens // config.page_size)
+        longest = -(-(config.max_context or model.config.context_length) // config.page_size)
+        self.capacity = Capacity(
+            groups,
+            slots=config.max_batch,
+            # A sequence is in one group: on several groups it may be as long as on one.
+            pages=max(pages, groups * min(pages, longest)),
+            page_size=config.page_size,
+            prefix_cache=prefix_cache,
+        )
+        self.buckets = Buckets(
+            groups,
+            config.page_size,
+            min(longest, self.capacity.pages_per_group),
+            prefill_chunk=config.prefill_chunk or PREFILL_CHUNK[is_cpu],
+            is_coarse=bool(config.warm_up) or not is_cpu,
+        )
+        storage = CACHE_DTYPES[config.cache_dtype]
+        cache_spec = PagedCacheSpec(
+            self.capacity.num_pages, config.page_size, slots=self.capacity.num_slots, storage=storage, groups=groups
+        )
+        self.sharder, self._shardings = sharder, sharder.tree(model.axes)
+        self._layout = choose_weight_layout(model, sharder, jax.default_backend())
+        self._params = self.prepare_params(params)
+        # Which programs are ready differs between processes.
+        deterministic = config.deterministic or jax.process_count() > 1
+        self.programs = CompiledSteps(
+            self._layout, self._params, cache_spec, sharder=sharder, deterministic=deterministic
+        )
+        self._cache, self._slot_state = self.programs.init_state()
+        self._resident: ResidentInputs | None = None
+
+    def warm_up(self, *, is_prefilling: bool, is_decoding: bool) -> list[Future[Program]]:
+        """Start compiling a program for every batch; return one future per program."""
+        shapes = self.buckets.all_shapes(self.capacity.slots_per_group)
+        needed = [shape for shape in shapes if (is_prefilling if shape.is_prefill else is_decoding)]
+        return self.programs.warm_up(needed, self.multi_steps)
+
+    def prepare_params(self, params: Tree) -> Tree:
+        """Convert weights of the standard layout, possibly on other devices, to those that `set_params` takes."""
+        first = jax.tree.leaves(params)[0]
+        if isinstance(first, jax.Array) and first.sharding.device_set.isdisjoint(self.sharder.mesh.devices.flat):
+            params = jax.device_put(params, self._shardings)
+        return self._layout.keep(params)
+
+    def set_params(self, params: Tree) -> None:
+        """Use other weights of the same shapes from the next call on."""
+        self._params = params
+
+    def prefill(self, chunks: List[PrefillChunk]) -> PrefillOutput:
+        """Prefill prompt chunks, and sample the first token of each prompt that is complete with its chunk."""
+        needed = self.buckets.prefill_shape(chunks)
+        shape = self.programs.choose_shape(needed, eventual=needed)
+        rows = self.buckets.arrange_rows(chunks, shape)
+        completed = [chunk.sequence if chunk is not None and chunk.is_last else None for chunk in rows]
+        for chunk in chunks:
+            if chunk.is_last:
+                self.mark_prompt(chunk.place, chunk.sequence)
+        logits_BV, head_BC = self._forward(shape, prefill_inputs(rows, shape, self.programs.padding_slot))
+        first_tokens = self._sample(completed, logits_BV, head_BC) if any(completed) else None
+        return PrefillOutput(first_tokens, logits_BV)
+
+    def decode(self, sequences: list[Sequence], shape: StepShape) -> PendingTokens:
+        """Decode one token per sequence."""
+        rows = self.buckets.arrange_rows(sequences, shape)
+        logits_BV, head_BC = self._forward(shape, decode_inputs(rows, shape, self.programs.padding_slot))
+        for sequence in sequences:
+            sequence.num_computed += 1
+        return self._sample(rows, logits_BV, head_BC)
+
+    def decode_multi(self, sequences: list[Sequence]) -> PendingTokens | None:
+        """Decode several tokens per sequence in one call; None while that program is being compiled.
+
+        All calls have the same number of steps. Steps beyond a row's last token are masked, which costs less than a
+        program for every number of steps, and makes the calls a function of the requests alone.
+        """
+        if self.multi_steps == 1:
+            return None
+        shape = self.buckets.decode_shape(sequences, lookahead=self.multi_steps - 1, extra_rows=0)
+        key = self.programs.choose_multi_step(MultiStepKey(shape, sampling_features(sequences), self.multi_steps))
+        if key is None:
+            return None
+        resident, num_computed = self._resident, [sequence.num_computed for sequence in sequences]
+        rows = self.buckets.arrange_rows(sequences, key.shape)
+        if resident is not None and resident[:3] == (key, sequences, num_computed):
+            inputs_BC: np.ndarray | jax.Array = resident.inputs_BC
+        else:
+            inputs_BC = decode_inputs(rows, key.shape, self.programs.padding_slot)
+        self._cache, self._slot_state, inputs_BC, sampled = self.programs.decode_multi(
+            key, self._params, self._cache, self._slot_state, inputs_BC
+        )
+        counts = [0 if sequence is None else min(key.num_steps, sequence.remaining) for sequence in rows]
+        for sequence, count in zip(rows, counts, strict=True):
+            if sequence is not None:
+                sequence.num_computed += count
+        num_computed = [sequence.num_computed for sequence in sequences]
+        self._resident = ResidentInputs(key, sequences, num_computed, inputs_BC)
+        return _pend(rows, sampled, counts)
+
+    def take_state(self) -> tuple[Tree, SlotState]:
+        """Return KV cache and slot state, to be replaced by `put_state` if they are donated."""
+        return self._cache, self._slot_state
+
+    def put_state(self, cache: Tree, slot_state: SlotState) -> None:
+        self._cache, self._slot_state = cache, slot_state
+
+    def wait(self) -> None:
+        """Wait until all dispatched calls have finished."""
+        jax.block_until_ready(self._slot_state)
+
+    def mark_prompt(self, place: Place, sequence: Sequence) -> None:
+        """Set the seen tokens of a slot to those of the prompt, if the request has a repetition penalty."""
+        if sequence.has_penalty:
+            self._slot_state = self.programs.mark_prompt(self._slot_state, place.slot, sequence.request.prompt)
+
+    def _forward(self, shape: StepShape, inputs_BC: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """Return the logits of the rows, and the columns of the inputs that sampling needs."""
+        logits_BV, self._cache, head_BC = self.programs.forward(
+            shape, self._params, self._cache, self._slot_state, inputs_BC
+        )
+        return logits_BV, head_BC
+
+    def _sample(self, rows: list[Sequence | None], logits_BV: jax.Array, head_BC: jax.Array) -> PendingTokens:
+        features = sampling_features(rows)
+        self._slot_state, sampled = self.programs.sample(self._slot_state, logits_BV, head_BC, features)
+        return _pend(rows, sampled, [int(sequence is not None) for sequence in rows])
+
+
+def _pend(rows: list[Sequence | None], sampled: SampledTokens, counts: list[int]) -> PendingTokens:
+    """Count the tokens as scheduled, and start their copy to the host, instead of when the host reads them."""
+    for sequence, count in zip(rows, counts, strict=True):
+        if sequence is not None:
+            sequence.num_scheduled += count
+    for array in jax.tree.leaves(sampled):
+        array.copy_to_host_async()
+    return PendingTokens(rows, sampled, counts)
