@@ -73,7 +73,7 @@ def read_parameters(key: str, path: Path, abstract_params: Tree) -> Tree:
 
 def stored_shapes(path: Path, item: str) -> dict[str, tuple[int, ...]]:
     """Shapes of the arrays of a checkpoint's item by name, as they were stored."""
-    return {name: tuple(leaf.shape) for name, leaf in _leaves_by_name(_stored_tree(path, item)).items()}
+    return {name: tuple(leaf.shape) for name, leaf in leaves_by_name(_stored_tree(path, item)).items()}
 
 
 def read_trees(path: Path, expected: Mapping[str, Tree]) -> dict[str, Tree]:
@@ -88,7 +88,7 @@ def read_trees(path: Path, expected: Mapping[str, Tree]) -> dict[str, Tree]:
     trees = {}
     for item, tree in expected.items():
         names = stored[item][1]
-        arrays = {names[name]: array for name, array in _leaves_by_name(restored[item]).items()}
+        arrays = {names[name]: array for name, array in leaves_by_name(restored[item]).items()}
         trees[item] = jax.tree_util.tree_map_with_path(lambda path, _, arrays=arrays: arrays[_name(path)], tree)
     return trees
 
@@ -184,7 +184,7 @@ def _match_stored_tree(path: Path, item: str, expected_tree: Tree) -> tuple[Tree
     Raises ConfigError that names the first array that differs.
     """
     tree = _stored_tree(path, item)
-    expected, stored = _leaves_by_name(expected_tree), _leaves_by_name(tree)
+    expected, stored = leaves_by_name(expected_tree), leaves_by_name(tree)
     names = {name: current_path(name, expected) for name in stored}
     stored_shapes = {names[name]: tuple(leaf.shape) for name, leaf in stored.items()}
     expected_shapes = {name: tuple(leaf.shape) for name, leaf in expected.items()}
@@ -230,7 +230,8 @@ def _writer(path: Path) -> str:
         return ""
 
 
-def _leaves_by_name(tree: Tree) -> dict[str, Any]:
+def leaves_by_name(tree: Tree) -> dict[str, Any]:
+    """The arrays of a tree by name, the keys of its path, in the order of jax.tree.leaves."""
     return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
