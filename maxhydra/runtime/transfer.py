@@ -6,7 +6,6 @@ is too small for the files themselves. Only the processes of the run know the to
 
 import contextlib
 import json
-import logging
 import os
 import secrets
 import socket
@@ -20,7 +19,6 @@ from maxhydra.record.local_checkpoints import ARRAYS, INDEX, Part, Shard
 from maxhydra.runtime.channel import HEADER, TOKEN_BYTES, ChannelClosedError, open_server, receive
 
 T = TypeVar("T")
-log = logging.getLogger("maxhydra")
 
 # Size in the header of a reply for a file that does not exist.
 MISSING = 2**64 - 1
@@ -171,6 +169,8 @@ class PartReader:
         self._peers, self._clients = peers, dict[int, FileClient]()
         self._places = [self._order(found) for found in places]
         self._local = self._remote = 0
+        self.damages: list[str] = []
+        """Descriptions of the damaged files that were replaced by copies."""
 
     def _order(self, places: Sequence[Place]) -> list[Place]:
         """Own disk first; of the others, each process begins with another one."""
@@ -207,7 +207,7 @@ class PartReader:
                 return read(place)
             except (DamagedCheckpointError, TransferError, OSError) as error:
                 problem = f"local checkpoint {place.path} of process {place.process} is damaged: {error}"
-                log.warning("%s", problem)
+                self.damages.append(problem)
         raise DamagedCheckpointError(f"the part of process {number}", f"has no intact copy; {problem}")
 
     def _read(self, place: Place, name: str, offset: int, size: int | None) -> bytes:

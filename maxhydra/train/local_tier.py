@@ -171,7 +171,11 @@ class HostDisks:
             failure = f"{error} (process {self._process})"
         finally:
             reader.close()
-        if failure := next(filter(None, gather(failure)), ""):
+        outcomes = gather([failure, reader.damages])
+        # In all processes, because only process 0 writes a log.
+        for damage in sorted({damage for _, damages in outcomes for damage in damages}):
+            log.warning("%s", damage)
+        if failure := next(filter(None, (found for found, _ in outcomes)), ""):
             raise DamagedCheckpointError(f"the local checkpoint of step {step}", f"cannot be used: {failure}")
         assert result is not None
         log.info("read the local checkpoint of step %d: %s", step, reader.describe())
@@ -269,9 +273,12 @@ def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
 
 def _to_bytes(data: jax.Array) -> np.ndarray:
     host = np.ascontiguousarray(data)
-    if next(iter(data.devices())).platform == "cpu":
-        host = host.copy()  # a view of the device's buffer
-    return host.reshape(-1).view(np.uint8)
+    is_in_host_memory = next(iter(data.devices())).platform == "cpu" or data.sharding.memory_kind not in (
+        None,
+        "device",
+    )
+    # Of an array in host memory, NumPy gets a view of its buffer.
+    return (host.copy() if is_in_host_memory else host).reshape(-1).view(np.uint8)
 
 
 def _read_arrays(stored: Mapping[str, StoredArray], expected: Tree, reader: PartReader) -> Tree:

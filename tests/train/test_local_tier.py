@@ -162,9 +162,7 @@ def read_all(reader: PartReader, parts: list[Part]) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_bit_flip_in_a_copy_is_named_and_the_original_is_read(
-    seed: int, root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bit_flip_in_a_copy_is_named_and_the_original_is_read(seed: int, root: Path, tmp_path: Path) -> None:
     """A new host reads the part of process 0 from the damaged copy of process 1, then from process 0; else it fails."""
     parts, places = [part_of(number=0), part_of(number=1)], [[Place(1, "process-1/4/0")], [Place(1, "process-1/4/1")]]
     for part in parts:
@@ -178,7 +176,7 @@ def test_a_bit_flip_in_a_copy_is_named_and_the_original_is_read(
     peers: list[Address | None] = [*(server.address for server in servers), None]
     reader = PartReader(tmp_path / "new", [2], peers, [[*places[0], Place(0, "process-0/4/0")], places[1]])
     assert read_all(reader, parts) == rows_of(0).tobytes() + rows_of(1).tobytes()
-    [line] = caplog.messages
+    [line] = reader.damages
     assert re.search(rf"process-1/4/0 of process 1 is damaged: .*{damaged.name}", line)
     without_original = PartReader(tmp_path / "new", [2], peers, places)
     with pytest.raises(DamagedCheckpointError, match=rf"part of process 0 has no intact copy.*{damaged.name}"):
@@ -276,8 +274,9 @@ def test_invalid_settings_are_rejected(overrides: list[str], message: str) -> No
         compose(overrides)
 
 
+@pytest.mark.slow
 def test_a_new_host_restores_from_the_copies_of_another_one(tmp_path: Path) -> None:
-    """kill -9 of a process; then the disk of process 1 is lost. The run repeats the steps since its last save exactly."""
+    """After kill -9, the disk of process 1 is lost. The run repeats the steps since its last local save exactly."""
     outputs = tmp_path / "outputs"
     run = [*SMALL, "train.eval_batches=0", "optimizer/schedule=constant", f"run.outputs={outputs}", "run.name=it"]
     run += ["checkpoint.every=10000", "checkpoint.local_every=5", "checkpoint.peer_copies=1"]
