@@ -247,7 +247,7 @@ def restore(
     for step in sorted({*local_steps, *steps}, reverse=True):
         restored = _read_local(step, local, abstract, seek) if step in local_steps else None
         if restored is None and step in steps:
-            restored = _read_or_report(folder / str(step), abstract, seek, unreadable)
+            restored = _read_or_report(folder / str(step), config, abstract, seek, unreadable)
         if restored is not None:
             if jax.process_index() == 0:
                 for other in unreadable:
@@ -259,14 +259,16 @@ def restore(
     if config.load_full_state is not None:
         path = find_checkpoint(FULL_STATE, config.load_full_state)
         with read_errors_as_config_errors(FULL_STATE, path):
-            return read_state(path, abstract, seek)
+            return read_state(path, abstract, seek, single_replica=config.single_replica)
     return None
 
 
-def _read_or_report(path: Path, abstract: TrainState, seek: Seek, unreadable: list[Path]) -> Restored | None:
+def _read_or_report(
+    path: Path, config: Checkpoint, abstract: TrainState, seek: Seek, unreadable: list[Path]
+) -> Restored | None:
     """Read a checkpoint of the run; one that cannot be read is logged and added to `unreadable`."""
     try:
-        return read_state(path, abstract, seek)
+        return read_state(path, abstract, seek, single_replica=config.single_replica)
     except ConfigError:
         raise
     except Exception as error:
@@ -305,13 +307,15 @@ def _mark_unreadable(path: Path) -> None:
     log.warning("renamed unreadable checkpoint %s to %s", path, new_name)
 
 
-def read_state(path: Path, abstract: TrainState, seek: Seek = lambda position: None) -> Restored:
+def read_state(
+    path: Path, abstract: TrainState, seek: Seek = lambda position: None, *, single_replica: bool = True
+) -> Restored:
     """Verify a checkpoint and read it onto the shapes and shardings of `abstract`, whatever mesh wrote it."""
     require_intact(path)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         data = reader.restore(path, args=ocp.args.Composite(data=ocp.args.JsonRestore())).data
     try:
-        trees = read_trees(path, saved_trees(abstract))
+        trees = read_trees(path, saved_trees(abstract), single_replica=single_replica)
     except ConfigError as error:
         raise _other_replicas(path, abstract) or error from None
     return _restored(trees, data, abstract, seek, path)

@@ -307,6 +307,9 @@ class Checkpoint(Schema):
     max_overhead: float | None = option(None, gt=0, le=0.5)
     """Share of the time that saves may block training: save again as soon as the previous save is complete, within this
     limit, to local_folder if local_every is set. Multiples of every and local_every are saved too. null: only those."""
+    single_replica: bool = True
+    """Resume: an array that several processes hold, such as weights over mesh.data, is read by one of them and sent to
+    the others. false: every process reads all that its devices hold."""
     load_full_state: str | None = None
     """Run or checkpoint folder from which a new run loads the full training state."""
     load_parameters: str | None = None
