@@ -6,7 +6,7 @@ array is read by the devices of one replica, another one for each array, and sen
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Tree = Any
-# Smaller arrays are read by all: sending one takes a program of its own.
+# Smaller arrays are read by all: sending one takes a separate program.
 MIN_BYTES = 2**20
 
 
@@ -45,7 +45,7 @@ class ReplicaRead:
         shape, dtype = self._sharding.shard_shape(self.target.shape), self.target.dtype
         parts = [
             jnp.expand_dims(read[device], 0) if device in read else jnp.zeros((1, *shape), dtype, device=device)
-            for device in sorted(self._sharding.addressable_devices, key=lambda device: device.id)
+            for device in _by_id(self._sharding.addressable_devices)
         ]
         mesh, replicas = self._sharding.mesh, _count(self._sharding, self.axes)
         stacked = NamedSharding(mesh, PartitionSpec(self.axes, *self._sharding.spec))
@@ -70,7 +70,7 @@ def plan_reads(targets: Mapping[str, Any]) -> dict[str, ReplicaRead]:
 
 
 def read_target(plan: ReplicaRead | None, target: Any) -> Any:
-    """What this process reads of an array: all that its devices need, what the replica reads, or nothing."""
+    """The target of this process's read: all shards of its devices, those of the reading replica, or a placeholder."""
     if plan is None:
         return target
     sharding = plan.source
@@ -95,7 +95,11 @@ def _replicated_axes(target: Any) -> tuple[str, ...]:
 
 
 def _processes(sharding: NamedSharding) -> set[int]:
-    return {device.process_index for device in sharding.device_set}
+    return {device.process_index for device in _by_id(sharding.device_set)}
+
+
+def _by_id(devices: Iterable[Any]) -> list[jax.Device]:
+    return sorted(devices, key=lambda device: device.id)
 
 
 def _count(sharding: NamedSharding, axes: tuple[str, ...]) -> int:

@@ -95,7 +95,7 @@ class NoLocalTier:
         return []
 
     def read(self, step: int, expected: Tree) -> tuple[Tree, dict[str, Any], Path]:
-        raise AssertionError("there are no steps")
+        raise AssertionError("without local checkpoints, steps() is empty")
 
     def save(self, step: int, state: Tree, data: dict[str, Any]) -> None:
         return
@@ -183,8 +183,8 @@ class HostDisks:
 
     def save(self, step: int, state: Tree, data: dict[str, Any]) -> None:
         self.wait()
-        kept = sorted(found for found in local_steps(self._folder) if found < step)[-KEEP:]
-        delete_steps(self._folder, lambda found: found not in kept)
+        retained = sorted(found for found in local_steps(self._folder) if found < step)[-KEEP:]
+        delete_steps(self._folder, lambda found: found not in retained)
         arrays = self._copy_to_host(leaves_by_name(state))
         session, process = len(self._lineage.start_steps), self._process
         part = Part(self._lineage.created, session, step, process, len(self._disks))
@@ -300,15 +300,15 @@ def _read_array(name: str, stored: StoredArray, target: jax.ShapeDtypeStruct, re
         flat = np.frombuffer(reader.read_shard(name, shard), jnp.dtype(stored.dtype))
         return flat.reshape([stop - start for start, stop in shard.bounds])
 
-    def assemble(index: tuple[slice, ...]) -> np.ndarray:
-        wanted = _bounds(index, stored.shape)
-        result = np.empty([stop - start for start, stop in wanted], jnp.dtype(stored.dtype))
+    def assemble(index: tuple[slice, ...] | None) -> np.ndarray:
+        needed = _bounds(index or (), stored.shape)
+        result = np.empty([stop - start for start, stop in needed], jnp.dtype(stored.dtype))
         filled = 0
         for number, shard in enumerate(stored.shards):
-            pairs = list(zip(wanted, shard.bounds, strict=True))
+            pairs = list(zip(needed, shard.bounds, strict=True))
             overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in pairs]
             if all(start < stop for start, stop in overlap):
-                target_part = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, wanted, strict=True))
+                target_part = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, needed, strict=True))
                 source_part = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, shard.bounds, strict=True))
                 result[target_part] = content(number)[source_part]
                 filled += math.prod(stop - start for start, stop in overlap)

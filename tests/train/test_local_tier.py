@@ -118,8 +118,8 @@ class TestParts:
     def test_a_step_needs_all_parts_of_one_session(self) -> None:
         both = [part_of(4, 0), part_of(4, 1)]
         assert [*complete_steps([*both, part_of(8, 0)], LINEAGE)] == [4]
-        mixed = [*both, part_of(8, 0), part_of(8, 1, session=2), part_of(9, 0, parts=1)]
-        assert [*complete_steps(mixed, LINEAGE)] == [4, 9]
+        sessions = [*both, part_of(8, 0), part_of(8, 1, session=2), part_of(9, 0, parts=1)]
+        assert [*complete_steps(sessions, LINEAGE)] == [4, 9]
 
     @pytest.mark.parametrize(
         ("starts", "expected"),

@@ -194,10 +194,10 @@ def test_fixed_intervals_are_saved_too() -> None:
     """The run's folder at multiples of `every`; everything else goes to the hosts' disks if there are local saves."""
     fixed = SimulatedSaves(Checkpoint(every=4, local_every=3), block=1, commit=1).run(9)
     assert fixed == {3: Tier.local, 4: Tier.run, 6: Tier.local, 8: Tier.run, 9: Tier.local}
-    mixed = SimulatedSaves(Checkpoint(every=100, local_every=70, max_overhead=0.01), block=0.1, commit=5).run(400)
-    assert [step for step, tier in mixed.items() if tier is Tier.run] == [100, 200, 300, 400]
-    assert {70, 140, 210, 280, 350} < {step for step, tier in mixed.items() if tier is Tier.local}
-    assert len(mixed) > 20
+    both = SimulatedSaves(Checkpoint(every=100, local_every=70, max_overhead=0.01), block=0.1, commit=5).run(400)
+    assert [step for step, tier in both.items() if tier is Tier.run] == [100, 200, 300, 400]
+    assert {70, 140, 210, 280, 350} < {step for step, tier in both.items() if tier is Tier.local}
+    assert len(both) > 20
 
 
 def test_a_run_with_continuous_saves_resumes_from_the_last_one(tmp_path: Path) -> None:
