@@ -4,6 +4,7 @@
     python scripts/death_matrix.py --signal KILL --victim 1 --moment save eval
     python scripts/death_matrix.py --task grpo --signal KILL
     python scripts/death_matrix.py --signal KILL --victim 1 --moment save --resume-processes 4
+    python scripts/death_matrix.py --signal KILL --override checkpoint.local_every=3 checkpoint.peer_copies=1
 
 A cell is a signal (KILL, STOP, TERM), its victim (process 0, process 1, all) and a moment (init, compile, step, save,
 eval). The moment is recognized by an output of the run: a line of its console, a row of metrics.jsonl, or the temporary
@@ -264,6 +265,7 @@ def main() -> int:
     parser.add_argument("--moment", nargs="+", default=MOMENTS, choices=MOMENTS)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--resume-processes", type=int, help="processes after the signal; the same number by default")
+    parser.add_argument("--override", nargs="+", default=[], help="further settings of the run")
     parser.add_argument("--folder", type=Path, help="empty folder for all files; a temporary one by default")
     parser.add_argument("--report", type=Path, help="JSON file with all rows")
     args = parser.parse_args()
@@ -272,7 +274,7 @@ def main() -> int:
     # Compilations and the start of jax.distributed are recognized by the lines that jax logs.
     os.environ |= {"JAX_LOG_COMPILES": "1", "JAX_LOGGING_LEVEL": "INFO", **environment(folder / "cache")}
     counts = {"processes": args.processes, "resume": args.resume_processes}
-    matrix = Matrix(folder, launch, TASKS[args.task], **counts)
+    matrix = Matrix(folder, launch, [*TASKS[args.task], *args.override], **counts)
     expected = matrix.reference()
     rows = []
     for cell in (Cell(*names) for names in itertools.product(args.signal, args.victim, args.moment)):

@@ -38,7 +38,8 @@ FREE_KEYS = (
     *("train.eval_batches", "train.target_eval_loss", "train.early_stop.*", "task.evaluation.*"),
     "task.keep_rollouts",
     *("checkpoint.mode", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_best", "checkpoint.best_metric"),
-    "checkpoint.persist_every",
+    *("checkpoint.persist_every", "checkpoint.local_every", "checkpoint.local_folder", "checkpoint.peer_copies"),
+    *("checkpoint.max_overhead", "checkpoint.single_replica"),
     # Hardware, sharding, kernels and memory. The batch over all devices is compared separately.
     *("hardware.platform", "hardware.device_kinds", "hardware.peak_tflops*", "hardware.memory_gib"),
     *("hardware.bandwidth_gb_s", "hardware.xla_flags", "hardware.flag_sets*", "hardware.compilation_cache"),

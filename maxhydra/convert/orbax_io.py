@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from etils import epath
 from jax.experimental import multihost_utils
 from omegaconf import OmegaConf
 
@@ -25,12 +26,14 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.compose.validate import section_from
 from maxhydra.config.migrations import migrate_config
 from maxhydra.config.schema.quantization import Quantization
+from maxhydra.convert.single_replica import ReplicaRead, plan_reads, read_target
 from maxhydra.convert.streaming import Arrays
 from maxhydra.model import ModelDef, store_weight_slice
 from maxhydra.model.stored_params import current_path
 from maxhydra.modelfiles import locate
 from maxhydra.record.atomic_io import NewerFormatError
 from maxhydra.record.checkpoint_manifest import MANIFEST, DamagedCheckpointError, verify_files, write_manifest
+from maxhydra.runtime.channel import gather
 
 Tree = Any
 PARAMS = "params"
@@ -73,24 +76,64 @@ def read_parameters(key: str, path: Path, abstract_params: Tree) -> Tree:
 
 def stored_shapes(path: Path, item: str) -> dict[str, tuple[int, ...]]:
     """Shapes of the arrays of a checkpoint's item by name, as they were stored."""
-    return {name: tuple(leaf.shape) for name, leaf in _leaves_by_name(_stored_tree(path, item)).items()}
+    return {name: tuple(leaf.shape) for name, leaf in leaves_by_name(_stored_tree(path, item)).items()}
 
 
-def read_trees(path: Path, expected: Mapping[str, Tree]) -> dict[str, Tree]:
+def read_trees(path: Path, expected: Mapping[str, Tree], *, single_replica: bool = False) -> dict[str, Tree]:
     """Restore items of a checkpoint onto the shapes, dtypes and shardings of `expected`, whatever mesh wrote them.
 
     Arrays are matched by name, those of earlier versions under their current names; nodes without arrays are ignored.
+    With `single_replica`, arrays that are replicated over processes are read once; a collective call then.
     """
     stored = {item: _match_stored_tree(path, item, tree) for item, tree in expected.items()}
-    args = {item: ocp.args.StandardRestore(target) for item, (target, _) in stored.items()}
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        restored = reader.restore(path, args=ocp.args.Composite(**args))
+    targets = {item: target for item, (target, _) in stored.items()}
+    plans = plan_reads(leaves_by_name(targets)) if single_replica and jax.process_count() > 1 else {}
+    restored = _read_by_replicas(path, targets, plans) if plans else _read_all(path, targets)
     trees = {}
     for item, tree in expected.items():
         names = stored[item][1]
-        arrays = {names[name]: array for name, array in _leaves_by_name(restored[item]).items()}
+        arrays = {names[name]: array for name, array in leaves_by_name(restored[item]).items()}
         trees[item] = jax.tree_util.tree_map_with_path(lambda path, _, arrays=arrays: arrays[_name(path)], tree)
     return trees
+
+
+def _read_all(path: Path, targets: Mapping[str, Tree]) -> dict[str, Tree]:
+    args = {item: ocp.args.StandardRestore(target) for item, target in targets.items()}
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        restored = reader.restore(path, args=ocp.args.Composite(**args))
+    return {item: restored[item] for item in targets}
+
+
+def _read_by_replicas(path: Path, targets: Mapping[str, Tree], plans: Mapping[str, ReplicaRead]) -> Tree:
+    """Read the share of this process, and exchange the arrays. Raises OSError in all processes if one cannot read."""
+    own = jax.tree_util.tree_map_with_path(lambda keys, leaf: read_target(plans.get(_name(keys)), leaf), dict(targets))
+    args = {
+        item: ocp.args.PyTreeRestore(tree, restore_args=jax.tree.map(_restore_args, tree)) for item, tree in own.items()
+    }
+    read: dict[str, Any] = {}
+    failure = ""
+    # Without Orbax's Checkpointer, whose barrier would wait for a process that cannot read.
+    handler = ocp.CompositeCheckpointHandler()
+    try:
+        restored = handler.restore(epath.Path(path), args=ocp.args.Composite(**args))
+        read = leaves_by_name({item: restored[item] for item in targets})
+    except Exception as error:  # Orbax and its storage backends raise any type
+        failure = f"{one_line_message(error)} (process {jax.process_index()})"
+    finally:
+        handler.close()
+    # Before the first collective operation, for which the others would wait.
+    if failure := next(filter(None, gather(failure)), ""):
+        raise OSError(failure)
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, _: plans[_name(keys)].send(read[_name(keys)]) if _name(keys) in plans else read[_name(keys)],
+        dict(targets),
+    )
+
+
+def _restore_args(target: Any) -> ocp.RestoreArgs:
+    if target is ocp.PLACEHOLDER:
+        return ocp.RestoreArgs()
+    return ocp.ArrayRestoreArgs(sharding=target.sharding, global_shape=target.shape, dtype=target.dtype)
 
 
 def require_intact(path: Path, items: Collection[str] | None = None) -> None:
@@ -184,7 +227,7 @@ def _match_stored_tree(path: Path, item: str, expected_tree: Tree) -> tuple[Tree
     Raises ConfigError that names the first array that differs.
     """
     tree = _stored_tree(path, item)
-    expected, stored = _leaves_by_name(expected_tree), _leaves_by_name(tree)
+    expected, stored = leaves_by_name(expected_tree), leaves_by_name(tree)
     names = {name: current_path(name, expected) for name in stored}
     stored_shapes = {names[name]: tuple(leaf.shape) for name, leaf in stored.items()}
     expected_shapes = {name: tuple(leaf.shape) for name, leaf in expected.items()}
@@ -230,7 +273,8 @@ def _writer(path: Path) -> str:
         return ""
 
 
-def _leaves_by_name(tree: Tree) -> dict[str, Any]:
+def leaves_by_name(tree: Tree) -> dict[str, Any]:
+    """The arrays of a tree by name, the keys of its path, in the order of jax.tree.leaves."""
     return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 

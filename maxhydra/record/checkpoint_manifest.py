@@ -236,6 +236,11 @@ def digest_files(folder: Path) -> dict[str, str]:
     return {name: entry.digest for name, entry in found.items()}
 
 
+def digest_bytes(content: Any) -> str:
+    """XXH3 digest of a buffer, equal to that of a file with this content in a manifest."""
+    return str(_ALGORITHMS[_ALGORITHM](content).hexdigest())
+
+
 def _hash_files(folder: Path, names: Collection[str], algorithm: str) -> dict[str, FileDigest]:
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="digests") as threads:
         return dict(zip(names, threads.map(lambda name: _hash_file(folder, name, algorithm), names), strict=True))

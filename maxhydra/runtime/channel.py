@@ -35,10 +35,11 @@ MAX_MESSAGE = 2**16
 Message = dict[str, Any]
 
 _numbers = itertools.count()
+_gathers = itertools.count()
 
 
 class ChannelClosedError(RuntimeError):
-    """Process 0 has closed the channel, or has ended."""
+    """The process at the other end has closed the connection, or has ended."""
 
 
 def _identity(value: Any) -> Any:
@@ -64,6 +65,17 @@ def broadcast(
         return decode(channel.share())
     channel.share(encode(value))
     return value
+
+
+def gather(value: Any) -> list[Any]:
+    """The values of all processes, by process index, in every process. A collective call, for small JSON values."""
+    if jax.process_count() == 1:
+        return [value]
+    state: Any = distributed.global_state
+    key = f"maxhydra/gather/{next(_gathers)}"
+    state.client.key_value_set(f"{key}/{state.process_id}", json.dumps(value))
+    indices = range(state.num_processes)
+    return [json.loads(state.client.blocking_key_value_get(f"{key}/{index}", WAIT_MS)) for index in indices]
 
 
 @functools.cache
@@ -108,8 +120,8 @@ class Channel:
                 with contextlib.suppress(OSError):
                     link.sendall(HEADER.pack(len(content)) + content)
             return value
-        [size] = HEADER.unpack(_receive(self._links[0], HEADER.size))
-        return json.loads(_receive(self._links[0], size), object_hook=_array_from_json)
+        [size] = HEADER.unpack(receive(self._links[0], HEADER.size))
+        return json.loads(receive(self._links[0], size), object_hook=_array_from_json)
 
     def close(self) -> None:
         """Close the connections; a process that waits for a value gets ChannelClosedError."""
@@ -194,7 +206,7 @@ def _accept(host: str, key: str, state: Any) -> list[socket.socket]:
             link, _ = server.accept()
             with contextlib.suppress(OSError, ChannelClosedError):
                 link.settimeout(10)
-                if secrets.compare_digest(_receive(link, TOKEN_BYTES), token):
+                if secrets.compare_digest(receive(link, TOKEN_BYTES), token):
                     link.settimeout(None)
                     links.append(link)
                     continue
@@ -202,7 +214,8 @@ def _accept(host: str, key: str, state: Any) -> list[socket.socket]:
     return links
 
 
-def _receive(link: socket.socket, size: int) -> bytes:
+def receive(link: socket.socket, size: int) -> bytes:
+    """Exactly `size` bytes. Raises ChannelClosedError if the connection is closed before, or times out."""
     content = bytearray(size)
     view, filled = memoryview(content), 0
     while filled < size:
@@ -211,7 +224,7 @@ def _receive(link: socket.socket, size: int) -> bytes:
         except OSError:
             count = 0
         if not count:
-            raise ChannelClosedError("process 0 has ended")
+            raise ChannelClosedError("the process at the other end of the connection has ended")
         filled += count
     return bytes(content)
 

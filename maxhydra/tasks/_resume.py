@@ -28,6 +28,7 @@ from maxhydra.convert.adapter_lineage import run_folder, weights_record
 from maxhydra.convert.compatibility import changes_from_run
 from maxhydra.convert.orbax_io import checkpoint_steps
 from maxhydra.record import RunDirectory
+from maxhydra.record.local_checkpoints import list_parts, local_run_folder
 from maxhydra.record.redact import HIDDEN
 from maxhydra.train.run_inputs import (
     FULL_STATE,
@@ -65,7 +66,7 @@ def prepare_session(config: Config, run: RunDirectory, *, devices: int, processe
         config = _adjust_batch(config, run.read().get(BATCH), devices)
     batch = config.train.per_device_batch_size * devices * config.train.grad_accum
     accepted: list[str] = []
-    if _has_progress(run):
+    if _has_progress(config, run, processes):
         accepted, records = _compare(config, run, batch)
     else:
         _check_loaded_model(config)
@@ -97,10 +98,18 @@ def _adjust_batch(config: Config, batch: float | None, devices: int) -> Config:
     )
 
 
-def _has_progress(run: RunDirectory) -> bool:
+def _has_progress(config: Config, run: RunDirectory, processes: int) -> bool:
     """Whether a session would continue earlier results; a run without any starts over."""
     results = checkpoint_steps(run.checkpoints) or any((run.path / REFERENCE_CACHE).glob("*.logprobs"))
-    return run.exists() and bool(results)
+    has_results = run.exists() and bool(results)
+    if config.checkpoint.local_every is None:
+        return has_results
+    # Local checkpoints may be on another host only, and all processes must decide alike.
+    found = list_parts(local_run_folder(config.checkpoint.local_folder, run.path)) if run.exists() else ()
+    has_local = any(part.created == run.read()["created"] for _, part in found)
+    if processes == 1:
+        return has_results or has_local
+    return bool(multihost_utils.process_allgather(np.bool_(has_results or has_local)).any())
 
 
 def _compare(config: Config, run: RunDirectory, batch: float) -> tuple[list[str], Records]:

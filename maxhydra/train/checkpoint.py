@@ -31,8 +31,14 @@ from maxhydra.convert.orbax_io import (
     require_intact,
     stored_shapes,
 )
-from maxhydra.record.checkpoint_manifest import CHECKPOINT_FORMAT, EarlyHasher, write_manifest
+from maxhydra.record.checkpoint_manifest import (
+    CHECKPOINT_FORMAT,
+    DamagedCheckpointError,
+    EarlyHasher,
+    write_manifest,
+)
 from maxhydra.record.checkpoint_tiers import best_steps
+from maxhydra.train.local_tier import LocalTier, NoLocalTier
 from maxhydra.train.loss import Tree
 from maxhydra.train.state import DilocoState, TrainState
 
@@ -41,6 +47,7 @@ FULL_STATE = "checkpoint.load_full_state"
 DILOCO_REPLICAS = "opt_state/replicas/"
 Evaluations = Mapping[int, Mapping[str, float]]
 NO_EVALUATIONS: Evaluations = {}
+NO_LOCAL_TIER = NoLocalTier()
 # Size at which a data file is written and a new one started. Orbax's 2 GiB would buffer smaller items in memory, and
 # write and hash them only after everything is compressed.
 DATA_FILE_BYTES = 64 * 2**20
@@ -70,6 +77,10 @@ class Checkpointer(Protocol):
 
     def save(self, step: int, state: TrainState, data: dict[str, Any], metrics: Mapping[str, float]) -> None: ...
 
+    def is_saving(self) -> bool:
+        """Whether a save is in flight."""
+        ...
+
     def wait(self) -> None:
         """Wait for the save in flight; raises SaveFailed if it failed."""
         ...
@@ -82,6 +93,9 @@ class NoCheckpointer:
 
     def save(self, step: int, state: TrainState, data: dict[str, Any], metrics: Mapping[str, float]) -> None:
         return
+
+    def is_saving(self) -> bool:
+        return False
 
     def wait(self) -> None:
         return
@@ -171,8 +185,7 @@ class OrbaxCheckpointer:
     def save(self, step: int, state: TrainState, data: dict[str, Any], metrics: Mapping[str, float]) -> None:
         best = {self._best_metric: metrics[self._best_metric]} if self._best_metric in metrics else None
         items = ocp.args.Composite(
-            params=_save_arrays(state.params),
-            rest=_save_arrays(_rest(state)),
+            **{name: _save_arrays(tree) for name, tree in saved_trees(state).items()},
             data=ocp.args.JsonSave(data),
         )
         try:
@@ -184,10 +197,13 @@ class OrbaxCheckpointer:
 
     def _require_disk_space(self, state: TrainState) -> None:
         """Fail before writing if the disk cannot hold the checkpoint, instead of filling it and failing half-way."""
-        needed = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, _rest(state)))) // jax.process_count()
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(saved_trees(state))) // jax.process_count()
         free = shutil.disk_usage(self._folder).free
         if free < needed:
             raise OSError(errno.ENOSPC, f"needs {needed / 2**20:.1f} MiB, but only {free / 2**20:.1f} MiB are free")
+
+    def is_saving(self) -> bool:
+        return bool(self._manager.is_saving_in_progress())
 
     def wait(self) -> None:
         try:
@@ -217,7 +233,9 @@ def open_checkpointer(folder: Path, config: Checkpoint, evaluations: Evaluations
     return NoCheckpointer() if config.mode is SaveMode.off else OrbaxCheckpointer(folder, config, evaluations)
 
 
-def restore(folder: Path, config: Checkpoint, abstract: TrainState, seek: Seek) -> Restored | None:
+def restore(
+    folder: Path, config: Checkpoint, abstract: TrainState, seek: Seek, local: LocalTier = NO_LOCAL_TIER
+) -> Restored | None:
     """Restore the run's newest checkpoint, else checkpoint.load_full_state; None if there is neither.
 
     `seek` moves the batches to the checkpoint's data position. A damaged or unreadable checkpoint of the run is
@@ -225,28 +243,48 @@ def restore(folder: Path, config: Checkpoint, abstract: TrainState, seek: Seek) 
     little memory), and all stay in place: a folder without checkpoints would be taken for a new run.
     """
     unreadable: list[Path] = []
-    for step in reversed(_list_steps(folder)):
-        path = folder / str(step)
-        try:
-            restored = read_state(path, abstract, seek)
-        except ConfigError:
-            raise
-        except Exception as error:
-            log.warning("cannot read checkpoint %s (%s)", path, one_line_message(error))
-            unreadable.append(path)
-            continue
-        if jax.process_index() == 0:
-            for other in unreadable:
-                _mark_unreadable(other)
-        return restored
+    local_steps, steps = local.steps(), _list_steps(folder)
+    for step in sorted({*local_steps, *steps}, reverse=True):
+        restored = _read_local(step, local, abstract, seek) if step in local_steps else None
+        if restored is None and step in steps:
+            restored = _read_or_report(folder / str(step), config, abstract, seek, unreadable)
+        if restored is not None:
+            if jax.process_index() == 0:
+                for other in unreadable:
+                    _mark_unreadable(other)
+            return restored
     if unreadable:
         reason = f"none of the run's {len(unreadable)} checkpoints can be read"
         raise ConfigError(Problem("run.name", reason, hint=f"check {folder}, or choose another run.name"))
     if config.load_full_state is not None:
         path = find_checkpoint(FULL_STATE, config.load_full_state)
         with read_errors_as_config_errors(FULL_STATE, path):
-            return read_state(path, abstract, seek)
+            return read_state(path, abstract, seek, single_replica=config.single_replica)
     return None
+
+
+def _read_or_report(
+    path: Path, config: Checkpoint, abstract: TrainState, seek: Seek, unreadable: list[Path]
+) -> Restored | None:
+    """Read a checkpoint of the run; one that cannot be read is logged and added to `unreadable`."""
+    try:
+        return read_state(path, abstract, seek, single_replica=config.single_replica)
+    except ConfigError:
+        raise
+    except Exception as error:
+        log.warning("cannot read checkpoint %s (%s)", path, one_line_message(error))
+        unreadable.append(path)
+        return None
+
+
+def _read_local(step: int, local: LocalTier, abstract: TrainState, seek: Seek) -> Restored | None:
+    """Read a local checkpoint; None if it cannot be used, which is logged."""
+    try:
+        trees, data, source = local.read(step, saved_trees(abstract))
+        return _restored(trees, data, abstract, seek, source)
+    except (DamagedCheckpointError, ValueError) as error:
+        log.warning("%s", one_line_message(error))
+        return None
 
 
 def _list_steps(folder: Path) -> list[int]:
@@ -269,21 +307,29 @@ def _mark_unreadable(path: Path) -> None:
     log.warning("renamed unreadable checkpoint %s to %s", path, new_name)
 
 
-def read_state(path: Path, abstract: TrainState, seek: Seek = lambda position: None) -> Restored:
+def read_state(
+    path: Path, abstract: TrainState, seek: Seek = lambda position: None, *, single_replica: bool = True
+) -> Restored:
     """Verify a checkpoint and read it onto the shapes and shardings of `abstract`, whatever mesh wrote it."""
     require_intact(path)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         data = reader.restore(path, args=ocp.args.Composite(data=ocp.args.JsonRestore())).data
     try:
-        trees = read_trees(path, {"params": abstract.params, "rest": _rest(abstract)})
+        trees = read_trees(path, saved_trees(abstract), single_replica=single_replica)
     except ConfigError as error:
         raise _other_replicas(path, abstract) or error from None
+    return _restored(trees, data, abstract, seek, path)
+
+
+def _restored(
+    trees: Mapping[str, Tree], data: dict[str, Any], abstract: TrainState, seek: Seek, source: Path
+) -> Restored:
     try:
         seek(data)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"data/metadata does not hold a data position of this task: {data!r}") from error
     state = TrainState(params=trees["params"], frozen=abstract.frozen, **{"history": {}, **trees["rest"]})
-    return Restored(state=state, data=data, source=path)
+    return Restored(state=state, data=data, source=source)
 
 
 def _other_replicas(path: Path, abstract: TrainState) -> ConfigError | None:
@@ -298,6 +344,11 @@ def _other_replicas(path: Path, abstract: TrainState) -> ConfigError | None:
     accepted = f"mesh.replica x mesh.dcn.replica = {stored}"
     hint = f"or start another run from the shared weights: run.name=NAME checkpoint.load_parameters={path}"
     return ConfigError(Problem("mesh.replica", reason, value=replicas, accepted=accepted, hint=hint))
+
+
+def saved_trees(state: TrainState) -> dict[str, Tree]:
+    """The items of a checkpoint that hold arrays."""
+    return {"params": state.params, "rest": _rest(state)}
 
 
 def _rest(state: TrainState) -> dict[str, Tree]:

@@ -9,17 +9,21 @@ metrics.jsonl. A signal abandons a running evaluation or rollout; the session th
 
 import contextlib
 import dataclasses
+import enum
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from maxhydra.config.schema.run import EVAL_LOSS, Checkpoint, Train
 from maxhydra.runtime import peers, signals
+from maxhydra.runtime.channel import broadcast
 from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.watchdog import Watchdog
 from maxhydra.train.batches import BatchSource, LoaderBatches
-from maxhydra.train.checkpoint import Checkpointer, SaveFailed
+from maxhydra.train.checkpoint import NO_LOCAL_TIER, Checkpointer, SaveFailed, saved_trees
+from maxhydra.train.local_tier import LocalTier
 from maxhydra.train.loss import Batch
 from maxhydra.train.metrics import MetricsHistory, MetricsLogger
 from maxhydra.train.state import TrainState
@@ -27,6 +31,9 @@ from maxhydra.train.statistics import StatisticsLogger
 from maxhydra.train.step import StepFn, sequences_in
 
 log = logging.getLogger("maxhydra")
+# checkpoint.max_overhead: steps before the first save, whose durations decide about the next ones, and the expected
+# time to the commit of a save, relative to that of the previous one.
+FIRST_SAVE, COMMIT_MARGIN = 10, 1.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +63,8 @@ class LoopContext:
     watchdog: Watchdog
     profiler: Profiler
     statistics: StatisticsLogger
+    local: LocalTier = NO_LOCAL_TIER
+    """Checkpoints on the disks of the hosts."""
 
     @contextlib.contextmanager
     def paused(self, reason: str) -> Iterator[None]:
@@ -100,8 +109,8 @@ def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signal
                 loop.evaluate(step, state)
         if stop := loop.should_stop(step):
             return loop.finish(*stop, step, state)
-        if step % context.checkpoint.every == 0 and step != steps:
-            loop.save(step, state)
+        if step != steps:
+            loop.save_if_due(step, state)
     return loop.finish("finished", f"all {steps} steps done", steps, state)
 
 
@@ -143,6 +152,73 @@ def _evaluations_without_improvement(losses: list[float], min_delta: float) -> i
     return count
 
 
+class Tier(enum.Enum):
+    """Where a checkpoint is saved: in the run's folder, or on the disks of the hosts (checkpoint.local_every)."""
+
+    run = enum.auto()
+    local = enum.auto()
+
+
+class SaveSchedule:
+    """After which steps to save, and where.
+
+    With checkpoint.max_overhead, a save follows as soon as the previous one is expected to be committed, unless saves
+    would block training for more than this share of the time. Process 0 decides at every save when the next one is due,
+    from the durations so far, because all processes must save the same steps.
+    """
+
+    def __init__(
+        self, config: Checkpoint, *, is_saving: Callable[[], bool], clock: Callable[[], float] = time.perf_counter
+    ):
+        self._config, self._is_saving, self._clock = config, is_saving, clock
+        self._first: tuple[int, float] | None = None
+        """Step and time of the first call: the time before it is mostly compilation."""
+        self._next: int | None = None
+        self._save_started: float | None = None
+        self._blocked = self._commit = 0.0
+
+    def due_tier(self, step: int) -> Tier | None:
+        """Where to save after this step; None: nowhere. To be called after each step."""
+        config = self._config
+        is_early = config.max_overhead is not None and self._observe(step)
+        if step % config.every == 0 or (is_early and config.local_every is None):
+            return Tier.run
+        is_local = config.local_every is not None and (is_early or step % config.local_every == 0)
+        return Tier.local if is_local else None
+
+    def _observe(self, step: int) -> bool:
+        """Whether a save between the multiples of `every` is due."""
+        now = self._clock()
+        if self._first is None:
+            self._first, self._next = (step, now), step + FIRST_SAVE
+        if self._save_started is not None and not self._is_saving():
+            self._commit, self._save_started = now - self._save_started, None
+        return self._next is not None and step >= self._next
+
+    @contextlib.contextmanager
+    def measure(self, step: int) -> Iterator[None]:
+        """Measure the time that a save blocks the loop, and decide when the next one is due."""
+        started = self._clock()
+        yield
+        if self._config.max_overhead is None:
+            return
+        if self._save_started is not None:
+            self._commit = started - self._save_started  # at least: the loop has waited for it
+        self._blocked += (last := self._clock() - started)
+        self._save_started = started
+        self._next = step + broadcast(self._interval(step, last, self._config.max_overhead))
+
+    def _interval(self, step: int, last: float, max_overhead: float) -> int:
+        """Steps until the next save, if it takes as long as the last one."""
+        assert self._first is not None
+        first, began = self._first
+        elapsed = self._clock() - began
+        step_seconds = max(1e-6, (elapsed - self._blocked) / max(1, step - first))
+        until_committed = COMMIT_MARGIN * self._commit
+        until_affordable = (self._blocked + last) / max_overhead - elapsed
+        return max(1, math.ceil(max(until_committed, until_affordable) / step_seconds))
+
+
 class _Loop:
     """The state of the loop: the latest evaluation and the last save."""
 
@@ -150,6 +226,9 @@ class _Loop:
         self._context = context
         self._saved_step = start
         self.step = context.step
+        self._schedule = SaveSchedule(
+            context.checkpoint, is_saving=lambda: context.checkpointer.is_saving() or context.local.is_saving()
+        )
         # Evaluations run in a thread, so that the main thread can react to a signal while one compiles.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="evaluate")
 
@@ -203,13 +282,19 @@ class _Loop:
         interrupted = "" if is_complete else ", during its evaluation"
         return None if name is None else ("preempted", f"{name} at step {step}{interrupted}")
 
-    def save(self, step: int, state: TrainState) -> None:
+    def save_if_due(self, step: int, state: TrainState) -> None:
         """Save, after writing the metrics: the lines up to a checkpoint's step are always on disk."""
+        tier = self._schedule.due_tier(step)
+        if tier is None:
+            return
         self._context.statistics.flush()
         self._context.metrics.flush()
         if self._context.metrics.halted:
             return
-        with self._context.paused("save"):
+        with self._context.paused("save"), self._schedule.measure(step):
+            if tier is Tier.local:
+                self._context.local.save(step, saved_trees(state), self._context.batches.state())
+                return
             self._wait_for_previous_save()
             try:
                 self._write(step, state)
@@ -234,6 +319,8 @@ class _Loop:
         metrics = {**context.history.last, **context.metrics.last, **context.history.last_evaluation}
         try:
             with context.metrics.paused("save"):
+                # Before the last save, which waits for all processes: none ends while another copies its files.
+                context.local.wait()
                 if status != "failed" and self._saved_step != step:
                     self._wait_for_previous_save()
                     self._write(step, state)

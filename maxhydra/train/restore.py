@@ -9,7 +9,8 @@ from maxhydra.convert.adapter_lineage import find_adapter_lineage
 from maxhydra.convert.load import load_weights
 from maxhydra.model import ModelDef, split_trainable
 from maxhydra.train.batches import BatchSource
-from maxhydra.train.checkpoint import restore
+from maxhydra.train.checkpoint import NO_LOCAL_TIER, restore
+from maxhydra.train.local_tier import LocalTier
 from maxhydra.train.loss import Tree
 from maxhydra.train.state import StateFactory, TrainState
 
@@ -31,10 +32,11 @@ def initialize_or_resume(
     *,
     seed: int,
     initial: Callable[[], Tree] | None,
+    local: LocalTier = NO_LOCAL_TIER,
 ) -> InitialState:
     """Restore the run's checkpoint or load_full_state; else use the task's weights, load_parameters, or the seed."""
     abstract = states.abstract()
-    restored = restore(checkpoints, checkpoint, abstract, batches.restore)
+    restored = restore(checkpoints, checkpoint, abstract, batches.restore, local)
     if restored is None:
         if initial is not None:
             return InitialState(states.create_from_base(initial(), seed), 0, "weights initialized by the task")

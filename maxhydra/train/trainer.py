@@ -31,6 +31,7 @@ from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.compile import CompiledSteps, RampedStep, compile_step, hlo_text, obtain_steps, reserve_gpu_headroom
 from maxhydra.train.evaluate import Evaluate
 from maxhydra.train.executable import check_executable
+from maxhydra.train.local_tier import open_local_tier
 from maxhydra.train.loop import LoopContext, TrainResult, end_reason, fit, is_evaluation_missing
 from maxhydra.train.loss import LossFn, Tree
 from maxhydra.train.metrics import MetricsHistory, MetricsLogger, StepCost
@@ -82,6 +83,8 @@ def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine
             # end up behind them, in the middle of the memory that is free afterwards.
             wait([] if compilation is None else [compilation])
         restore_time = time.perf_counter()
+        local = open_local_tier(config.checkpoint, run)
+        stack.callback(lambda: local.close(newest=max(checkpoint_steps(run.checkpoints), default=0)))
         with reserve_gpu_headroom(training.states.sharder):
             start = initialize_or_resume(
                 training.states,
@@ -90,6 +93,7 @@ def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine
                 training.batches,
                 seed=config.run.seed,
                 initial=training.initial,
+                local=local,
             )
         spent = {"restore": time.perf_counter() - restore_time}
         _report_start(training, start, run=run, machine=machine)
@@ -107,6 +111,7 @@ def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine
         run.update(timings={"compile": steps.seconds, "before_first_step": time.perf_counter() - start_time})
         run.update(spent={**spent, "init": time.monotonic() - run.session_start - sum(spent.values())})
         context = _loop_context(training, config, steps, start, run=run, machine=machine, stack=stack)
+        context = dataclasses.replace(context, local=local)
         return fit(context, start.state, start=start.step, deferral=deferral)
 
 

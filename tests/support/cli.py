@@ -111,8 +111,13 @@ def run_ok(
     return done
 
 
-def start_processes(count: int, *arguments: str, cwd: Path, module: str = "maxhydra") -> list[fork_server.Command]:
-    """Start a command in `count` processes that form a cluster; what process N prints is in the file console.N."""
+def start_processes(
+    count: int, *arguments: str, cwd: Path, module: str = "maxhydra", folder: str = ""
+) -> list[fork_server.Command]:
+    """Start a command in `count` processes that form a cluster; what process N prints is in the file console.N.
+
+    With `folder`, such as "host-{}", process N runs in its own folder below `cwd`.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     processes = []
@@ -120,7 +125,9 @@ def start_processes(count: int, *arguments: str, cwd: Path, module: str = "maxhy
         cluster = dict(zip(CLUSTER_VARIABLES, (address, str(count), str(index)), strict=True))
         with open(cwd / f"console.{index}", "w") as console, open(os.devnull) as null:
             streams = (null, console, console)
-            processes.append(start(*arguments, cwd=cwd, streams=streams, module=module, **cluster))
+            own = cwd / folder.format(index)
+            own.mkdir(exist_ok=True)
+            processes.append(start(*arguments, cwd=own, streams=streams, module=module, **cluster))
     return processes
 
 

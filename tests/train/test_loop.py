@@ -31,7 +31,15 @@ from maxhydra.runtime.usage import UsageSampler
 from maxhydra.runtime.watchdog import Watchdog
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.evaluate import held_out_loss
-from maxhydra.train.loop import LoopContext, TrainResult, end_reason, fit, is_evaluation_missing
+from maxhydra.train.loop import (
+    LoopContext,
+    SaveSchedule,
+    Tier,
+    TrainResult,
+    end_reason,
+    fit,
+    is_evaluation_missing,
+)
 from maxhydra.train.loss import LossFn
 from maxhydra.train.metrics import LearningMonitor, MetricsHistory, MetricsLogger, StepCost
 from maxhydra.train.state import Guard, TrainState
@@ -142,6 +150,60 @@ def test_logs_evaluates_and_saves_when_due(tmp_path: Path) -> None:
     # The first interval contains the compilation, and so samples.
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["system/cpu_share"] == 0.5
     np.testing.assert_allclose(row["mfu"], 8.0 / row["step_time"] / 1e12)
+
+
+class SimulatedSaves:
+    """Steps of one second, and saves that block for some time and are committed later."""
+
+    def __init__(self, checkpoint: Checkpoint, *, block: float, commit: float):
+        self.now, self.blocked, self._committed_at = 0.0, 0.0, 0.0
+        self._block, self._commit = block, commit
+        self._schedule = SaveSchedule(
+            checkpoint, is_saving=lambda: self.now < self._committed_at, clock=lambda: self.now
+        )
+
+    def run(self, steps: int) -> dict[int, Tier]:
+        saved = {}
+        for step in range(1, steps + 1):
+            self.now += 1
+            if (tier := self._schedule.due_tier(step)) is not None:
+                saved[step] = tier
+                with self._schedule.measure(step):
+                    started, self.now = self.now, max(self.now, self._committed_at) + self._block
+                    self._committed_at = self.now + self._commit
+                    self.blocked += self.now - started
+        return saved
+
+
+@pytest.mark.parametrize(
+    ("block", "commit", "shortest", "longest"),
+    # Limited by max_overhead, one save per 20 steps, and by the disk.
+    [(0.2, 1.0, 15, 25), (0.01, 8.0, 8, 13), (0.0, 0.0, 1, 2)],
+)
+def test_saves_are_as_frequent_as_the_disk_and_max_overhead_allow(
+    block: float, commit: float, shortest: int, longest: int
+) -> None:
+    saves = SimulatedSaves(Checkpoint(every=10**6, max_overhead=0.01), block=block, commit=commit)
+    steps = list(saves.run(3000))
+    intervals = np.diff(steps[len(steps) // 2 :])
+    assert shortest <= intervals.min() and intervals.max() <= longest
+    assert saves.blocked / saves.now <= 0.0101
+
+
+def test_fixed_intervals_are_saved_too() -> None:
+    """The run's folder at multiples of `every`; everything else goes to the hosts' disks if there are local saves."""
+    fixed = SimulatedSaves(Checkpoint(every=4, local_every=3), block=1, commit=1).run(9)
+    assert fixed == {3: Tier.local, 4: Tier.run, 6: Tier.local, 8: Tier.run, 9: Tier.local}
+    both = SimulatedSaves(Checkpoint(every=100, local_every=70, max_overhead=0.01), block=0.1, commit=5).run(400)
+    assert [step for step, tier in both.items() if tier is Tier.run] == [100, 200, 300, 400]
+    assert {70, 140, 210, 280, 350} < {step for step, tier in both.items() if tier is Tier.local}
+    assert len(both) > 20
+
+
+def test_a_run_with_continuous_saves_resumes_from_the_last_one(tmp_path: Path) -> None:
+    train = Train(steps=40, log_every=1, eval_every=0)
+    run_loop(tmp_path, train, Checkpoint(every=1000, keep=100, max_overhead=0.5), evals=[1.0])
+    assert 40 in saved_steps(tmp_path) and len(saved_steps(tmp_path)) > 1
 
 
 def test_steps_are_profiled_when_due_and_by_signal(tmp_path: Path) -> None:

@@ -175,6 +175,12 @@ class Config(Schema):
                 f"{every}, {2 * every}, {3 * every}, ...",
             )
             yield Problem("checkpoint.persist_every", reason, value=persist_every, accepted=accepted)
+        if self.checkpoint.peer_copies and self.checkpoint.local_every is None:
+            reason, hint = "copies local checkpoints, and there are none", "set checkpoint.local_every"
+            yield Problem("checkpoint.peer_copies", reason, self.checkpoint.peer_copies, accepted="0", hint=hint)
+        if is_remote(self.checkpoint.local_folder):
+            accepted = "a folder on each host"
+            yield Problem("checkpoint.local_folder", "is a URL", self.checkpoint.local_folder, accepted=accepted)
         output = getattr(self.task, "output", None)
         if output is not None and is_remote(output):
             hint = "write to a local path, then upload it"

@@ -298,6 +298,18 @@ class Checkpoint(Schema):
     persist_every: int | None = option(None, ge=1)
     """Steps between checkpoints that are uploaded, if run.outputs is a URL; the others stay in the local folder. The
     last one of a session is always uploaded. null: every checkpoint."""
+    local_every: int | None = option(None, ge=1)
+    """Steps between additional saves to local_folder on each host, for restarts after a crash. null: none."""
+    local_folder: str = "~/.cache/maxhydra/local"
+    """Folder for local_every, on a disk or in memory (/dev/shm/NAME) of each host; the hosts need not share it."""
+    peer_copies: int = option(0, ge=0, le=1)
+    """Copies of the saves of local_every on other hosts: 1 lets a run restart after the loss of a host."""
+    max_overhead: float | None = option(None, gt=0, le=0.5)
+    """Share of the time that saves may block training: save again as soon as the previous save is complete, within this
+    limit, to local_folder if local_every is set. Multiples of every and local_every are saved too. null: only those."""
+    single_replica: bool = True
+    """Resume: an array that several processes hold, such as weights over mesh.data, is read by one of them and sent to
+    the others. false: every process reads all that its devices hold."""
     load_full_state: str | None = None
     """Run or checkpoint folder from which a new run loads the full training state."""
     load_parameters: str | None = None
@@ -312,6 +324,11 @@ class Checkpoint(Schema):
                 value=self.load_parameters,
                 hint="set only one of the two",
             )
+        if self.mode is SaveMode.off:
+            for name in ("local_every", "max_overhead"):
+                if (value := getattr(self, name)) is not None:
+                    hint = "set checkpoint.mode=asynchronous"
+                    yield Problem(name, "saves checkpoints, but mode is off", value, accepted="null", hint=hint)
 
 
 @schema
