@@ -206,6 +206,7 @@ def _prepare() -> None:
     trace_pretraining_step(config, Sharder.from_config(config.mesh, mesh))
     hardware_options()
     environment()
+    compile_cache.write_from_every_process()
     compile_cache.reduce_gc()
 
 
