@@ -1,7 +1,7 @@
 """Settings that keep tests fast: low optimization levels, and a compilation cache shared by all processes of a session.
 
 Most of a test's time is compilation. A low optimization level halves it, and so do the old fusion emitters of XLA, in
-versions that still have them; one LLVM module instead of 32 saves more on few cores. Importing this does not import jax.
+versions that still have them; one LLVM module instead of 32 saves more on few cores. Does not import jax on import.
 """
 
 import gc

@@ -87,6 +87,7 @@ def test_parameters_gradients_and_updates() -> None:
         assert values[f"{name}_norm/norm/1"] == pytest.approx(np.linalg.norm(norms), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_activations_logits_and_dead_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against arrays that are captured while the layers run one by one, without jit."""
     values, _, states, _ = recorded()
@@ -140,6 +141,7 @@ def test_loss_by_position() -> None:
     assert "loss/position/31" not in values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "axes"),
     [(["train.grad_accum=2", "train.per_device_batch_size=4"], {}), ([], {"fsdp": 4}), ([], {"stage": 2})],
@@ -162,6 +164,7 @@ def test_the_step_with_statistics_takes_the_same_update() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain.params, after.params)
 
 
+@pytest.mark.slow
 def test_adapters_and_experts() -> None:
     states, config = plan("adapter=lora", "adapter.rank=2")
     values, _ = record(states, config)
