@@ -37,6 +37,7 @@ RECORD_TYPE = "data.record_type"
 DETERMINISTIC = "task.engine.deterministic"
 # Defaults of the archive's commit that changed since; config.yaml records every value, run.json the overrides alone.
 OLD_DEFAULTS = {
+    "mixture": ["model.scan_unroll=1"],
     "rewards": ["task.engine.prefill_chunk=256", "task.loss=grpo", "task.importance_cap=null"],
 }
 TOKENIZE = ["task=tokenize", *make.TEXTS, f"{RECORD_TYPE}=text", "task.output=shards/tokens", "task.shards=2"]
