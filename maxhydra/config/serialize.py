@@ -7,8 +7,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from maxhydra.config.compose.merge import DEFAULT, ConfigMerge
 from maxhydra.config.compose.provenance import SourcedValue, parse_yaml
 from maxhydra.config.compose.validate import Validator
@@ -17,6 +15,7 @@ from maxhydra.config.fields import walk
 from maxhydra.config.migrations import RULES_PATH, migrate_config, migrate_value, migrated_entries
 from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema.config import Config
+from maxhydra.config.yaml_files import dump_yaml
 from maxhydra.record.atomic_io import NewerFormatError
 from maxhydra.record.facts import FACTS, Facts, parse_facts
 from maxhydra.record.redact import HIDDEN, redact_config, secret_paths, variables_in
@@ -24,12 +23,12 @@ from maxhydra.record.redact import HIDDEN, redact_config, secret_paths, variable
 
 def to_yaml(config: Config) -> str:
     """Return every value of a config as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(_to_plain(config)))
+    return dump_yaml(_to_plain(config))
 
 
 def to_stored_yaml(config: Config) -> str:
     """Return a config as YAML without secrets: `${oc.env:NAME}` for values of variables, *** for others."""
-    return OmegaConf.to_yaml(OmegaConf.create(stored_values(config)))
+    return dump_yaml(stored_values(config))
 
 
 def stored_values(config: Config) -> dict[str, Any]:

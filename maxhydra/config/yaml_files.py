@@ -1,4 +1,4 @@
-"""YAML files of others, checked before they are parsed. Imports neither OmegaConf nor Hydra.
+"""YAML files of others, checked before they are parsed, and YAML of configs. Imports neither OmegaConf nor Hydra.
 
 A file of 1 KB can name 10^9 values through aliases, and OmegaConf takes 0.3 ms for each.
 """
@@ -12,9 +12,40 @@ from maxhydra.config.errors import ConfigError, Problem
 
 # libyaml's parser is ten times faster, if PyYAML was built with it.
 FAST_LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+_FAST_DUMPER: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
+# Text that YAML 1.1 reads as a boolean and PyYAML does not quote.
+_BOOLEANS = ("y", "Y", "n", "N")
 # Limits of a YAML file: bytes, values (an alias counts as often as it is used), and levels. The config of a run has
 # 400 values in 6 levels.
 MAX_BYTES, MAX_VALUES, MAX_DEPTH = 2**20, 20_000, 50
+
+
+class _Dumper(_FAST_DUMPER):
+    """Writes YAML as OmegaConf.to_yaml does, in a tenth of the time."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """Write a value that occurs twice in full."""
+        return True
+
+
+def _represent_text(dumper: Any, text: str) -> yaml.ScalarNode:
+    """Quote text that OmegaConf, unlike PyYAML, would read as a number, such as 1e-3."""
+    try:
+        float(text)
+        has_quotes = True
+    except ValueError:
+        has_quotes = text in _BOOLEANS
+    node: yaml.ScalarNode = dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if has_quotes else None)
+    return node
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def dump_yaml(values: Any) -> str:
+    """Return dicts, lists and scalars as YAML that OmegaConf reads as the same values."""
+    text: str = yaml.dump(values, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+    return text
 
 
 def read_yaml_text(path: Path) -> str:

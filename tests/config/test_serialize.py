@@ -51,7 +51,10 @@ def test_secrets_on_the_command_line_are_hidden_and_needed_again() -> None:
         to_job_yaml(config)
 
 
-@pytest.mark.parametrize("overrides", [[], ["task=grpo", "model=deepseek3-tiny"], ["adapter=lora", "run.tags=[a,'1']"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [[], ["task=grpo", "model=deepseek3-tiny"], ["adapter=lora", "run.tags=[a,'1','1e-3',y,'0x1F','a: b']"]],
+)
 def test_yaml_is_that_of_omegaconf(overrides: list[str]) -> None:
     config = Composer().check_overrides(overrides, with_hydra=False).composed().config
     assert to_yaml(config) == OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -116,6 +116,7 @@ os.kill(os.getpid(), 9) if code == "kill" else sys.exit(code)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("least", "plan", "code"),
     [
@@ -183,7 +184,9 @@ def test_all_invalid_settings_are_reported_at_once() -> None:
 
 @pytest.mark.slow
 def test_a_worker_needs_no_hydra_and_resumes_its_run(tmp_path: Path) -> None:
-    sweep = SweepContext(tmp_path / "sweep", (*SMALL, "checkpoint.every=2"), str(tmp_path))
+    sweep = SweepContext(
+        tmp_path / "sweep", (*SMALL, "checkpoint.every=2", "optimizer/schedule=constant"), str(tmp_path)
+    )
     folder = sweep.path(Trial(0, "0_a", ()))
     arguments = ["job", f"{folder}/job.yaml", "--run-dir", str(folder)]
     compose(sweep, Trial(0, "0_a", ("train.steps=3",))).write(folder)

@@ -225,6 +225,7 @@ def test_stacked_weights_differ_between_layers():
     assert len(np.unique(weight[...])) == weight[...].size
 
 
+@pytest.mark.slow
 def test_cache_writes_at_positions_and_skips_padding():
     rng = np.random.default_rng(0)
     key, value = (jnp.asarray(rng.normal(size=(2, 3, 2, 4)), jnp.float32) for _ in range(2))
@@ -276,6 +277,7 @@ def test_weight_and_compute_dtypes_are_independent(weights):
     assert layer.empty_cache(DenseCacheSpec(1, 4), 1).key_LBSKH.dtype == jnp.float16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "equation", ["BTD,DF->BTF", "BTD,DNH->BTNH", "BTNH,NHD->BTD", "...D,VD->...V", "...D,DV->...V"]
 )

@@ -129,6 +129,7 @@ def test_flops_and_parameters_of_an_mtp_layer():
     assert added == 6 * (block - 32 + 512 + 16 * VOCAB) + 12 * 16 * 4.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unused", [(), ("mtp",)])
 def test_layers_that_a_loss_does_not_use_do_not_decay(unused: tuple[str, ...]) -> None:
     model = build(make_model())

@@ -169,6 +169,7 @@ def test_a_curve_ends_at_the_number_in_the_table(tmp_path):
     assert "1.906" in page.texts["dd"] and f"{last:.4g}" == "1.906"
 
 
+@pytest.mark.slow
 def test_a_long_run_gives_a_small_page_with_its_extremes(tmp_path):
     rng = random.Random(0)
     names = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu")

@@ -74,6 +74,7 @@ def test_a_signal_interrupts_the_main_thread(tmp_path: Path, number: signal.Sign
     assert signals.exit_code(f"{number.name} in a test") == 128 + number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [NATIVE_WORK, "pool = ThreadPoolExecutor(1)\n        with pool:\n            pool.submit(time.sleep, 60).result()"],

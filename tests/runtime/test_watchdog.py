@@ -162,6 +162,7 @@ def test_a_step_that_hangs_inside_xla_ends_with_75_and_the_run_resumes(script: P
     assert cli.facts(folder)["status"] == "finished" and cli.facts(folder)["start_step"] == 8
 
 
+@pytest.mark.slow
 def test_the_second_sigterm_ends_a_step_that_hangs_inside_xla(script: Path) -> None:
     process = start(script)
     wait_for((script / "hangs").exists, 60)

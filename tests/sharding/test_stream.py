@@ -18,6 +18,7 @@ def gathers(length: int, *overrides: str) -> set[str]:
     return {each.operand for each in found if each.operand.startswith(f"f32[{B // 2},")}
 
 
+@pytest.mark.slow
 def test_norms_run_on_parts_of_the_length_unless_the_rule_says_otherwise() -> None:
     assert gathers(T) == {f"f32[{B // 2},{T // 4},{D}]"}
     assert gathers(T, "mesh.rules.act_stream_length=[sequence]") == set()

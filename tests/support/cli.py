@@ -66,6 +66,11 @@ def environment(devices: int = 1, **extra: str) -> dict[str, str]:
     return {**inherited, **compile_cache.cache_variables(), **settings, **extra}
 
 
+def forked_jobs(folder: Path) -> dict[str, str]:
+    """Variables with which a command starts its jobs in the fork server. Killing such a job has no effect."""
+    return {fork_server.PYTHON_VARIABLE: str(fork_server.write_python(folder / "python", compile_cache.PREFIX))}
+
+
 def command(*overrides: str) -> list[str]:
     return [sys.executable, "-m", "maxhydra", *overrides]
 

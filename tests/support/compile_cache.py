@@ -1,7 +1,7 @@
 """Settings that keep tests fast: low optimization levels, and a compilation cache shared by all processes of a session.
 
 Most of a test's time is compilation. A low optimization level halves it, and so do the old fusion emitters of XLA, in
-versions that still have them; one LLVM module instead of 32 saves more on few cores. Does not import jax.
+versions that still have them; one LLVM module instead of 32 saves more on few cores. Does not import jax on import.
 """
 
 import gc
@@ -11,6 +11,7 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
 # XLA aborts on unknown flags; this one was removed in jax 0.11.
@@ -53,6 +54,24 @@ def set_up_cache() -> str | None:
     for name in THREADS:
         os.environ.setdefault(name, "1")
     return folder
+
+
+def write_from_every_process() -> None:
+    """Let all processes of a cluster write compiled programs to the cache.
+
+    In jax only the first one does. On a CPU the keys differ between processes, so that the others would compile every
+    program again in every run.
+    """
+    from jax._src import compiler
+
+    class AsFirst:
+        process_id = 0
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(state, name)
+
+    state = compiler.distributed.global_state
+    compiler.distributed = SimpleNamespace(global_state=AsFirst())
 
 
 def reduce_gc() -> None:

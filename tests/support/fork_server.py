@@ -32,6 +32,8 @@ ROOT = Path(__file__).parents[2]
 STREAMS = (0, 1, 2)
 # File to which the server appends the CPU seconds of each command: tests/support/cpu_time.py.
 TIMES_VARIABLE = "MAXHYDRA_COMMAND_TIMES"
+# The `python` with which a command starts others: see write_python.
+PYTHON_VARIABLE = "MAXHYDRA_COMMAND_PYTHON"
 
 
 @functools.cache
@@ -52,10 +54,28 @@ def server_address(prefix: str) -> str:
     return address
 
 
-def write_script(path: Path, prefix: str, *, skipped: int = 0) -> Path:
-    """Write a script that acts as `maxhydra`, ignoring its first `skipped` arguments."""
-    command = f'"{sys.executable}" -I "{__file__}" "{server_address(prefix)}"'
-    path.write_text(f'#!/bin/sh\nshift {skipped}\nexec {command} "$@"\n')
+def write_script(path: Path, prefix: str) -> Path:
+    """Write a script that acts as `maxhydra`."""
+    return _write_executable(path, f'exec {_client(prefix)} "$@"\n')
+
+
+def write_python(path: Path, prefix: str) -> Path:
+    """Write a script that acts as `python`, but runs `python -m maxhydra` in the server.
+
+    Killing it does not kill the command.
+    """
+    is_maxhydra = '[ "$1 $2" = "-m maxhydra" ]'
+    return _write_executable(
+        path, f'if {is_maxhydra}; then shift 2; exec {_client(prefix)} "$@"; fi\nexec "{sys.executable}" "$@"\n'
+    )
+
+
+def _client(prefix: str) -> str:
+    return f'"{sys.executable}" -I "{__file__}" "{server_address(prefix)}"'
+
+
+def _write_executable(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}")
     path.chmod(0o755)
     return path
 
@@ -169,6 +189,7 @@ def _become(request: dict[str, Any]) -> None:
     while True:
         os.environ.clear()
         os.environ.update(request["environment"])
+        sys.executable = os.environ.get(PYTHON_VARIABLE, sys.executable)
         os.chdir(request["folder"])
         sys.path[:] = [request["folder"], *os.environ.get("PYTHONPATH", "").split(os.pathsep), *path]
         sys.argv = [request["module"], *request["arguments"]]
@@ -206,6 +227,7 @@ def _prepare() -> None:
     trace_pretraining_step(config, Sharder.from_config(config.mesh, mesh))
     hardware_options()
     environment()
+    compile_cache.write_from_every_process()
     compile_cache.reduce_gc()
 
 

@@ -174,6 +174,7 @@ def train(config: Config, devices: int = 1) -> Session:
     return session
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "task", "key", "change", "message"), CASES, ids=IDS)
 def test_a_changed_input_is_named_and_can_be_accepted(
     kind: str, task: str, key: str, change: Callable[[Path], None], message: str, cwd: Path
@@ -296,6 +297,7 @@ def test_another_source_is_one_problem_and_one_key_accepts_it(cwd: Path) -> None
     assert [entry["change"] for entry in accepted] == ["data.source grain -> text"]
 
 
+@pytest.mark.slow
 def test_the_batch_over_all_devices_stays(cwd: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(config_of("sft", "train.per_device_batch_size=8"), devices=1)
     with caplog.at_level("INFO", "maxhydra"):
@@ -428,6 +430,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.*") if path.name != "log.txt"}
 
 
+@pytest.mark.slow
 def test_a_session_that_could_not_start_does_not_change_the_run(cwd: Path) -> None:
     """It was accepted, but something else is wrong, such as too little memory for its batch."""
     train(config_of("sft"))

@@ -7,7 +7,14 @@ import pytest
 
 from tests.support.cli import SMALL, losses, run, run_ok
 
-CONFIG = [*SMALL, "hardware=cpu", "train.steps=4", "train.log_every=1", "mesh.fsdp=2", "train.per_device_batch_size=1"]
+CONFIG = [
+    *SMALL,
+    "hardware=cpu",
+    "train.steps=4",
+    "train.eval_batches=0",
+    "mesh.fsdp=2",
+    "train.per_device_batch_size=1",
+]
 
 
 @pytest.mark.slow

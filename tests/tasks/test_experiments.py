@@ -7,7 +7,13 @@ import pytest
 
 from tests.support.cli import ROOT, SMALL, facts, losses, run_ok
 
-EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
+# tests/tasks/test_tutorials.py runs these.
+IN_TUTORIALS = {
+    name
+    for page in (ROOT / "docs" / "tutorials").glob("*.md")
+    for name in re.findall(r"^\$ maxhydra experiment=([\w.-]+) .*train\.steps=", page.read_text(), re.MULTILINE)
+}
+EXPERIMENTS = sorted({path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml")} - IN_TUTORIALS)
 # overfit has a separate test, and every experiment runs with one_step.
 OVERLAYS = sorted({path.stem for path in (ROOT / "conf" / "debug").glob("*.yaml")} - {"overfit", "one_step"})
 SIZES = [override for override in SMALL if override.startswith(("model.", "train.seq_len"))]

@@ -112,6 +112,7 @@ def test_a_run_with_an_adapter_can_be_decoded_with(here: Path) -> None:
     assert done.stdout.strip("\n")
 
 
+@pytest.mark.slow
 def test_missing_base_weights_are_reported(here: Path, tmp_path: Path) -> None:
     shutil.copytree(here / "outputs/whole", tmp_path / "alone")
     for name in ("config.yaml", "run.json"):

@@ -23,7 +23,7 @@ from maxhydra.config.serialize import from_yaml
 from maxhydra.convert.orbax_io import read_parameters
 from maxhydra.runs.rerun import rerun_arguments
 from tests.stored import make
-from tests.support.cli import facts, losses, run_ok
+from tests.support.cli import facts, forked_jobs, losses, run_ok
 
 RATES = ("rates/0_learning_rate=0.01", "rates/1_learning_rate=0.001")
 SEARCH = (
@@ -37,6 +37,7 @@ RECORD_TYPE = "data.record_type"
 DETERMINISTIC = "task.engine.deterministic"
 # Defaults of the archive's commit that changed since; config.yaml records every value, run.json the overrides alone.
 OLD_DEFAULTS = {
+    "mixture": ["model.scan_unroll=1"],
     "rewards": ["task.engine.prefill_chunk=256", "task.loss=grpo", "task.importance_cap=null"],
 }
 TOKENIZE = ["task=tokenize", *make.TEXTS, f"{RECORD_TYPE}=text", "task.output=shards/tokens", "task.shards=2"]
@@ -261,10 +262,11 @@ def test_a_new_run_starts_from_the_weights(stored: Path) -> None:
 def test_sweeps_are_resumed(own: Path) -> None:
     shutil.rmtree(own / "outputs" / RATES[1])
     before = facts(own / "outputs" / RATES[0])
-    run_ok("sweep", "resume", "rates", cwd=own)
+    jobs = forked_jobs(own)
+    run_ok("sweep", "resume", "rates", cwd=own, **jobs)
     assert facts(own / "outputs" / RATES[0]) == before
     assert facts(own / "outputs" / RATES[1])["status"] == "finished"
-    run_ok("sweep", "resume", "search", "--trials", "3", cwd=own)
+    run_ok("sweep", "resume", "search", "--trials", "3", cwd=own, **jobs)
     assert len(list((own / "outputs" / "search").glob("*/run.json"))) == 3
 
 

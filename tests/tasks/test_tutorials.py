@@ -1,6 +1,7 @@
 """Runs every command in the console blocks of docs/, page by page and in order, each page in a new folder.
 
-Commands train and decode with short sequences, small batches and short evaluations.
+Commands train and decode with short sequences and small batches. They evaluate if they run an experiment or set the
+number of batches.
 """
 
 import re
@@ -18,15 +19,16 @@ from tests.support.cli import ROOT, environment
 
 # Sizes for commands that do not set them. An experiment has its own sequence length. The sample, which takes longer to
 # compile than the training step, is left out; tests/tasks/test_interrupt.py has one.
-SIZES = ["train.eval_batches=1", "train.sample.tokens=0", "train.per_device_batch_size=8", "model.scan_unroll=1"]
-SIZES_WITHOUT_EXPERIMENT = ["train.seq_len=32"]
+SIZES = ["train.sample.tokens=0", "train.per_device_batch_size=8", "model.scan_unroll=1"]
+SIZES_OF_EXPERIMENT = ["train.eval_batches=1"]
+SIZES_WITHOUT_EXPERIMENT = ["train.seq_len=32", "train.eval_batches=0"]
 SIZES_OF_DECODE = ["task.sampling.max_tokens=8"]
 SIZES_OF_TOKENIZE = ["task.workers=1"]
 # Adds the sizes to a command line of overrides, and not to one of a subcommand.
 SCRIPT = """#!/bin/sh
 case "$1" in -m|*=*) ;; *) exec {program} "$@" ;; esac
 sizes="{sizes}"
-case " $* " in *" experiment="*) ;; *) sizes="$sizes {without_experiment}" ;; esac
+case " $* " in *" experiment="*) sizes="$sizes {experiment}" ;; *) sizes="$sizes {without_experiment}" ;; esac
 case " $* " in *" task=decode "*) sizes="$sizes {decode}" ;; *" task=tokenize "*) sizes="$sizes {tokenize}" ;; esac
 for size in $sizes; do
   case " $* " in *" ${{size%%=*}}="*) ;; *) set -- "$@" "$size" ;; esac
@@ -63,6 +65,7 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     script = binaries / "maxhydra"
     sizes = {
         "sizes": SIZES,
+        "experiment": SIZES_OF_EXPERIMENT,
         "without_experiment": SIZES_WITHOUT_EXPERIMENT,
         "decode": SIZES_OF_DECODE,
         "tokenize": SIZES_OF_TOKENIZE,

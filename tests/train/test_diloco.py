@@ -138,6 +138,7 @@ def test_incomplete_settings_are_rejected(overrides: list[str], path: str) -> No
         compose([*MODEL, *overrides])
 
 
+@pytest.mark.slow
 def test_another_number_of_replicas_is_rejected_by_name(tmp_path: Path) -> None:
     two = Setup(*DILOCO, "checkpoint.mode=synchronous", devices=2)
     checkpointer = open_checkpointer(tmp_path, two.config.checkpoint)

@@ -115,6 +115,7 @@ def test_chunks_do_not_change_the_gradient(case: dict, chunk: int) -> None:
     np.testing.assert_allclose(gradient(chunk), gradient(0), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_chunks_never_hold_all_logits(case: dict) -> None:
     """No array of the size of the full logits appears in the chunked program, forward or backward."""
 

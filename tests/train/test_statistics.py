@@ -104,6 +104,7 @@ def test_logits_of_evenly_spaced_queries_of_a_long_sequence(monkeypatch: pytest.
     np.testing.assert_allclose(found["logit_max"], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_activations_logits_and_dead_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against arrays that are captured while the layers run one by one, without jit."""
     values, _, states, _ = recorded()
@@ -157,6 +158,7 @@ def test_loss_by_position() -> None:
     assert "loss/position/31" not in values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "axes"),
     [(["train.grad_accum=2", "train.per_device_batch_size=4"], {}), ([], {"fsdp": 4}), ([], {"stage": 2})],
@@ -179,6 +181,7 @@ def test_the_step_with_statistics_takes_the_same_update() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain.params, after.params)
 
 
+@pytest.mark.slow
 def test_adapters_and_experts() -> None:
     states, config = plan("adapter=lora", "adapter.rank=2")
     values, _ = record(states, config)
