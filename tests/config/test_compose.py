@@ -48,6 +48,7 @@ NEEDS = {
     ("data", "tfds"): ["data.name=c4/en"],
     ("data", "reasoning_gym"): ["data.name=chain_sum"],
     ("model", "from_hf"): [f"model.path={Path(__file__).parents[1] / 'parity' / 'golden' / 'llama'}"],
+    ("environment", "function"): ["environment.function=math:sqrt"],
     ("reward", "function"): ["reward.terms.own.function=math:sqrt"],
     ("reward", "length"): ["reward.terms.length.target=100"],
     ("task", "convert"): ["task.output=folder"],
@@ -90,7 +91,7 @@ def test_every_option_composes(group: str, option: str, text: Path, composer: Co
 # Groups whose options set different sections, so that Hydra can compose one option of each at a time.
 INDEPENDENT = (
     *("mesh", "data", "optimizer", "optimizer/schedule", "quantization"),
-    *("hardware", "checkpoint", "tracker", "reward"),
+    *("hardware", "checkpoint", "tracker", "reward", "environment"),
 )
 OPTIONS_OF = {group: [path.stem for path in groups()[group]] for group in INDEPENDENT}
 
