@@ -51,6 +51,7 @@ FREE_KEYS = (
     *("task.engine.max_batch", "task.engine.cache_tokens", "task.engine.page_size", "task.engine.max_context"),
     *("task.engine.prefill_chunk", "task.engine.burst", "task.engine.warm_up", "task.engine.prefix_cache"),
     *("data.workers", "data.prefetch", "data.cache", "data.fingerprint", "reward.workers", "reward.timeout"),
+    *("environment.timeout", "environment.memory_limit_gib", "environment.concurrency"),
     *("reward.memory_limit_gib", "train.allow_no_learning", "train.checks"),
     # Reactions to faults that end a session: the next one may continue past them.
     *("train.on_nonfinite", "train.spike.*", "data.on_error", "data.max_characters", "reward.on_error"),
@@ -89,6 +90,8 @@ FIXED_KEYS = (
     *("reward.terms*", "reward.answer", "reward.passes", "reward.pass_at"),
     *("task.name", "task.loss", "task.beta", "task.label_smoothing", "task.nll_weight", "task.margin"),
     "task.reference",
+    *("environment.kind", "environment.function", "environment.tools", "environment.max_turns"),
+    "environment.turn_tokens",
     *("task.group_size", "task.max_tokens", "task.clip.*", "task.kl.*", "task.scale", "task.mask_degenerate"),
     *("task.baseline", "task.entropy_bonus", "task.mask_truncated", "task.importance", "task.importance_floor"),
     *("task.rounds", "task.importance_cap", "task.iterations", "task.off_policy_steps"),

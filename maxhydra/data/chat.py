@@ -37,6 +37,8 @@ from maxhydra.data.template_sandbox import MAX_SOURCE, LimitedEnvironment
 from maxhydra.data.tokenizers import Tokenizer, TokenizerError, special_token_pattern
 
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]] | None
+"""Functions that the model may call, as JSON schemas in the form that transformers and the OpenAI API use."""
 
 # The date that templates see. With today's date, a run that resumes tomorrow would train on different tokens.
 DAY = datetime.datetime(2024, 7, 26)
@@ -110,11 +112,12 @@ class ChatTemplate:
         reason = f"cannot render a conversation: {problems[0]}"
         raise ConfigError(Problem("data.tokenizer.chat_template", reason, hint="correct the template, or set another"))
 
-    def prompt(self, messages: Sequence[Message]) -> str:
+    def prompt(self, messages: Sequence[Message], *, tools: Tools = None, add_generation_prompt: bool = True) -> str:
         """Render the conversation so far plus the assistant header. ChatTemplateError if that is impossible."""
         messages = _check_messages(messages)
         self._reject_special_tokens(messages)
-        return _strip_delimiters(self._render(messages, add_generation_prompt=True)).text
+        text = self._render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        return _strip_delimiters(text).text
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """Render a conversation and locate the assistant's turns. ChatTemplateError if that is impossible."""
@@ -154,8 +157,8 @@ class ChatTemplate:
             )
         return sum(message["role"] == "assistant" for message in messages[:known])
 
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        variables = {"messages": [dict(message) for message in messages], "tools": None, "documents": None}
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = None) -> str:
+        variables = {"messages": [dict(message) for message in messages], "tools": tools, "documents": None}
         try:
             with limited(messages):
                 text = self._template.render(

@@ -98,8 +98,8 @@ def isolate_descriptors(descriptor: int) -> int:
     return private
 
 
-def descendants() -> dict[int, float]:
-    """Pids of the descendants of this process, with their age in seconds. Empty without /proc.
+def descendants(root: int | None = None) -> dict[int, float]:
+    """Pids of the descendants of a process, by default this one, with their age in seconds. Empty without /proc.
 
     Zombies count: one that is the leader of live threads is still running.
     """
@@ -110,7 +110,7 @@ def descendants() -> dict[int, float]:
             age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
             parents[int(folder.name)] = int(fields[1]), age
     found: dict[int, float] = {}
-    level = {os.getpid()}
+    level = {root or os.getpid()}
     while level:
         level = {pid for pid, (parent, _) in parents.items() if parent in level and pid not in found}
         found |= {pid: parents[pid][1] for pid in level}

@@ -56,15 +56,13 @@ def eval_metrics(groups: Sequence[Group], samples: int, reward: Reward) -> dict[
     passes = {f"eval/pass@{k}": float(np.mean([pass_at(k, sum(group), samples) for group in is_correct])) for k in ks}
     metrics = {
         "eval/reward": float(np.mean([group.rewards for group in groups])),
-        "eval/tokens": float(np.mean([len(completion.tokens) for group in groups for completion in group.completions])),
+        "eval/tokens": float(np.mean([episode.num_sampled for group in groups for episode in group.episodes])),
         "eval/prompts": float(len(groups)),
         "eval/error": 1 - passes["eval/pass@1"],
         **passes,
     }
     if samples > 1:
-        answers = [
-            [extract_answer(completion.text, reward.answer) for completion in group.completions] for group in groups
-        ]
+        answers = [[extract_answer(episode.text, reward.answer) for episode in group.episodes] for group in groups]
         votes = [majority(*pair) for pair in zip(answers, is_correct, strict=True)]
         metrics[f"eval/maj@{samples}"] = float(np.mean(votes))
     return metrics

@@ -7,14 +7,11 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.reward import OnFault, Reward
-from maxhydra.record.processes import KILL_TIMEOUT, spawn_context
-from maxhydra.rl.reward_process import LoadFailure, Score, supervise
+from maxhydra.config.schema.reward import ENVIRONMENT, OnFault, Reward
+from maxhydra.rl.reward_process import LoadFailure, Score, SupervisorLink, supervise
 from maxhydra.rl.rewards import Sample
 from maxhydra.runtime.channel import broadcast, is_main
 
@@ -34,6 +31,16 @@ class RewardResult:
     is_correct: bool
     errors: int
 
+    def with_environment(self, value: float, reward: Reward) -> "RewardResult":
+        """The result with the environment's reward as one more term, of weight 1."""
+        is_correct = value >= reward.pass_at if pass_term(reward) == ENVIRONMENT else self.is_correct
+        return RewardResult({**self.terms, ENVIRONMENT: value}, self.reward + value, is_correct, self.errors)
+
+
+def pass_term(reward: Reward) -> str:
+    """The term that decides whether a completion is correct."""
+    return reward.passes or next(iter(reward.terms), ENVIRONMENT)
+
 
 class RewardPool:
     """Scores completions. The constructor starts the processes; ConfigError if a term cannot be loaded.
@@ -43,9 +50,9 @@ class RewardPool:
 
     def __init__(self, reward: Reward):
         self._reward = reward
-        self._pass_term = reward.passes or next(iter(reward.terms))
+        self._pass_term = pass_term(reward)
         self._error_counts: Counter[str] = Counter()
-        self._workers = [_Worker(reward) for _ in range(reward.workers if is_main() else 0)]
+        self._workers = [_Worker(reward) for _ in range(reward.workers if is_main() and reward.terms else 0)]
         self._threads = ThreadPoolExecutor(reward.workers, thread_name_prefix="reward")
         try:
             list(self._threads.map(_Worker.start, self._workers))
@@ -63,6 +70,8 @@ class RewardPool:
         return results
 
     def _score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+        if not self._workers:  # without terms, the environment alone gives rewards
+            return [self._result([]) for _ in samples]
         count = len(self._workers)
         worker_scores = self._threads.map(
             _Worker.score, self._workers, [samples[start::count] for start in range(count)]
@@ -85,7 +94,7 @@ class RewardPool:
         return RewardResult(
             terms=values,
             reward=math.fsum(self._reward.terms[name].weight * value for name, value in values.items()),
-            is_correct=values[self._pass_term] >= self._reward.pass_at,
+            is_correct=values.get(self._pass_term, -math.inf) >= self._reward.pass_at,
             errors=sum(isinstance(score, str) for score in scores),
         )
 
@@ -104,9 +113,7 @@ class _Worker:
     def __init__(self, reward: Reward):
         self._reward = reward
         self._lock = threading.Lock()
-        self._process: BaseProcess | None = None
-        self._pipe: Connection | None = None
-        self._lifeline: Connection | None = None
+        self._link: SupervisorLink | None = None
         self._is_ended = False
 
     def start(self) -> None:
@@ -114,14 +121,7 @@ class _Worker:
         with self._lock:
             if self._is_ended:
                 raise RewardError("the reward pool was closed")
-            self._pipe, child_pipe = spawn_context.Pipe()
-            child_lifeline, self._lifeline = spawn_context.Pipe(duplex=False)
-            self._process = spawn_context.Process(
-                target=supervise, args=(child_pipe, child_lifeline, self._reward), daemon=True
-            )
-            self._process.start()
-            child_pipe.close()
-            child_lifeline.close()
+            self._link = SupervisorLink(supervise, self._reward)
         try:
             self._receive()
         except (EOFError, ConnectionError):
@@ -130,8 +130,8 @@ class _Worker:
     def score(self, samples: Sequence[Sample]) -> list[list[Score]]:
         """For each sample, the value of each term or the reason why it failed."""
         try:
-            assert self._pipe is not None
-            self._pipe.send(samples)
+            assert self._link is not None
+            self._link.pipe.send(samples)
             scores: list[list[Score]] = self._receive()
         except (EOFError, OSError):
             # Only user code that kills processes other than its own gets here.
@@ -142,8 +142,8 @@ class _Worker:
         return scores
 
     def _receive(self) -> Any:
-        assert self._pipe is not None
-        reply = self._pipe.recv()
+        assert self._link is not None
+        reply = self._link.pipe.recv()
         if isinstance(reply, LoadFailure):
             term = self._reward.terms[reply.term]
             field = "function" if term.function is not None else "kind"
@@ -158,11 +158,5 @@ class _Worker:
             self._stop()
 
     def _stop(self) -> None:
-        """Close the lifeline: the supervisor then kills everything that the reward functions have started."""
-        if self._lifeline is not None:
-            self._lifeline.close()
-        if self._process is not None:
-            self._process.join(2 * KILL_TIMEOUT)
-            self._process.kill()
-            self._process.join()
-        self._process = self._lifeline = None
+        if self._link is not None:
+            self._link.stop()

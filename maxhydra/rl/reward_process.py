@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -43,6 +43,27 @@ Score = float | str
 """The value of a term, or the reason why it failed."""
 
 
+class SupervisorLink:
+    """A supervisor process and its pipe, as seen from the run; `target(pipe, lifeline, config)` is its main."""
+
+    def __init__(self, target: Callable[[Connection, Connection, Any], None], config: Any):
+        self.pipe, child_pipe = processes.spawn_context.Pipe()
+        child_lifeline, self._lifeline = processes.spawn_context.Pipe(duplex=False)
+        self._process = processes.spawn_context.Process(
+            target=target, args=(child_pipe, child_lifeline, config), daemon=True
+        )
+        self._process.start()
+        child_pipe.close()
+        child_lifeline.close()
+
+    def stop(self) -> None:
+        """Close the lifeline: the supervisor then kills everything that user code has started."""
+        self._lifeline.close()
+        self._process.join(2 * processes.KILL_TIMEOUT)
+        self._process.kill()
+        self._process.join()
+
+
 class RunEnded(Exception):
     """The run has closed the lifeline, or died."""
 
@@ -64,7 +85,7 @@ def supervise(pipe: Connection, lifeline: Connection, reward: Reward) -> None:
 
     A term that cannot be loaded is replied as LoadFailure.
     """
-    # In a session of its own, a kill of the run's process group leaves the supervisor time to clean up.
+    # In its own session, a kill of the run's process group leaves the supervisor time to clean up.
     os.setsid()
     processes.ignore_run_signals()
     processes.adopt_orphans()
@@ -207,12 +228,7 @@ class _RewardProcess:
 def _serve(connection: socket.socket, reward: Reward) -> None:
     """Main of the reward process, which never returns: load the terms, then reply to each call."""
     try:
-        # Even if user code blocks everything else.
-        processes.die_with_parent()
-        os.setsid()
-        descriptor = processes.isolate_descriptors(connection.detach())
-        if reward.memory_limit_gib is not None:
-            processes.limit_memory(int(reward.memory_limit_gib * 2**30))
+        descriptor = isolate_process(connection, reward.memory_limit_gib)
         _reply_to_calls(descriptor, reward)
     except (EOFError, OSError):
         os._exit(0)
@@ -220,23 +236,40 @@ def _serve(connection: socket.socket, reward: Reward) -> None:
         os._exit(1)
 
 
-def _reply_to_calls(descriptor: int, reward: Reward) -> None:
+def isolate_process(connection: socket.socket, memory_limit_gib: float | None) -> int:
+    """Prepare a forked process for user code; the descriptor of its connection to the supervisor."""
+    # Even if user code blocks everything else.
+    processes.die_with_parent()
+    os.setsid()
+    descriptor = processes.isolate_descriptors(connection.detach())
+    if memory_limit_gib is not None:
+        processes.limit_memory(int(memory_limit_gib * 2**30))
+    return descriptor
+
+
+def reply_sender(descriptor: int) -> Callable[[object], None]:
+    """A function that sends a reply as a line of JSON, from this process only."""
     own_pid = os.getpid()
 
     def send(reply: object) -> None:
-        # A reward function may fork, and both processes return.
+        content = json.dumps({"reply": reply}).encode() + b"\n"
+        # User code may fork, and both processes return.
         if os.getpid() != own_pid:
             os._exit(0)
-        content = json.dumps({"reply": reply}).encode() + b"\n"
         while content:
             content = content[os.write(descriptor, content) :]
 
+    return send
+
+
+def _reply_to_calls(descriptor: int, reward: Reward) -> None:
+    send = reply_sender(descriptor)
     score_fns = {}
     for name, term in reward.terms.items():
         try:
             score_fns[name] = build_score(term)
         except Exception as error:  # an import may raise anything
-            send([name, f"cannot be loaded: {_describe_error(error)}"])
+            send([name, f"cannot be loaded: {describe_error(error)}"])
             return
     send(None)
     with open(descriptor, "rb", closefd=False) as calls:
@@ -247,7 +280,7 @@ def _reply_to_calls(descriptor: int, reward: Reward) -> None:
             except MemoryError:
                 send(f"exceeded reward.memory_limit_gib={reward.memory_limit_gib}")
             except Exception as error:  # user code may raise anything; the run reports it
-                send(f"raised {_describe_error(error)}")
+                send(f"raised {describe_error(error)}")
 
 
 def _to_number(value: object) -> Score:
@@ -261,7 +294,7 @@ def _to_number(value: object) -> Score:
     return f"returned {value!r:.200}, not a finite number"
 
 
-def _describe_error(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """An error on one line, with the file and line that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     location = f" ({os.path.basename(last.filename)}:{last.lineno})"

@@ -1,15 +1,16 @@
-"""Rollouts: sample completions of prompts, compute their rewards, and arrange them as arrays.
+"""Rollouts: sample episodes of prompts, compute their rewards, and arrange them as arrays.
 
-The decode engine samples from the policy with the trainer's current weights.
+The decode engine samples from the policy with the trainer's current weights. An episode is a completion of the prompt,
+or several turns with an environment (episodes.py).
 
-P prompts, G completions of each, S positions.
+P prompts, G episodes of each, S positions.
 """
 
 import base64
 import dataclasses
 import io
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,13 +20,14 @@ from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.reward import Reward
 from maxhydra.config.schema.tasks.training import GrpoTask, baseline_of
-from maxhydra.data import Loader, Row
+from maxhydra.data import Loader, Row, Tokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.open import reject_stages
-from maxhydra.decode.request import Completion
-from maxhydra.decode.sampling_params import PromptEncoder, make_requests
+from maxhydra.decode.sampling_params import make_requests
 from maxhydra.model import ModelDef
 from maxhydra.rl.advantages import is_degenerate
+from maxhydra.rl.environment_process import FAILURES
+from maxhydra.rl.episodes import Episode, EpisodeRunner
 from maxhydra.rl.reward_pool import RewardPool, RewardResult
 from maxhydra.rl.rewards import Sample, extract_answer
 from maxhydra.runtime.channel import broadcast, is_main
@@ -34,15 +36,25 @@ from maxhydra.train.loss import Tree
 
 
 class PolicyEngine:
-    """Samples completions. It uses the weights only during a call; the trainer may donate them afterwards.
+    """Samples episodes. It uses the weights only during a call; the trainer may donate them afterwards.
 
     On the trainer's mesh the weights are used in place, on another mesh they are resharded; a single CPU keeps its own
     copy in the engine's weight layout.
     """
 
-    def __init__(self, model: ModelDef, prompts: PromptEncoder, config: EngineConfig, *, sharder: Sharder, seed: int):
-        self._model, self._prompts, self._config, self._sharder = model, prompts, config, sharder
-        self._seed = seed
+    def __init__(
+        self,
+        model: ModelDef,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        *,
+        sharder: Sharder,
+        eos: frozenset[int],
+        seed: int,
+    ):
+        """`eos`: token ids that end a turn."""
+        self._model, self._tokenizer, self._config, self._sharder = model, tokenizer, config, sharder
+        self._eos, self._seed = eos, seed
         model.check_mesh(sharder)
         reject_stages(sharder, "task.rollout_mesh")
         self._shardings = sharder.tree(model.axes)
@@ -52,11 +64,8 @@ class PolicyEngine:
 
     def generate(
         self, weights: Tree, prompts: Sequence[Sequence[int]], sampling: Sampling, *, samples: int, number: int
-    ) -> list[list[Completion]]:
-        """`samples` completions per prompt; seeds derive from `number`, the index of the first prompt in the run.
-
-        A collective call, in which process 0 submits the prompts.
-        """
+    ) -> list[Episode]:
+        """`samples` completions per prompt; seeds derive from `number`, the index of the first prompt in the run."""
         requests = [
             dataclasses.replace(request, stream=False)
             for index, prompt in enumerate(prompts)
@@ -64,19 +73,31 @@ class PolicyEngine:
                 prompt, sampling, samples=samples, seed=self._seed, number=number + index, logprobs=0
             )
         ]
+
+        def sample(engine: Engine) -> list[Episode]:
+            handles = engine.submit_all(requests)
+            return [
+                Episode.from_completion(request.prompt, handle.result())
+                for request, handle in zip(requests, handles, strict=True)
+            ]
+
+        return self.run(weights, sample)
+
+    def run(self, weights: Tree, sample: Callable[[Engine], list[Episode]]) -> list[Episode]:
+        """What `sample` returns in process 0, which submits the requests of all. A collective call."""
         with self._lock:
             engine = self._engine_with(weights)
-            completions = [handle.result() for handle in engine.submit_all(requests if is_main() else [])]
+            episodes = sample(engine) if is_main() else []
             engine.synchronize()
-        completions = broadcast(
-            completions,
-            encode=lambda items: [item.to_json() for item in items],
-            decode=lambda items: [Completion.from_json(item) for item in items],
+        episodes = broadcast(
+            episodes,
+            encode=lambda items: [dataclasses.asdict(item) for item in items],
+            decode=lambda items: [Episode.from_json(item) for item in items],
         )
-        failed = next((item for item in completions if item.finish in ("error", "cancelled")), None)
+        failed = next((item for item in episodes if item.finish in ("error", "cancelled")), None)
         if failed is not None:
             raise RuntimeError(f"sampling a completion failed: {failed.error or failed.finish}")
-        return [completions[start : start + samples] for start in range(0, len(completions), samples)]
+        return episodes
 
     def close(self) -> None:
         if self._engine is not None:
@@ -88,10 +109,10 @@ class PolicyEngine:
             self._engine = Engine(
                 self._model,
                 weights,
-                self._prompts.tokenizer,
+                self._tokenizer,
                 self._config,
                 sharder=self._sharder,
-                eos=self._prompts.eos_ids,
+                eos=self._eos,
             )
         else:
             self._engine.update_params(weights)
@@ -100,40 +121,53 @@ class PolicyEngine:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A prompt, its completions and their rewards."""
+    """The episodes of a prompt and their rewards."""
 
-    prompt: tuple[int, ...]
-    completions: list[Completion]
+    episodes: list[Episode]
     results: list[RewardResult]
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Text, answer and record of the prompt."""
     number: int = 0
-    """Index of the prompt in the run, from which the seeds of its completions derive; negative in evaluations."""
+    """Index of the prompt in the run, from which the seeds of its episodes derive; negative in evaluations."""
 
     @property
     def rewards(self) -> list[float]:
-        return [result.reward for result in self.results]
+        """Rewards; an episode whose environment failed has the mean of the others, so that they keep their baseline."""
+        valid = [
+            result.reward for episode, result in zip(self.episodes, self.results, strict=True) if not episode.failure
+        ]
+        # Between them: rounding must not make equal rewards differ.
+        mean = min(max(float(np.mean(valid)), min(valid)), max(valid)) if valid else 0.0
+        return [
+            mean if episode.failure else result.reward
+            for episode, result in zip(self.episodes, self.results, strict=True)
+        ]
 
     @property
     def is_degenerate(self) -> bool:
         return bool(is_degenerate(np.array([self.rewards]))[0])
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """The completions as lines of the run's rollouts; see record/rollout_store.py."""
-        for sample, (completion, result) in enumerate(zip(self.completions, self.results, strict=True)):
-            yield {
+        """The episodes as lines of the run's rollouts; see record/rollout_store.py."""
+        for sample, (episode, result) in enumerate(zip(self.episodes, self.results, strict=True)):
+            record = {
                 "prompt_number": self.number,
                 "sample": sample,
                 "prompt": self.info.get("prompt"),
-                "completion": completion.text,
+                "completion": episode.text if episode.transcript is None else episode.transcript,
                 "expected": as_text(self.info.get("answer")),
                 "reward": result.reward,
                 "terms": result.terms,
                 "is_correct": result.is_correct,
                 "errors": result.errors,
-                "tokens": len(completion.tokens),
-                "finish": completion.finish,
+                "tokens": episode.num_sampled,
+                "finish": episode.finish,
             }
+            if episode.reward is not None:
+                record["turns"] = episode.turns
+            if episode.failure:
+                record["failure"] = episode.failure
+            yield record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,26 +194,43 @@ class Rollout:
 class RolloutWorker:
     """Samples completions and computes their rewards, for training and for evaluation."""
 
-    def __init__(self, engine: PolicyEngine, reward_pool: RewardPool, task: GrpoTask, reward: Reward):
+    def __init__(
+        self,
+        engine: PolicyEngine,
+        reward_pool: RewardPool,
+        task: GrpoTask,
+        reward: Reward,
+        runner: EpisodeRunner | None = None,
+    ):
+        """`runner`: plays episodes with an environment, in process 0; None without an environment."""
         self.task = task
-        self._engine, self._reward_pool, self._reward = engine, reward_pool, reward
+        self._engine, self._reward_pool, self._reward, self._runner = engine, reward_pool, reward, runner
 
     def sample_groups(
         self, weights: Tree, rows: Sequence[Row], *, samples: int, temperature: float, number: int
     ) -> list[Group]:
-        """Completions of the prompts in `rows`, with their rewards."""
+        """Episodes of the prompts in `rows`, with their rewards."""
         prompts = [tuple(row["tokens"][: int(row["length"])].tolist()) for row in rows]
+        infos: list[dict[str, Any]] = [row["info"].item() for row in rows]
         sampling = unfiltered_sampling(self.task.max_tokens, temperature)
-        completions = self._engine.generate(weights, prompts, sampling, samples=samples, number=number)
-        reward_inputs = [
-            self._reward_input(row["info"].item(), completion)
-            for row, group in zip(rows, completions, strict=True)
-            for completion in group
+        runner = self._runner
+        if runner is None:
+            episodes = self._engine.generate(weights, prompts, sampling, samples=samples, number=number)
+        else:
+            records = [{**info["record"], "prompt": info["messages"], "answer": info["answer"]} for info in infos]
+            known = list(zip(prompts, records, strict=True))
+            episodes = self._engine.run(
+                weights, lambda engine: runner.run(engine, known, sampling, samples=samples, number=number)
+            )
+        inputs = [self._reward_input(infos[index // samples], episode) for index, episode in enumerate(episodes)]
+        results = [
+            self._with_environment(result, episode)
+            for result, episode in zip(self._reward_pool.score(inputs), episodes, strict=True)
         ]
-        results = self._reward_pool.score(reward_inputs)
+        parts = [slice(index * samples, (index + 1) * samples) for index in range(len(rows))]
         return [
-            Group(prompt, group, results[index * samples : (index + 1) * samples], row["info"].item(), number + index)
-            for index, (prompt, group, row) in enumerate(zip(prompts, completions, rows, strict=True))
+            Group(episodes[part], results[part], info, number + index)
+            for index, (part, info) in enumerate(zip(parts, infos, strict=True))
         ]
 
     def sample_batch(self, weights: Tree, loader: Loader[list[Row]], *, number: int) -> tuple[list[Group], int]:
@@ -205,15 +256,25 @@ class RolloutWorker:
                 break
         return [*informative, *degenerate], batch_size
 
-    def _reward_input(self, info: dict[str, Any], completion: Completion) -> Sample:
+    def _reward_input(self, info: dict[str, Any], episode: Episode) -> Sample:
+        turns = {} if episode.reward is None else {"turns": episode.turns}
         return Sample(
             prompt=info["prompt"],
-            text=completion.text,
-            answer=extract_answer(completion.text, self._reward.answer),
+            text=episode.text,
+            answer=extract_answer(episode.text, self._reward.answer),
             expected=info["answer"],
-            record=info["record"],
-            tokens=len(completion.tokens),
+            record={**info["record"], **turns},
+            tokens=episode.num_sampled,
         )
+
+    def _with_environment(self, result: RewardResult, episode: Episode) -> RewardResult:
+        """The result of an episode; 0 if its environment failed."""
+        if episode.reward is None:
+            return result
+        if episode.failure:
+            result = dataclasses.replace(result, terms=dict.fromkeys(result.terms, 0.0), reward=0.0, is_correct=False)
+            return dataclasses.replace(result.with_environment(0.0, self._reward), is_correct=False)
+        return result.with_environment(episode.reward, self._reward)
 
 
 def unfiltered_sampling(max_tokens: int, temperature: float) -> Sampling:
@@ -235,36 +296,39 @@ def as_text(value: Any) -> str | None:
 
 
 def columns(groups: Sequence[Group], task: GrpoTask, seq_len: int) -> dict[str, np.ndarray]:
-    """Arrays with one row per completion; a token's weight and log-prob are at the position that predicts it."""
+    """Arrays with one row per episode; a token's weight and log-prob are at the position that predicts it.
+
+    Tokens of the environment have weight 0.
+    """
     weights = row_weights(groups, task)
-    rows = [(group.prompt, completion) for group in groups for completion in group.completions]
-    arrays = {name: np.zeros((len(rows), seq_len), np.int32) for name in ("tokens", "targets", "positions")}
-    arrays |= {name: np.zeros((len(rows), seq_len), np.float32) for name in ("weights", "sampled_logprobs")}
-    for index, (prompt, completion) in enumerate(rows):
-        ids = np.array([*prompt, *completion.tokens], np.int32)
-        predicted = slice(len(prompt) - 1, len(ids) - 1)
+    episodes = [episode for group in groups for episode in group.episodes]
+    arrays = {name: np.zeros((len(episodes), seq_len), np.int32) for name in ("tokens", "targets", "positions")}
+    arrays |= {name: np.zeros((len(episodes), seq_len), np.float32) for name in ("weights", "sampled_logprobs")}
+    for index, episode in enumerate(episodes):
+        ids = np.array([*episode.prompt, *episode.tokens], np.int32)
+        predicted = slice(len(episode.prompt) - 1, len(ids) - 1)
         arrays["tokens"][index, : len(ids) - 1] = ids[:-1]
         arrays["targets"][index, : len(ids) - 1] = ids[1:]
         arrays["positions"][index, : len(ids) - 1] = np.arange(len(ids) - 1)
-        arrays["weights"][index, predicted] = weights[index]
-        arrays["sampled_logprobs"][index, predicted] = [token.logprob for token in completion.logprobs]
+        arrays["weights"][index, predicted] = weights[index] * np.array(episode.is_sampled)
+        arrays["sampled_logprobs"][index, predicted] = episode.logprobs
     return arrays
 
 
 def row_weights(groups: Sequence[Group], task: GrpoTask) -> np.ndarray:
-    """[B]: 0 for completions that task.mask_degenerate and task.mask_truncated exclude, else 1."""
-    weights = np.ones((len(groups), task.group_size))
+    """[B]: 0 for episodes whose environment failed or that mask_degenerate and mask_truncated exclude, else 1."""
+    weights = np.array([[float(not episode.failure) for episode in group.episodes] for group in groups])
     if task.mask_degenerate:
         weights[is_degenerate(np.array([group.rewards for group in groups]), baseline_of(task))] = 0
     if task.mask_truncated:
-        weights *= [[completion.finish != "length" for completion in group.completions] for group in groups]
+        weights *= [[episode.finish != "length" for episode in group.episodes] for group in groups]
     return weights.ravel()
 
 
 def metrics(groups: Sequence[Group], batch_size: int, task: GrpoTask) -> dict[str, float]:
     """Metrics over all sampled groups, of which the first `batch_size` are trained on."""
     results = [result for group in groups for result in group.results]
-    completions = [completion for group in groups for completion in group.completions]
+    episodes = [episode for group in groups for episode in group.episodes]
     rewards = np.array([group.rewards for group in groups])
     term_means = {name: np.mean([result.terms[name] for result in results]) for name in results[0].terms}
     values = {
@@ -273,9 +337,13 @@ def metrics(groups: Sequence[Group], batch_size: int, task: GrpoTask) -> dict[st
         **{f"reward/term/{name}": mean for name, mean in term_means.items()},
         "reward/errors": sum(result.errors for result in results),
         "answers/right": np.mean([result.is_correct for result in results]),
-        "answers/tokens": np.mean([len(completion.tokens) for completion in completions]),
-        "answers/truncated": np.mean([completion.finish == "length" for completion in completions]),
+        "answers/tokens": np.mean([episode.num_sampled for episode in episodes]),
+        "answers/truncated": np.mean([episode.finish == "length" for episode in episodes]),
         "groups/degenerate": is_degenerate(rewards, baseline_of(task)).mean(),
         "groups/drawn": len(groups) / batch_size,
     }
+    if episodes[0].reward is not None:
+        values |= {f"environment/{kind}": sum(episode.finish == kind for episode in episodes) for kind in FAILURES}
+        values["environment/turns"] = np.mean([episode.num_turns for episode in episodes])
+        values["environment/tool_calls"] = np.mean([episode.num_tool_calls for episode in episodes])
     return {name: float(value) for name, value in values.items()}

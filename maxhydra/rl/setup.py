@@ -1,12 +1,17 @@
 """Setup of a GRPO run: config checks, prompts per batch, the rollout mesh, and the reference weights."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.quantization import AdapterKind
+from maxhydra.config.schema.reward import ENVIRONMENT, EnvironmentKind
 from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.data import BatchSpec, Loader, Row, host_loader
+from maxhydra.rl.environment_pool import EnvironmentPool
+from maxhydra.rl.episodes import EpisodeRunner, TurnEncoder
+from maxhydra.runtime.channel import is_main
 from maxhydra.sharding import Sharder, remeshed
 from maxhydra.train import StateFactory, starting_weights
 from maxhydra.train.loss import Tree
@@ -22,9 +27,12 @@ def check(config: Config, task: GrpoTask, *, processes: int) -> None:
 
 
 def _problems(config: Config, task: GrpoTask, processes: int) -> Iterator[Problem]:
-    if not config.reward.terms:
+    has_environment = config.environment.kind is not EnvironmentKind.none
+    if not config.reward.terms and (not has_environment or config.environment.kind is EnvironmentKind.tools):
         hint = "choose one with reward=exact, or another option of conf/reward"
         yield Problem("reward.terms", "is required by task=grpo", value=None, accepted="one or more terms", hint=hint)
+    if config.reward.passes == ENVIRONMENT and not has_environment:
+        yield Problem("reward.passes", "is the reward of an environment, and there is none", ENVIRONMENT)
     hint = "each record needs a `prompt`, and the `answer` that rewards compare with"
     yield from config.data.other_shapes("prompts", task="grpo", hint=hint)
     yield from config.train.no_z_loss(task="grpo")
@@ -61,6 +69,27 @@ def plan_prompts(spec: BatchSpec, task: GrpoTask, sharder: Sharder) -> BatchSpec
 def prompt_loader(config: Config, spec: BatchSpec) -> Loader[list[Row]]:
     """A loader of all prompts in every process, in an order that does not depend on the number of processes."""
     return host_loader(dataclasses.replace(config.data, streams=config.data.streams or 1), spec)
+
+
+@contextlib.contextmanager
+def episode_runner(config: Config, task: GrpoTask, encoder: TurnEncoder | None) -> Iterator[EpisodeRunner | None]:
+    """Plays the episodes of config.environment, whose processes run in this context. None without an environment.
+
+    Only process 0 has environments: they may be random or depend on their host.
+    """
+    if encoder is None:
+        yield None
+        return
+    with contextlib.closing(EnvironmentPool(config.environment, is_active=is_main())) as pool:
+        yield EpisodeRunner(
+            pool,
+            encoder,
+            config.environment,
+            max_tokens=task.max_tokens,
+            max_prompt=config.train.seq_len + 1 - task.max_tokens,
+            seed=config.run.seed,
+            is_deterministic=task.engine.deterministic,
+        )
 
 
 def rollout_sharder(task: GrpoTask, trainer: Sharder) -> Sharder:

@@ -64,6 +64,10 @@ def find_rollouts(run: Path, query: Query) -> Page:
 
 
 def _clean(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _clean(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
     return redact_text(value) if isinstance(value, str) else value
 
 
@@ -87,7 +91,9 @@ def describe(record: Mapping[str, Any]) -> str:
         ", ".join(f"{name} {_brief(value)}" for name, value in terms.items()) if len(terms) > 1 else "",
         f"advantage {_brief(record['advantage'])}" if "advantage" in record else "",
         f"{record['tokens']} tokens",
+        f"{len(record['turns'])} messages" if "turns" in record else "",
         "truncated" if record.get("finish") == "length" else "",
+        f"environment {record['failure']}" if "failure" in record else "",
         "not used for training" if record.get("is_used") is False else "",
     ]
     return " · ".join(part for part in parts if part)

@@ -3,16 +3,18 @@
 from contextlib import closing
 
 from maxhydra import data
+from maxhydra.config.schema.reward import EnvironmentKind
 from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.record.rollout_store import RolloutWriter
 from maxhydra.record.rollouts import EVAL, FOLDER, KINDS, TRAIN
 from maxhydra.rl.batches import RolloutBatches, make_logprob_fn
+from maxhydra.rl.episodes import TurnEncoder
 from maxhydra.rl.evaluate import held_out_pass_rate
 from maxhydra.rl.loss import group_loss
 from maxhydra.rl.reward_pool import RewardPool
 from maxhydra.rl.rollout import PolicyEngine, RolloutWorker
-from maxhydra.rl.setup import check, plan_prompts, prompt_loader, rollout_sharder, with_reference
+from maxhydra.rl.setup import check, episode_runner, plan_prompts, prompt_loader, rollout_sharder, with_reference
 from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import Scorer, TrainingSetup, plan_batches, plan_states, train
@@ -29,14 +31,23 @@ def run(job: Job) -> Outcome:
     prompt_spec = plan_prompts(spec, task, sharder)
     prompts = PromptEncoder(config.data, vocab_size=config.model.vocab_size)
 
+    encoder = None if config.environment.kind is EnvironmentKind.none else TurnEncoder(prompts)
+
     states = with_reference(plan_states(config, sharder), config, task)
-    engine_sharder = rollout_sharder(task, sharder)
-    engine = PolicyEngine(states.model, prompts, task.engine, sharder=engine_sharder, seed=config.run.seed)
+    engine = PolicyEngine(
+        states.model,
+        prompts.tokenizer,
+        task.engine,
+        sharder=rollout_sharder(task, sharder),
+        eos=prompts.eos_ids if encoder is None else encoder.end_ids,
+        seed=config.run.seed,
+    )
     writers = {}
     if job.run.writes and task.keep_rollouts:
         writers = {kind: RolloutWriter(job.run.path / FOLDER, kind, keep=task.keep_rollouts) for kind in KINDS}
-    with closing(RewardPool(config.reward)) as reward_pool, closing(engine):
-        worker = RolloutWorker(engine, reward_pool, task, config.reward)
+    environments = episode_runner(config, task, encoder)
+    with closing(RewardPool(config.reward)) as reward_pool, environments as runner, closing(engine):
+        worker = RolloutWorker(engine, reward_pool, task, config.reward, runner)
         scorer = Scorer(states.model, sharder, config.train.loss_chunk)
         logprob_fn = make_logprob_fn(scorer, task, parts=config.train.grad_accum)
         training = TrainingSetup(

@@ -198,6 +198,11 @@ def _rewards(config: Config) -> Iterator[FileInput]:
     for name, term in config.reward.terms.items():
         if term.function is not None:
             yield _code("reward", f"reward.terms.{name}.function", term.function)
+    if config.environment.function is not None:
+        yield _code("environment", "environment.function", config.environment.function)
+    for tool in config.environment.tools:
+        if ":" in tool:
+            yield _code("environment", "environment.tools", tool)
 
 
 def _code(kind: str, key: str, function: str) -> FileInput:

@@ -48,6 +48,7 @@ NEEDS = {
     ("data", "tfds"): ["data.name=c4/en"],
     ("data", "reasoning_gym"): ["data.name=chain_sum"],
     ("model", "from_hf"): [f"model.path={Path(__file__).parents[1] / 'parity' / 'golden' / 'llama'}"],
+    ("environment", "function"): ["environment.function=math:sqrt"],
     ("reward", "function"): ["reward.terms.own.function=math:sqrt"],
     ("reward", "length"): ["reward.terms.length.target=100"],
     ("task", "convert"): ["task.output=folder"],
@@ -77,7 +78,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Groups whose options set different sections, so that Hydra can compose one option of each at a time.
 INDEPENDENT = (
     *("mesh", "data", "optimizer", "optimizer/schedule", "quantization"),
-    *("hardware", "checkpoint", "tracker", "reward"),
+    *("hardware", "checkpoint", "tracker", "reward", "environment"),
 )
 
 

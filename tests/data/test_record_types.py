@@ -266,7 +266,13 @@ class TestPrompts:
         assert made["tokens"].tolist() == [BOS, *b"ab", PAD, PAD, PAD]
         assert (made["length"].dtype, made["length"].shape, int(made["length"])) == (np.int32, (), 3)
         assert (made["info"].dtype, made["info"].shape) == (object, ())
-        assert made["info"].item() == {"prompt": "ab", "answer": [1, {"x": 2}], "record": {"id": 7}}
+        messages = [{"role": "user", "content": "ab"}]
+        assert made["info"].item() == {
+            "prompt": "ab",
+            "messages": messages,
+            "answer": [1, {"x": 2}],
+            "record": {"id": 7},
+        }
 
     def test_messages(self, chatml: Config) -> None:
         made = row(self.data(tokenizer=chatml), {"prompt": conversation("2 + 2?"), "answer": "4"})

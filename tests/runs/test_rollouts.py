@@ -8,9 +8,11 @@ import pytest
 from maxhydra.cli.main import run as maxhydra
 from maxhydra.record import RunDirectory
 from maxhydra.record.rollout_store import RolloutWriter
+from maxhydra.record.rollouts import FOLDER, TRAIN, Query
 from maxhydra.runs.dashboard import Dashboard
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.report import write_report
+from maxhydra.runs.rollouts import describe, find_rollouts
 from tests.support.run_folders import write_run
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -45,6 +47,15 @@ def record(step: int, number: int) -> dict[str, object]:
 def shown(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> str:
     assert maxhydra(["runs", "rollouts", "it", *arguments, "-o", str(run.parent)]) == 0
     return capsys.readouterr().out
+
+
+def test_episodes_show_their_turns_without_secrets(tmp_path: Path) -> None:
+    turns = [{"role": "tool", "content": SECRET}, {"role": "assistant", "content": "7"}]
+    episode = {**record(1, 2), "turns": turns, "failure": "crashed its process"}
+    RolloutWriter(tmp_path / FOLDER, TRAIN, keep=100).append(1, [episode])
+    (found,) = find_rollouts(tmp_path, Query()).records
+    assert describe(found).endswith("2 messages · truncated · environment crashed its process")
+    assert found["turns"][1] == turns[1] and SECRET not in str(found)
 
 
 def test_the_command_shows_what_matches(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

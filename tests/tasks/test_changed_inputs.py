@@ -45,6 +45,7 @@ TASKS = {
     "dpo": ["task=dpo", "checkpoint.load_parameters=outputs/base", "data=grain", "data.path=pairs.jsonl"],
 }
 TASKS["dpo"] += ["data.record_type=preference"]
+TASKS["episodes"] = [*TASKS["grpo"], "environment=function", "environment.function=worlds_of_test:World"]
 
 
 def change_weights(name: str) -> Callable[[Path], None]:
@@ -111,6 +112,13 @@ CASES = [
         rewrite("rewards_of_test.py", "% 2", "% 3"),
         "rewards_of_test.py",
     ),
+    (
+        "environment",
+        "episodes",
+        "environment.function",
+        append_text("worlds_of_test.py", "# new\n"),
+        "worlds_of_test.py",
+    ),
 ]
 IDS = [f"{kind}-{task}-{number}" for number, (kind, task, *_) in enumerate(CASES)]
 
@@ -135,6 +143,7 @@ def write_inputs(folder: Path) -> None:
     (folder / "pairs.jsonl").write_text("\n".join(pairs) + "\n")
     (folder / "formats_of_test.py").write_text(FORMAT)
     (folder / "rewards_of_test.py").write_text(REWARD)
+    (folder / "worlds_of_test.py").write_text("class World: ...\n")
     save(tokenizer(), folder / "words")
 
 

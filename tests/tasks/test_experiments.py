@@ -33,6 +33,9 @@ INSTEAD["smollm2_grpo"] = [
     *INSTEAD["smollm2_lora"],
     *("model.context_length=256", "train.seq_len=192", "train.per_device_batch_size=8", "task.max_tokens=8"),
 ]
+# A tool call is longer than the sequences of the others.
+INSTEAD["calculator_sft"] = ["model.context_length=128", "train.seq_len=112", "train.per_device_batch_size=8"]
+INSTEAD["calculator_grpo"] = INSTEAD["calculator_sft"]
 # A run of another experiment that one begins with.
 BEFORE = re.compile(r"\$\{run\.outputs\}/([\w.-]+)")
 

@@ -10,7 +10,7 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.tasks.training import GrpoTask
-from maxhydra.decode.request import Completion, TokenLogprob
+from maxhydra.rl.episodes import Episode
 from maxhydra.rl.evaluate import majority, pass_at
 from maxhydra.rl.reward_pool import RewardResult
 from maxhydra.rl.rollout import Group, columns
@@ -125,6 +125,50 @@ def test_a_killed_run_reaches_the_same_weights(tmp_path: Path) -> None:
     assert parameter_hash(folder, 8) == parameter_hash(whole, 8)
 
 
+ENVIRONMENT = [*TASK, "environment=function", "data.tokenizer.chat_template=lines_tools", "train.seq_len=64"]
+ENVIRONMENT += ["environment.turn_tokens=3", "environment.max_turns=3", "task.max_tokens=44"]
+
+
+def environment_of(name: str) -> list[str]:
+    return [*ENVIRONMENT, f"environment.function=environment_functions:{name}"]
+
+
+@pytest.mark.slow
+def test_failing_environments_are_counted_and_training_proceeds(tmp_path: Path) -> None:
+    """Of 64 environments 4 hang, 4 crash and 4 return invalid messages."""
+    arguments = [*environment_of("TwelveOf64"), "environment.timeout=2", "train.per_device_batch_size=64"]
+    arguments += ["train.steps=2", "train.eval_batches=1", "task.engine.cache_tokens=8192", "task.engine.max_batch=64"]
+    extra = {"PYTHONPATH": PATHS, "TICKETS": str(tmp_path / "tickets")}
+    done = run_ok(*arguments, "run.name=it", cwd=tmp_path, **extra)
+    folder = tmp_path / "outputs" / "it"
+    for kind in ("hangs", "crashes", "invalid"):
+        assert rows(folder, f"environment/{kind}") == [4, 0]
+    for reason in ("exceeded environment.timeout=2 s", "crashed its process", "returned None instead of"):
+        assert f"the environment {reason}" in done.stderr
+    first, second = rows(folder, "environment/turns")
+    assert second == 3 and 2.5 < first < 3
+    records = [json.loads(line) for line in (folder / "rollouts" / "train-00000.jsonl").read_text().splitlines()]
+    failed = [record for record in records if "failure" in record]
+    assert len(failed) == 12 and not any(record["is_used"] or record["reward"] for record in failed)
+    assert [turn["role"] for turn in records[-1]["turns"]] == ["assistant", "user"] * 3
+    assert losses(folder)[2] != 0 and len(rows(folder, "eval/reward")) == 1
+
+
+@pytest.mark.slow
+def test_a_resumed_run_repeats_its_episodes(tmp_path: Path) -> None:
+    arguments = [*environment_of("Echo"), *function_reward("vowels"), "train.steps=4", "checkpoint.every=2"]
+    run_ok(*arguments, "run.name=whole", cwd=tmp_path, PYTHONPATH=PATHS)
+    whole = tmp_path / "outputs" / "whole"
+    folder = rewind(whole, 2, "killed")
+    run_ok(*arguments, "run.name=killed", cwd=tmp_path, PYTHONPATH=PATHS)
+    assert losses(folder) == losses(whole) and rows(folder, "reward/mean") == rows(whole, "reward/mean")
+    assert parameter_hash(folder, 4) == parameter_hash(whole, 4)
+    terms = [rows(whole, f"reward/term/{name}") for name in ("own", "environment")]
+    np.testing.assert_allclose(rows(whole, "reward/mean"), np.sum(terms, axis=0))
+    run_ok(*arguments, "run.name=free", "task.engine.deterministic=false", cwd=tmp_path, PYTHONPATH=PATHS)
+    assert rows(tmp_path / "outputs" / "free", "environment/turns") == [3] * 4
+
+
 def problems(*overrides: str) -> dict[str, Any]:
     config = compose(["task=grpo", *overrides]).config
     with pytest.raises(ConfigError) as caught:
@@ -154,11 +198,12 @@ def test_all_problems_are_reported() -> None:
 
 def test_padding_of_completions_has_position_0() -> None:
     """As in the rows of all other record types: the router ignores padding by its positions."""
-    completions = [
-        Completion("", ids, tuple(TokenLogprob(id, -0.5, ()) for id in ids), "stop") for ids in ((7, 8), (9,))
+    episodes = [
+        Episode((4, 5, 6), tokens=ids, logprobs=[-0.5] * len(ids), is_sampled=[True] * len(ids))
+        for ids in ([7, 8], [9])
     ]
     results = [RewardResult({}, reward, is_correct=bool(reward), errors=0) for reward in (1.0, 0.0)]
-    arrays = columns([Group((4, 5, 6), completions, results)], GrpoTask(name="grpo", group_size=2), 6)
+    arrays = columns([Group(episodes, results)], GrpoTask(name="grpo", group_size=2), 6)
     assert arrays["tokens"].tolist() == [[4, 5, 6, 7, 0, 0], [4, 5, 6, 0, 0, 0]]
     assert arrays["positions"].tolist() == [[0, 1, 2, 3, 0, 0], [0, 1, 2, 0, 0, 0]]
     assert arrays["weights"].tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 0, 0, 0]]

@@ -16,7 +16,7 @@ from maxhydra.config.schema.health import Alerts, Profile, Statistics, Watchdog
 from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, MlpKind, Model, Positions
 from maxhydra.config.schema.optimizer import Optimizer
 from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantization
-from maxhydra.config.schema.reward import Reward
+from maxhydra.config.schema.reward import Environment, Reward
 from maxhydra.config.schema.run import EVAL_LOSS, LOGGED, Checkpoint, Run, Task, Tracker, Train
 from maxhydra.record.storage import is_remote
 
@@ -90,6 +90,7 @@ class Config(Schema):
     tracker: Tracker = section(Tracker)
     adapter: Adapter = section(Adapter)
     reward: Reward = section(Reward)
+    environment: Environment = section(Environment)
     run: Run = section(Run)
     train: Train = section(Train)
     watchdog: Watchdog = section(Watchdog)

@@ -1,4 +1,4 @@
-"""Schema of rewards: a weighted sum of verifiable terms of a completion."""
+"""Schema of rewards, a weighted sum of verifiable terms of a completion, and of environments of several turns."""
 
 import re
 from collections.abc import Iterator
@@ -19,6 +19,18 @@ class RewardKind(Enum):
     overlong = "overlong"
     reasoning_gym = "reasoning_gym"
 
+
+class EnvironmentKind(Enum):
+    none = "none"
+    tools = "tools"
+    reasoning_gym = "reasoning_gym"
+    function = "function"
+
+
+# Tools that environment.tools names without a module.
+BUILT_IN_TOOLS = ("calculator", "python")
+# Name of the environment's reward among the terms of a rollout.
+ENVIRONMENT = "environment"
 
 # Fields that a kind of term requires; other kinds do not use them.
 NEEDED = {
@@ -76,7 +88,8 @@ class Reward(Schema):
     """Regular expression whose first group, at its last match, is the answer in a completion, such as
     <answer>(.*?)</answer>; without a match there is no answer. null: the whole completion."""
     passes: str | None = None
-    """Term that decides in evaluation whether a completion is correct. null: the first."""
+    """Term that decides in evaluation whether a completion is correct; `environment` is the environment's reward. null:
+    the first."""
     pass_at: float = 1.0
     """Value of that term, before its weight, from which a completion counts as correct."""
     timeout: float = option(5.0, gt=0)
@@ -92,7 +105,9 @@ class Reward(Schema):
 
     def check(self) -> Iterator[Problem]:
         yield from pattern_problems("answer", self.answer, groups=1)
-        if self.passes is not None and self.passes not in self.terms:
+        if ENVIRONMENT in self.terms:
+            yield Problem("terms", "has a term with the name of the environment's reward", ENVIRONMENT)
+        if self.passes is not None and self.passes not in (*self.terms, ENVIRONMENT):
             yield Problem(
                 "passes",
                 "is not a term of reward.terms",
@@ -100,6 +115,46 @@ class Reward(Schema):
                 accepted=", ".join(self.terms) or "null, because there are no terms",
                 hint=did_you_mean(self.passes, self.terms),
             )
+
+
+@schema
+class Environment(Schema):
+    """Environment of task=grpo, which replies to the model's turns: a rollout then has several turns."""
+
+    kind: EnvironmentKind = EnvironmentKind.none
+    """none: one completion per prompt; tools: the model may call functions; reasoning_gym: further attempts at a
+    problem of data=reasoning_gym, with feedback; function: an environment of yours."""
+    function: str | None = None
+    """function: `package.module:name`, a class or function that is called without arguments for each episode and
+    returns an object with reset(record) -> messages and step(message) -> (messages, reward, done)."""
+    tools: list[str] = option([])
+    """tools: calculator, python (in a sandbox), and functions of yours as `package.module:function`, whose annotations
+    and docstring describe them to the model."""
+    max_turns: int = option(8, ge=1)
+    """Maximum number of the model's turns in an episode."""
+    turn_tokens: int | None = option(None, ge=1)
+    """Maximum tokens of one turn of the model; a longer one is cut, and the token that ends it has no loss. null: what
+    remains of task.max_tokens, which limits all tokens after the prompt, including those of the environment."""
+    timeout: float = option(10.0, gt=0)
+    """Seconds that a call of reset or step may take before the process of its episode is killed."""
+    memory_limit_gib: float | None = option(2.0, gt=0)
+    """Memory that the process of an episode, and each process that it starts, may allocate. null: no limit."""
+    concurrency: int = option(64, ge=1)
+    """Episodes at a time, each in a separate process; further ones of a batch wait."""
+
+    def check(self) -> Iterator[Problem]:
+        for field in ("function", "tools"):
+            value, is_needed = getattr(self, field), self.kind.value == field
+            if is_needed and not value:
+                yield Problem(field, f"is needed by kind={self.kind.value}", value=value)
+            if value and not is_needed:
+                yield Problem(field, f"is not used by kind={self.kind.value}", value=value)
+        if self.function is not None and self.function.count(":") != 1:
+            yield Problem("function", "is not an object", value=self.function, accepted="package.module:name")
+        for tool in self.tools:
+            if tool not in BUILT_IN_TOOLS and tool.count(":") != 1:
+                accepted = f"{', '.join(BUILT_IN_TOOLS)}, or package.module:function"
+                yield Problem("tools", "is not a tool", tool, accepted, hint=did_you_mean(tool, BUILT_IN_TOOLS))
 
 
 def pattern_problems(field: str, pattern: str | None, *, groups: int) -> Iterator[Problem]:

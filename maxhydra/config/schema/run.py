@@ -18,7 +18,7 @@ from maxhydra.record.log import printable
 from maxhydra.record.storage import is_remote, read_only_reason, unsupported_reason, working_copy
 
 # Kinds of inputs that a run records and compares when it resumes.
-INPUT_KINDS = ("base", "teacher", "reference", "data", "tokenizer", "template", "reward")
+INPUT_KINDS = ("base", "teacher", "reference", "data", "tokenizer", "template", "reward", "environment")
 # Kinds of train.checks.
 CHECKS = ("index", "nan", "div")
 # Largest train.loss_chunk that an error suggests.
@@ -94,7 +94,7 @@ class Run(Schema):
     """Free text about the run."""
     accept_changed_inputs: list[str] = option([])
     """Kinds of inputs that may differ from the run's last session: base, teacher, reference, data, tokenizer, template,
-    reward. Otherwise a run whose files have changed does not resume."""
+    reward, environment. Otherwise a run whose files have changed does not resume."""
     accept_changed_config: list[str] = option([])
     """Keys or sections that may differ from the run's last session, or, in a new run, from the run whose weights it
     loads, such as model.kinds.layer.attention.rope.theta."""
@@ -354,7 +354,8 @@ LAYERS = ("side_loss", "moe/*", "mtp_loss")
 SPEED = ("tokens_per_second", "tflops_per_device", "mfu")
 LIKELIHOOD = (EVAL_LOSS, "eval/perplexity", "eval/tokens")
 PAIRS = ("accuracy", "logprob_chosen", "logprob_rejected", "reward_chosen", "reward_rejected", "reward_margin")
-ANSWERS = ("answers/*", "groups/*", "reward/*", "clip_share", "entropy", "kl", "sampler_error", "importance_weight")
+POLICY = ("clip_share", "entropy", "kl", "sampler_error", "importance_weight")
+ANSWERS = ("answers/*", "groups/*", "reward/*", "environment/*", *POLICY)
 GRADES = ("eval/error", "eval/reward", "eval/pass@*", "eval/maj@*", "eval/prompts", "eval/tokens")
 TRAINED = (*STEPS, *LAYERS, *SPEED)
 LOGGED = {

@@ -1,7 +1,8 @@
 """Prompts for a model to complete, with reference answers: for reinforcement learning and evaluation.
 
 A row has `tokens`, the prompt padded to seq_len; `length`, the number of prompt tokens; and `info`, which stays on the
-host: {"prompt": its text, "answer": any value or None, "record": the other columns}.
+host: {"prompt": its text, "messages": the prompt as a conversation, "answer": any value or None, "record": the other
+columns}.
 """
 
 import dataclasses
@@ -45,7 +46,9 @@ class Prompts(UnpackedRecordType):
             return Rejected(f"the prompt {reason}")
         names = {role: self.corpus.columns.get(role, role) for role in ("prompt", "answer")}
         rest = {name: column for name, column in record.items() if name not in names.values()}
-        return Prompt(tokens, {"prompt": text, "answer": record.get(names["answer"]), "record": rest})
+        messages = [{"role": "user", "content": text}] if is_text else value
+        info = {"prompt": text, "messages": messages, "answer": record.get(names["answer"]), "record": rest}
+        return Prompt(tokens, info)
 
     def row(self, example: Any, seq_len: int) -> Row:
         tokens = np.full(seq_len, self.tokenizer.pad, np.int32)

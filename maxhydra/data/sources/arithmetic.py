@@ -1,7 +1,8 @@
 """Generated integer arithmetic problems, each with an answer that can be verified.
 
 A record fits every record type: `text` (23+48=71); `prompt`, a user message, and `answer`; `messages`, the prompt with
-the answer as the assistant's message; `chosen` and `rejected`, a right and a wrong assistant message after the prompt.
+the answer as the assistant's message; `tool_messages`, in which the assistant calls a calculator before it answers one
+of four problems; `chosen` and `rejected`, a right and a wrong assistant message after the prompt.
 
 The two problems with the same operands and operator, in either order, are adjacent: if one is held out, the other is
 not trained on. The held-out problems depend only on digits, operators and eval_fraction, so all runs on the same
@@ -71,9 +72,20 @@ class Problems:
             "prompt": prompt,
             "answer": str(answer),
             "messages": [*prompt, *chosen],
+            "tool_messages": [*prompt, *(_tool_turns(question, answer) if index % 8 < 2 else []), *chosen],
             "chosen": chosen,
             "rejected": rejected,
         }
+
+
+def _tool_turns(question: str, answer: int) -> list[dict[str, object]]:
+    """A call of the calculator and its result; see rl/tools.py."""
+    function = {"name": "calculator", "arguments": {"expression": question.removesuffix("=")}}
+    call = {"id": "call00000", "type": "function", "function": function}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00000", "name": "calculator", "content": str(answer)},
+    ]
 
 
 def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource:
