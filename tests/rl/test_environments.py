@@ -13,9 +13,9 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.reward import Environment, EnvironmentKind
 from maxhydra.rl.environment_pool import EnvironmentPool, Failure
 from maxhydra.rl.environments import ReasoningGymEnvironment, ToolEnvironment
-from maxhydra.rl.sandbox import Sandbox
+from maxhydra.rl.sandbox import Sandbox, SandboxError
 from maxhydra.rl.tools import Tool, calculator, load_tool
-from tests.support.skips import import_optional
+from tests.support.skips import LANDLOCK, import_optional
 
 RECORD = {"prompt": [{"role": "user", "content": "a"}], "answer": "7", "seed": 0}
 
@@ -172,7 +172,12 @@ def test_reasoning_gym_gives_further_attempts() -> None:
 
 @pytest.fixture(scope="module")
 def sandbox() -> Sandbox:
-    return Sandbox(timeout=2.0, memory_limit_gib=1.0)
+    try:
+        return Sandbox(timeout=2.0, memory_limit_gib=1.0)
+    except SandboxError as error:
+        if "Landlock is not available" in str(error):
+            pytest.skip(LANDLOCK)
+        raise
 
 
 ESCAPES = {
