@@ -18,7 +18,7 @@ from maxhydra.record.atomic_io import replace_file
 from maxhydra.record.facts import OPERATIONS, PROFILES, STEP_EVENT
 from maxhydra.runs.page import Html, concat, element, head_row, scrolling, section
 
-SUMMARY, FORMAT = "summary.json", 1
+SUMMARY, FORMAT = "summary.json", 2
 TOP = 15
 # Share below which a part is not listed.
 SMALLEST = 0.001
@@ -40,9 +40,13 @@ Interval = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation of the compiled program, summed over its executions; shares are of the time of the profile."""
+    """Operations of the compiled program that have the same source, summed over their executions.
+
+    Shares are of the time of the profile.
+    """
 
     name: str
+    """Of several operations, what their names have in common, and their number."""
     source: str
     """Where the operation comes from in the model: the scopes and the operation of its op_name."""
     calls: int
@@ -156,9 +160,19 @@ def summarize_events(events: Iterable[Event], names: dict[str, str]) -> Summary:
         compute = _length(_union(interval for name, interval in leaves if not _COLLECTIVE.search(name)))
         exposed += _length(_union(interval for _, interval in leaves)) - compute
     count, span = max(1, len(devices)), max(span, 1e-9)
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name in times:
+        groups[shorten_source(names.get(name, "")) or name].append(name)
+    totals = {source: sum(times[name] for name in members) for source, members in groups.items()}
     operations = [
-        Operation(name, shorten_source(names.get(name, "")), calls[name], time / 1e3 / steps / count, time / span)
-        for name, time in _largest(times)[:TOP]
+        Operation(
+            _common_name(groups[source]),
+            shorten_source(names.get(groups[source][0], "")),
+            sum(calls[name] for name in groups[source]),
+            time / 1e3 / steps / count,
+            time / span,
+        )
+        for source, time in _largest(totals)[:TOP]
     ]
     parts: defaultdict[str, float] = defaultdict(float)
     for name, time in times.items():
@@ -173,6 +187,14 @@ def summarize_events(events: Iterable[Event], names: dict[str, str]) -> Summary:
         parts=dict(_largest(parts)),
         operations=operations,
     )
+
+
+def _common_name(names: list[str]) -> str:
+    """The name of an operation, or that of several from the same source, such as those of unrolled layers."""
+    if len(names) == 1:
+        return names[0]
+    stems = Counter(re.sub(r"[._]\d+$", "", name) for name in names)
+    return f"{stems.most_common(1)[0][0]} ({len(names)})"
 
 
 def _largest(times: dict[str, float]) -> list[tuple[str, float]]:
@@ -209,14 +231,17 @@ def _device_events(events: list[Event]) -> dict[Any, dict[Any, list[Event]]]:
 
 
 def _self_times(events: list[Event]) -> Iterator[tuple[str, Interval, float]]:
-    """(name, interval, time without nested operations) of each event of one thread."""
+    """(name, interval, time without nested operations) of each event of one thread.
+
+    A kernel of a GPU may start before the previous one of its stream has ended; the overlap counts once.
+    """
     stack: list[list[Any]] = []
     for event in sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0.0))):
         start, duration = float(event["ts"]), float(event.get("dur", 0.0))
         while stack and stack[-1][1][1] <= start:
             yield tuple(stack.pop())  # type: ignore[misc]
         if stack:
-            stack[-1][2] -= duration
+            stack[-1][2] -= min(start + duration, stack[-1][1][1]) - start
         name = str(event.get("args", {}).get("hlo_op") or event["name"])
         stack.append([name, (start, start + duration), duration])
     for entry in reversed(stack):

@@ -54,6 +54,21 @@ def gpu_trace() -> list[dict]:
     return events + [event("train", 1000 * number, 5, pid=9, step_num=str(number)) for number in range(2)]
 
 
+def test_overlapping_kernels_of_a_stream_count_once() -> None:
+    kernels = [event("a", 0, 10), event("b", 9, 11), event("c", 20, 20)]
+    trace = [named("process", 1, "/device:GPU:0"), named("thread", 1, "Stream #1"), *kernels]
+    shares = {operation.name: operation.share for operation in summarize_events(trace, {}).operations}
+    assert shares == pytest.approx({"a": 9 / 40, "b": 11 / 40, "c": 20 / 40})
+
+
+def test_operations_of_unrolled_layers_are_added_up() -> None:
+    kernels = [event("k", 10 * layer, 10, hlo_op=f"fusion.{layer}") for layer in range(4)]
+    trace = [named("process", 1, "/device:GPU:0"), named("thread", 1, "Stream #1"), *kernels]
+    names = dict.fromkeys(("fusion.0", "fusion.1", "fusion.2"), "jit(step)/jvp(mlp)/dot_general")
+    found = [(item.name, item.source, item.calls, item.share) for item in summarize_events(trace, names).operations]
+    assert found == [("fusion (3)", "mlp/dot_general", 3, 0.75), ("fusion.3", "", 1, 0.25)]
+
+
 def test_streams_of_gpus() -> None:
     summary = summarize_events(gpu_trace(), NAMES)
     assert (summary.steps, summary.devices, summary.milliseconds) == (2, 2, 1.0)
