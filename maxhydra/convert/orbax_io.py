@@ -7,6 +7,7 @@ arrays of one element, then each array is replaced in the same store by an empty
 import itertools
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -33,11 +34,14 @@ from maxhydra.model.stored_params import current_path
 from maxhydra.modelfiles import locate
 from maxhydra.record.atomic_io import NewerFormatError
 from maxhydra.record.checkpoint_manifest import MANIFEST, DamagedCheckpointError, verify_files, write_manifest
+from maxhydra.record.processes import host_bytes
 from maxhydra.runtime.channel import gather
 
 Tree = Any
 PARAMS = "params"
 FORMAT = "quantization.yaml"
+# Share of the free host memory that arrays take while they are read.
+READ_SHARE = 0.25
 log = logging.getLogger("maxhydra")
 # Orbax logs every operation, including tracebacks of its threads; our own errors report what a user needs.
 for noisy in ("absl", "asyncio"):
@@ -98,29 +102,67 @@ def read_trees(path: Path, expected: Mapping[str, Tree], *, single_replica: bool
 
 
 def _read_all(path: Path, targets: Mapping[str, Tree]) -> dict[str, Tree]:
+    groups = _groups_within_memory(leaves_by_name(dict(targets)))
+    if len(groups) > 1:
+        read: dict[str, Any] = {}
+        for group in groups:
+            found = _restore(path, _select(targets, group))
+            read |= {name: found[name] for name in group}
+        return jax.tree_util.tree_map_with_path(lambda keys, _: read[_name(keys)], dict(targets))
     args = {item: ocp.args.StandardRestore(target) for item, target in targets.items()}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         restored = reader.restore(path, args=ocp.args.Composite(**args))
     return {item: restored[item] for item in targets}
 
 
-def _read_by_replicas(path: Path, targets: Mapping[str, Tree], plans: Mapping[str, ReplicaRead]) -> Tree:
-    """Read the share of this process, and exchange the arrays. Raises OSError in all processes if one cannot read."""
-    own = jax.tree_util.tree_map_with_path(lambda keys, leaf: read_target(plans.get(_name(keys)), leaf), dict(targets))
+def _groups_within_memory(targets: Mapping[str, Any]) -> list[set[str]]:
+    """Names of arrays that are read at a time, within a share of the free host memory.
+
+    A file may hold the whole of an array, of which this process needs a shard, so that reading takes more memory than
+    the result.
+    """
+    groups: list[set[str]] = [set()]
+    size, limit = 0, host_bytes() * READ_SHARE
+    for name, target in targets.items():
+        num_bytes = target.dtype.itemsize * math.prod(target.shape)
+        if groups[-1] and size + num_bytes > limit:
+            groups.append(set())
+            size = 0
+        groups[-1].add(name)
+        size += num_bytes
+    return groups
+
+
+def _select(targets: Mapping[str, Tree], names: Collection[str]) -> Tree:
+    """The targets with placeholders for all other arrays."""
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, target: target if _name(keys) in names else ocp.PLACEHOLDER, dict(targets)
+    )
+
+
+def _restore(path: Path, targets: Mapping[str, Tree]) -> dict[str, Any]:
+    """Read arrays by name, without Orbax's Checkpointer, whose barrier would wait for a process that cannot read."""
     args = {
-        item: ocp.args.PyTreeRestore(tree, restore_args=jax.tree.map(_restore_args, tree)) for item, tree in own.items()
+        item: ocp.args.PyTreeRestore(tree, restore_args=jax.tree.map(_restore_args, tree))
+        for item, tree in targets.items()
     }
-    read: dict[str, Any] = {}
-    failure = ""
-    # Without Orbax's Checkpointer, whose barrier would wait for a process that cannot read.
     handler = ocp.CompositeCheckpointHandler()
     try:
         restored = handler.restore(epath.Path(path), args=ocp.args.Composite(**args))
-        read = leaves_by_name({item: restored[item] for item in targets})
-    except Exception as error:  # Orbax and its storage backends raise any type
-        failure = f"{one_line_message(error)} (process {jax.process_index()})"
+        return leaves_by_name({item: restored[item] for item in targets})
     finally:
         handler.close()
+
+
+def _read_by_replicas(path: Path, targets: Mapping[str, Tree], plans: Mapping[str, ReplicaRead]) -> Tree:
+    """Read the share of this process, and exchange the arrays. Raises OSError in all processes if one cannot read."""
+    own = jax.tree_util.tree_map_with_path(lambda keys, leaf: read_target(plans.get(_name(keys)), leaf), dict(targets))
+    read: dict[str, Any] = {}
+    failure = ""
+    try:
+        read = _restore(path, own)
+    except Exception as error:  # Orbax and its storage backends raise any type
+        failure = f"{one_line_message(error)} (process {jax.process_index()})"
     # Before the first collective operation, for which the others would wait.
     if failure := next(filter(None, gather(failure)), ""):
         raise OSError(failure)
@@ -133,6 +175,8 @@ def _read_by_replicas(path: Path, targets: Mapping[str, Tree], plans: Mapping[st
 def _restore_args(target: Any) -> ocp.RestoreArgs:
     if target is ocp.PLACEHOLDER:
         return ocp.RestoreArgs()
+    if target.sharding is None:
+        return ocp.RestoreArgs(dtype=target.dtype)
     return ocp.ArrayRestoreArgs(sharding=target.sharding, global_shape=target.shape, dtype=target.dtype)
 
 

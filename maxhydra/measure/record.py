@@ -5,12 +5,9 @@ If memory is not enough, the error suggests settings that need less.
 
 import dataclasses
 import datetime
-import math
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +19,7 @@ from maxhydra.config.schema.model import RematPolicy
 from maxhydra.config.schema.optimizer import OptimizerKind
 from maxhydra.config.schema.quantization import AdapterKind
 from maxhydra.record import redact_argv
-from maxhydra.record.processes import memory_info
+from maxhydra.record.processes import host_bytes
 from maxhydra.runtime import Machine, original_environment
 from maxhydra.runtime.flags import flags_in_effect
 
@@ -117,38 +114,6 @@ def available_bytes() -> float:
     if "bytes_limit" in stats:
         return float(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
     return host_bytes()
-
-
-def host_bytes() -> float:
-    """Memory that the host can still give to this process; infinite if the system does not report it."""
-    return min(
-        _free_bytes(),
-        _bytes_under_limit(resource.RLIMIT_DATA, "VmData"),
-        _bytes_under_limit(resource.RLIMIT_AS, "VmSize"),
-    )
-
-
-def _bytes_under_limit(limit: int, used: str) -> float:
-    """Memory that this process may still allocate under a limit of the shell (ulimit -d, ulimit -v)."""
-    size = resource.getrlimit(limit)[0]
-    if size == resource.RLIM_INFINITY:
-        return math.inf
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return max(0.0, size - 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{used}:")))
-    except (OSError, StopIteration):
-        return size
-
-
-def _free_bytes() -> float:
-    """Available memory of the host, or the limit of its container."""
-    try:
-        sizes = memory_info()
-        free: float = sizes["MemAvailable"] + sizes["SwapFree"]
-        limit = Path("/sys/fs/cgroup/memory.max")
-        return min(free, int(limit.read_text())) if limit.is_file() and limit.read_text().strip() != "max" else free
-    except (OSError, ValueError, LookupError):
-        return math.inf
 
 
 def require_memory(config: Config, machine: Machine) -> None:

@@ -7,6 +7,7 @@ untrusted: they may start processes of their own, which `kill_descendants` finds
 
 import contextlib
 import ctypes
+import math
 import os
 import resource
 import signal
@@ -64,6 +65,38 @@ def memory_info(proc: Path = Path("/proc")) -> dict[str, int]:
     except OSError:
         return {}
     return {name: 1024 * int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
+
+
+def host_bytes() -> float:
+    """Memory that the host can still give to this process; infinite if the system does not report it."""
+    return min(
+        _free_bytes(),
+        _bytes_under_limit(resource.RLIMIT_DATA, "VmData"),
+        _bytes_under_limit(resource.RLIMIT_AS, "VmSize"),
+    )
+
+
+def _bytes_under_limit(limit: int, used: str) -> float:
+    """Memory that this process may still allocate under a limit of the shell (ulimit -d, ulimit -v)."""
+    size = resource.getrlimit(limit)[0]
+    if size == resource.RLIM_INFINITY:
+        return math.inf
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return max(0.0, size - 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{used}:")))
+    except (OSError, StopIteration):
+        return size
+
+
+def _free_bytes() -> float:
+    """Available memory of the host, or the limit of its container."""
+    try:
+        sizes = memory_info()
+        free: float = sizes["MemAvailable"] + sizes["SwapFree"]
+        limit = Path("/sys/fs/cgroup/memory.max")
+        return min(free, int(limit.read_text())) if limit.is_file() and limit.read_text().strip() != "max" else free
+    except (OSError, ValueError, LookupError):
+        return math.inf
 
 
 def _prctl(option: int, value: int) -> None:

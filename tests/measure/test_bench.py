@@ -21,6 +21,7 @@ from maxhydra.config.schema.tasks.analysis import TuneTask
 from maxhydra.measure import record
 from maxhydra.measure.kernels import relative_error
 from maxhydra.measure.record import BenchTarget, OutOfMemoryError, explain_out_of_memory
+from maxhydra.record.processes import host_bytes
 from maxhydra.runtime.detect import hardware_options
 from maxhydra.tune.space import axes
 from tests.support.cli import ROOT, bench_script
@@ -151,8 +152,8 @@ def test_a_peer_benchmark_gets_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -
 
 def test_memory_limits_of_the_shell_and_the_memory_of_all_processes_count(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {resource.RLIMIT_DATA: 3 * 2**30, resource.RLIMIT_AS: resource.RLIM_INFINITY}
-    monkeypatch.setattr(record.resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
-    assert 0 <= record.host_bytes() < 3 * 2**30
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
+    assert 0 <= host_bytes() < 3 * 2**30
     config = compose(["model=micro", "model.emb_dim=8192"]).config
     # Weights and moments in float32, at least half of the latter.
     needed = parameter_estimate(config.model) * 4 * 2.5

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import pytest
 
+from maxhydra.convert import orbax_io
 from maxhydra.convert.orbax_io import read_parameters, read_trees
 from maxhydra.model.stored_params import current_path, fingerprint
 
@@ -49,6 +51,29 @@ def test_nodes_without_arrays_are_ignored(tmp_path: Path) -> None:
     restored = read_trees(path, {"rest": expected})["rest"]
     assert jax.tree.structure(restored) == jax.tree.structure(expected) and int(restored["scale"].count) == 7
     np.testing.assert_array_equal(restored["scale"].mu["w"], np.arange(3.0))
+
+
+def test_arrays_are_read_in_groups_if_memory_is_scarce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = {
+        "params": {name: jnp.arange(number, number + 4.0) for number, name in enumerate("abcde")},
+        "rest": {"mu": {"a": jnp.zeros(2)}, "count": jnp.int32(3)},
+    }
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
+        items = {item: ocp.args.StandardSave(tree) for item, tree in stored.items()}
+        writer.save(tmp_path / "3", args=ocp.args.Composite(**items))
+    groups = []
+
+    def restore(path: Path, targets: Any) -> Any:
+        found = restore_group(path, targets)
+        groups.append([name for name, array in found.items() if array is not ocp.PLACEHOLDER])
+        return found
+
+    restore_group = orbax_io._restore
+    monkeypatch.setattr(orbax_io, "_restore", restore)
+    monkeypatch.setattr(orbax_io, "host_bytes", lambda: 2 * 16 / orbax_io.READ_SHARE)
+    restored = read_trees(tmp_path / "3", stored)
+    assert groups == [["params/a", "params/b"], ["params/c", "params/d"], ["params/e", "rest/count", "rest/mu/a"]]
+    jax.tree.map(np.testing.assert_array_equal, restored, stored)
 
 
 def test_a_rename_keeps_the_hash_of_weights() -> None:
