@@ -200,7 +200,7 @@ def test_fixed_intervals_are_saved_too() -> None:
     assert len(both) > 20
 
 
-def test_a_run_with_continuous_saves_resumes_from_the_last_one(tmp_path: Path) -> None:
+def test_max_overhead_saves_between_the_fixed_steps(tmp_path: Path) -> None:
     train = Train(steps=40, log_every=1, eval_every=0)
     run_loop(tmp_path, train, Checkpoint(every=1000, keep=100, max_overhead=0.5), evals=[1.0])
     assert 40 in saved_steps(tmp_path) and len(saved_steps(tmp_path)) > 1
