@@ -50,6 +50,7 @@ FREE_KEYS = (
     *("train.loss_chunk", "model.kernels.*", "model.remat.*", "model.scan_unroll", "model.expert_parallel.*"),
     *("task.engine.max_batch", "task.engine.cache_tokens", "task.engine.page_size", "task.engine.max_context"),
     *("task.engine.prefill_chunk", "task.engine.burst", "task.engine.warm_up", "task.engine.prefix_cache"),
+    "task.engine.prefill_devices",
     *("data.workers", "data.prefetch", "data.cache", "data.fingerprint", "reward.workers", "reward.timeout"),
     *("environment.timeout", "environment.memory_limit_gib", "environment.concurrency"),
     *("reward.memory_limit_gib", "train.allow_no_learning", "train.checks"),
