@@ -89,14 +89,28 @@ def _bytes_under_limit(limit: int, used: str) -> float:
 
 
 def _free_bytes() -> float:
-    """Available memory of the host, or the limit of its container."""
+    """Available memory of the host, or the limit of the control group, such as a container's."""
+    sizes = memory_info()
     try:
-        sizes = memory_info()
         free: float = sizes["MemAvailable"] + sizes["SwapFree"]
-        limit = Path("/sys/fs/cgroup/memory.max")
-        return min(free, int(limit.read_text())) if limit.is_file() and limit.read_text().strip() != "max" else free
-    except (OSError, ValueError, LookupError):
+    except LookupError:
         return math.inf
+    return min(free, *group_limits())
+
+
+def group_limits(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> list[float]:
+    """Memory limits of this process's control groups, of either version of cgroups."""
+    limits = [math.inf]
+    with contextlib.suppress(OSError, ValueError):
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                folder, name = (groups / "memory", "memory.limit_in_bytes") if controllers else (groups, "memory.max")
+                # In a container the path may be that of the host, and the folder the container's.
+                for file in (folder / path.lstrip("/") / name, folder / name):
+                    text = file.read_text().strip() if file.is_file() else "max"
+                    limits += [] if text == "max" else [float(text)]
+    return limits
 
 
 def _prctl(option: int, value: int) -> None:
