@@ -301,6 +301,8 @@ def test_separate_prefill_devices_do_not_delay_decoding():
     no state."""
     engine = start(prefill_axes={})
     try:
+        # Compiles all programs, so that the sequence below takes much less time than the weights.
+        engine.submit(make_request("a", max_tokens=40, ignore_eos=True)).result()
         running = engine.submit(make_request("a", max_tokens=40, ignore_eos=True))
         next(iter(running))
         runner = engine._prefill_runner
