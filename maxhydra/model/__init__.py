@@ -10,14 +10,13 @@ from maxhydra.model.lora import (
     store_weight,
     store_weight_slice,
 )
-from maxhydra.model.model_def import ModelDef, active_parameters, build, choose_unroll, flops_per_token, parameter_count
+from maxhydra.model.model_def import ModelDef, active_parameters, build, flops_per_token, parameter_count
 
 __all__ = [
     "ModelDef",
     "active_parameters",
     "amax_histories",
     "build",
-    "choose_unroll",
     "flops_per_token",
     "map_leaves",
     "merge_adapter",

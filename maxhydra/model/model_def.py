@@ -23,8 +23,6 @@ from maxhydra.model.decoder import BLOCKS, Decoder, DecoderSpec, ModelOutput
 from maxhydra.sharding import Sharder, is_axes
 
 Tree = Any
-# Layers that are unrolled by default. Each adds about 0.2 s of compilation, with experts 3.5 s.
-UNROLLED_LAYERS, UNROLLED_EXPERT_LAYERS = 48, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +52,9 @@ class ModelDef:
     def _spec(self) -> DecoderSpec:
         return DecoderSpec.of(self.config, LoraSpec.of(self.adapter), resolve_rules(self.quantization))
 
-    @property
-    def is_unrolled(self) -> bool:
-        """Whether the scan over the layers of the pattern is fully unrolled."""
-        return self._spec.is_unrolled
+    def is_unrolled_on(self, sharder: Sharder) -> bool:
+        """Whether training on this mesh fully unrolls the scan over the layers of the pattern."""
+        return self._spec.unroll_on(sharder) == self._spec.repetitions
 
     @cached_property
     def _abstract(self) -> Decoder:
@@ -193,19 +190,6 @@ class ModelDef:
 def build(model: config.Model, adapter: Adapter | None = None, quantization: Quantization | None = None) -> ModelDef:
     """The model of a config, with an optional adapter and quantization."""
     return ModelDef(model, adapter, quantization)
-
-
-def choose_unroll(model: config.Model, sharder: Sharder) -> config.Model:
-    """The model with `scan_unroll` chosen for training on a mesh, if the config does not set it.
-
-    On one GPU a loop over stacked weights and activations copies a slice of each in every iteration: unrolled, a step
-    of a 1B takes 6 % less time, and one of a mixture of experts 10 %.
-    """
-    if model.scan_unroll is not None:
-        return model
-    limit = UNROLLED_EXPERT_LAYERS if model.has_experts else UNROLLED_LAYERS
-    is_unrolled = sharder.platform == "gpu" and sharder.mesh.size == 1 and model.num_layers <= limit
-    return dataclasses.replace(model, scan_unroll=model.num_layers if is_unrolled else 1)
 
 
 def _other_targets(rule: QuantizationRule, decoder: Decoder) -> list[str]:

@@ -7,6 +7,7 @@ A part has an index.json with the shapes and shards of its arrays, and a manifes
 gets its name when it is complete. A step can be restored if an intact copy of every part exists on any of the hosts.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -99,19 +100,12 @@ def process_folder(root: Path, process: int) -> Path:
 
 def write_part(folder: Path, part: Part, arrays: Mapping[str, HostArray], data: Any) -> None:
     """Write a part below the folder of a process. Raises OSError; nothing is left then."""
-    final = folder / str(part.step) / str(part.number)
-    partial = final.with_name(f"{final.name}{PARTIAL}")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
+    with _new_part(folder, part) as partial:
         partial.mkdir(parents=True)
         entries = {name: _write_array(partial / ARRAYS / name, array) for name, array in arrays.items()}
         index = {**dataclasses.asdict(part), "arrays": entries, "data": data}
         (partial / INDEX).write_text(json.dumps(index), encoding="utf-8")
         write_manifest(partial)
-        _replace(partial, final)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def copy_part(folder: Path, part: Part, read: Callable[[str, Path], None]) -> None:
@@ -119,10 +113,7 @@ def copy_part(folder: Path, part: Part, read: Callable[[str, Path], None]) -> No
 
     Raises FileNotFoundError as long as the part does not exist, DamagedCheckpointError, and the errors of `read`.
     """
-    final = folder / str(part.step) / str(part.number)
-    partial = final.with_name(f"{final.name}{PARTIAL}")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
+    with _new_part(folder, part) as partial:
         read(MANIFEST, partial / MANIFEST)
         manifest = read_manifest(partial)
         assert manifest is not None
@@ -132,10 +123,6 @@ def copy_part(folder: Path, part: Part, read: Callable[[str, Path], None]) -> No
             raise damage
         if (found := _read_part(partial)) != part:
             raise DamagedCheckpointError(INDEX, f"belongs to another checkpoint: {found}")
-        _replace(partial, final)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def list_parts(root: Path) -> Iterator[tuple[str, Part]]:
@@ -203,10 +190,22 @@ def _read_part(path: Path) -> Part | None:
         return None
 
 
-def _replace(partial: Path, final: Path) -> None:
-    """Give a part its final name; one of an earlier session with the same step is deleted."""
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
+@contextlib.contextmanager
+def _new_part(folder: Path, part: Part) -> Iterator[Path]:
+    """A path for a part that gets its name at the end; after an error nothing is left.
+
+    A part of an earlier session with the same step is replaced.
+    """
+    final = folder / str(part.step) / str(part.number)
+    partial = final.with_name(f"{final.name}{PARTIAL}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        yield partial
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _write_array(path: Path, array: HostArray) -> dict[str, Any]:

@@ -148,18 +148,18 @@ class _Supervisor:
 
     def _exchange(self, slot: int, episode: _Episode) -> None:
         """Send the rest of a call, and receive the available part of its reply."""
-        with contextlib.suppress(BlockingIOError):
-            try:
-                if episode.outgoing:
-                    episode.outgoing = episode.outgoing[episode.socket.send(episode.outgoing) :]
-                received = episode.socket.recv(MAX_REPLY)
-            except BlockingIOError:
-                raise
-            except OSError:
-                received = b""
-            if not received:
-                raise _Broken(CRASHES, "crashed its process")
-            episode.incoming += received
+        received: bytes | None = None
+        try:
+            if episode.outgoing:
+                episode.outgoing = episode.outgoing[episode.socket.send(episode.outgoing) :]
+            received = episode.socket.recv(MAX_REPLY)
+        except BlockingIOError:
+            pass  # nothing more at the moment
+        except OSError:
+            received = b""
+        if received == b"":
+            raise _Broken(CRASHES, "crashed its process")
+        episode.incoming += received or b""
         if len(episode.incoming) > MAX_REPLY:
             raise _Broken(INVALID, f"replied with more than {MAX_REPLY} bytes")
         if not episode.incoming.endswith(b"\n"):

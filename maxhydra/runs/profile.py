@@ -160,19 +160,20 @@ def summarize_events(events: Iterable[Event], names: dict[str, str]) -> Summary:
         compute = _length(_union(interval for name, interval in leaves if not _COLLECTIVE.search(name)))
         exposed += _length(_union(interval for _, interval in leaves)) - compute
     count, span = max(1, len(devices)), max(span, 1e-9)
+    sources = {name: shorten_source(names.get(name, "")) for name in times}
     groups: defaultdict[str, list[str]] = defaultdict(list)
-    for name in times:
-        groups[shorten_source(names.get(name, "")) or name].append(name)
-    totals = {source: sum(times[name] for name in members) for source, members in groups.items()}
+    for name, source in sources.items():
+        groups[source or name].append(name)
+    totals = {key: sum(times[name] for name in members) for key, members in groups.items()}
     operations = [
         Operation(
-            _common_name(groups[source]),
-            shorten_source(names.get(groups[source][0], "")),
-            sum(calls[name] for name in groups[source]),
+            _common_name(members := groups[key]),
+            sources[members[0]],
+            sum(calls[name] for name in members),
             time / 1e3 / steps / count,
             time / span,
         )
-        for source, time in _largest(totals)[:TOP]
+        for key, time in _largest(totals)[:TOP]
     ]
     parts: defaultdict[str, float] = defaultdict(float)
     for name, time in times.items():

@@ -281,7 +281,7 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint=hint))
     if config.optimizer.offload:
         _require_host_memory(sharder)
-    decoder = model.build(model.choose_unroll(config.model, sharder), config.adapter, config.quantization)
+    decoder = model.build(config.model, config.adapter, config.quantization)
     decoder.check_mesh(sharder)
     shapes, axes = split_trainable(decoder.shapes)[0], split_trainable(decoder.axes)[0]
     optimizer = optim.build(
@@ -290,7 +290,7 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         shapes=shapes,
         axes=axes,
         # Gradient accumulation is a loop that adds up whole layer stacks.
-        is_unrolled=decoder.is_unrolled and config.train.grad_accum == 1,
+        is_unrolled=decoder.is_unrolled_on(sharder) and config.train.grad_accum == 1,
         unused=() if config.task.trains_mtp else ("mtp",),
     )
     return StateFactory(

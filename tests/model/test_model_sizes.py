@@ -14,7 +14,8 @@ from maxhydra.config.schema import model as config
 from maxhydra.config.schema.config import parameter_estimate
 from maxhydra.config.schema.hardware import Mesh
 from maxhydra.layers import Context
-from maxhydra.model import active_parameters, build, choose_unroll, flops_per_token, parameter_count
+from maxhydra.model import active_parameters, build, flops_per_token, parameter_count
+from maxhydra.model.decoder import DecoderSpec
 from maxhydra.sharding import Sharder
 from maxhydra.sharding.mesh import abstract_mesh
 
@@ -189,5 +190,6 @@ def test_layers_are_unrolled_for_training_on_one_gpu(
     mesh = abstract_mesh(Mesh(fsdp=devices), devices=devices, slices=1)
     sharder = Sharder(mesh.update(abstract_device=AbstractDevice("", None, platform)), {})
     model = dataclasses.replace(model_option(name), num_layers=layers)
-    assert choose_unroll(model, sharder).scan_unroll == unroll
-    assert choose_unroll(dataclasses.replace(model, scan_unroll=2), sharder).scan_unroll == 2
+    spec = DecoderSpec.of(model)
+    assert spec.unroll_on(sharder) == unroll and spec.unroll_on(sharder, is_cached=True) == 1
+    assert DecoderSpec.of(dataclasses.replace(model, scan_unroll=2)).unroll_on(sharder) == 2

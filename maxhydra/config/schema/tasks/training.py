@@ -54,8 +54,8 @@ class DpoTask(Task):
     """simpo: target margin between the rewards of the chosen and the rejected completion."""
     reference: Reference = Reference.auto
     """Reference log-probs. cached: of the initial weights, computed once before training; adapter_off: of the model
-    without its adapter, in every step; none: for orpo, simpo and cpo; auto: adapter_off with an adapter, else what the
-    loss needs."""
+    without its adapter, in every step; none: for orpo, simpo and cpo; auto: adapter_off with an adapter, else
+    cached, or none for a loss without a reference."""
 
     def check(self) -> Iterator[Problem]:
         if self.label_smoothing and self.loss not in SMOOTHED:
