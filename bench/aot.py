@@ -2,8 +2,8 @@
 
 python bench/aot.py model=llama3.1-8b model.num_layers=2 mesh.fsdp=8
 python bench/aot.py topology=b200:4x8 hlo=/tmp/step.txt model=qwen3-30b-a3b model.num_layers=2 mesh.expert=32
-python bench/aot.py cases [NAME...]   compile the cases of docs/lab/aot.md that are not stored yet, or those named
-python bench/aot.py table             the tables of docs/lab/aot.md from the stored cases
+python bench/aot.py cases [jobs=N] [NAME...]   compile those named, or those that docs/lab/aot.jsonl lacks
+python bench/aot.py table                      the tables of docs/lab/aot.md from the stored cases
 
 topology: h200:8 unless given; the hardware option follows from it. hlo: file for the optimized program. The CUDA plugin
 of jax's version must be installed (`pip install 'jax-cuda13-plugin[with-cuda]'`); no GPU is needed. For each mesh
@@ -17,6 +17,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,13 @@ DEFAULTS = ["train.seq_len=4096", "train.per_device_batch_size=1"]
 STORED = Path(__file__).parent.parent / "docs" / "lab" / "aot.jsonl"
 
 LONG = "model.context_length=131072 train.seq_len=131072 train.per_device_batch_size=0.125"
-# Models cut to one repetition of their pattern, or two of a single layer, after the layers of their prefix.
+# Models cut to one repetition of a long pattern, or four layers, after those of their prefix.
 MODELS = {
-    "llama3.1-8b": "model.num_layers=2",
+    "llama3.1-8b": "model.num_layers=4",
     "gemma3-4b": "model.num_layers=6",
-    "gpt-oss-20b": "model.num_layers=2",
-    "qwen3-30b-a3b": "model.num_layers=2",
-    "deepseek2-16b": "model.num_layers=3",
+    "gpt-oss-20b": "model.num_layers=4",
+    "qwen3-30b-a3b": "model.num_layers=4",
+    "deepseek2-16b": "model.num_layers=5",
     "qwen3-next-80b-a3b": "model.num_layers=4",
 }
 MESHES = {
@@ -80,16 +81,21 @@ def main() -> None:
     print(json.dumps({**facts, **dataclasses.asdict(report)}, indent=1))
 
 
-def compile_cases(names: list[str]) -> None:
+def compile_cases(names: list[str], *, jobs: int) -> None:
     """Compile cases, each in its own process, and store their reports in place of older ones."""
-    for name in names or [name for name in CASES if name not in stored_cases()]:
-        result = subprocess.run([sys.executable, __file__, *CASES[name].split()], stdout=subprocess.PIPE, text=True)
-        if result.returncode:
-            print(f"{name}: exit code {result.returncode}", flush=True)
-            continue
-        stored = stored_cases() | {name: _stored_part(json.loads(result.stdout))}
-        STORED.write_text("".join(json.dumps({"name": name} | case) + "\n" for name, case in stored.items()))
-        print(f"{name}: {json.dumps(stored[name]['wire'])}", flush=True)
+    names = names or [name for name in CASES if name not in stored_cases()]
+
+    def compile_case(name: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, __file__, *CASES[name].split()], stdout=subprocess.PIPE, text=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for name, result in zip(names, pool.map(compile_case, names), strict=True):
+            if result.returncode:
+                print(f"{name}: exit code {result.returncode}", flush=True)
+                continue
+            stored = stored_cases() | {name: _stored_part(json.loads(result.stdout))}
+            STORED.write_text("".join(json.dumps({"name": name} | case) + "\n" for name, case in stored.items()))
+            print(f"{name}: {json.dumps(stored[name]['wire'])}", flush=True)
 
 
 def _stored_part(report: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +145,8 @@ def rows() -> Iterator[tuple[str, ...]]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["cases"]:
-        compile_cases(sys.argv[2:])
+        own, names = split_arguments(sys.argv[2:], ("jobs",))
+        compile_cases(names, jobs=int(own.get("jobs", 1)))
     elif sys.argv[1:] == ["table"]:
         for row in (HEADER, ["---"] * len(HEADER), *rows()):
             print(f"| {' | '.join(row)} |")

@@ -84,6 +84,8 @@ CASES = {
     f"{MINIMAL}",
     "adam8": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 optimizer.moments=dynamic8 {FULL}",
     "offload": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 optimizer.offload=true {FULL}",
+    "offload_weights": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 optimizer.offload=true "
+    f"optimizer.offload_weights=true {FULL}",
     "adafactor": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 optimizer=adafactor {MINIMAL}",
     "replica2_fsdp4": f"{CUT} train.per_device_batch_size=1 mesh.replica=2 mesh.fsdp=4 train.diloco.period=1 {FULL}",
     "custom_remat": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 model.remat.policy=custom "

@@ -43,7 +43,7 @@ FREE_KEYS = (
     # Hardware, sharding, kernels and memory. The batch over all devices is compared separately.
     *("hardware.platform", "hardware.device_kinds", "hardware.peak_tflops*", "hardware.memory_gib"),
     *("hardware.bandwidth_gb_s", "hardware.xla_flags", "hardware.flag_sets*", "hardware.compilation_cache"),
-    *("hardware.compiled", "hardware.dump_step", "hardware.links.*", "optimizer.offload"),
+    *("hardware.compiled", "hardware.dump_step", "hardware.links.*", "optimizer.offload*"),
     *("hardware.simulated_devices", "hardware.debug_nans", "hardware.distributed.*", "hardware.gke.*"),
     *("mesh.*", "task.rollout_mesh", "task.teacher.mesh", "train.per_device_batch_size", "train.grad_accum"),
     "train.elastic",

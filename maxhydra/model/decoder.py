@@ -7,6 +7,7 @@ residual stream, V vocabulary.
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -47,6 +48,7 @@ BLOCKS = ("prefix", "pattern", "remainder", "mtp")
 
 # Layers that are unrolled by default. Each adds about 0.2 s of compilation, with experts 3.5 s.
 UNROLLED_LAYERS, UNROLLED_EXPERT_LAYERS = 48, 16
+LAYERS_IN_ITERATION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +111,17 @@ class DecoderSpec:
         """Repetitions per iteration of the scan over them.
 
         On one GPU a loop over stacked weights and activations copies a slice of each in every iteration: unrolled, a
-        training step of a 1B takes 6 % less time, and one of a mixture of experts 10 %. With a cache, layers stay in a
-        loop, because an engine compiles dozens of programs.
+        training step of a 1B takes 6 % less time, and one of a mixture of experts 10 %. On several GPUs an iteration
+        has at least two layers, so that the weights of the second are gathered while the first computes
+        (docs/lab/aot.md). With a cache, layers stay in a loop, because an engine compiles dozens of programs.
         """
         if self.unroll is not None:
             return self.unroll
-        is_one_gpu = sharder.platform == "gpu" and sharder.mesh.size == 1
-        return self.repetitions if is_one_gpu and self.is_unrollable and not is_cached else 1
+        if sharder.platform != "gpu" or is_cached or not self.repetitions:
+            return 1
+        if sharder.mesh.size == 1:
+            return self.repetitions if self.is_unrollable else 1
+        return min(self.repetitions, math.ceil(LAYERS_IN_ITERATION / len(self.pattern)))
 
     @property
     def layers(self) -> tuple[BlockSpec, ...]:

@@ -105,7 +105,7 @@ def advice(plan: Plan) -> Iterator[str]:
     if time is None:
         return
     if used.host and case.config.hardware.links.host_gb_s is None:
-        yield "the step time lacks the copies of offloaded optimizer state: set hardware.links.host_gb_s"
+        yield "the step time lacks the copies of what is offloaded: set hardware.links.host_gb_s"
     if time.exposed_weights > 0.1 * time.seconds:
         share = time.exposed_weights / time.seconds
         yield (
@@ -154,3 +154,5 @@ def _less_state(case: Case) -> Iterator[str]:
         yield "moments are large: optimizer.moments=dynamic8"
     elif not case.config.optimizer.offload and not has_replicas:
         yield "moments are large: optimizer.offload=true"
+    elif not case.config.optimizer.offload_weights and not has_replicas:
+        yield "weights are large: optimizer.offload_weights=true"

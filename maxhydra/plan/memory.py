@@ -56,7 +56,7 @@ class Memory:
     outer: float = 0.0
     """DiLoCo: the shared weights next to those of the replica, and the momentum of the outer step."""
     host: float = 0.0
-    """Optimizer state in host memory (optimizer.offload); not part of the others."""
+    """Optimizer state and weights in host memory (optimizer.offload*); not part of the others."""
 
     @property
     def state(self) -> float:
@@ -89,7 +89,7 @@ def memory(case: Case) -> Memory:
     # their gradients late: on average half of them are in work.
     in_work = (len(case.subject.spec.pattern) + 1) / 2
     return Memory(
-        weights=_weight_bytes(case),
+        weights=0.0 if case.config.optimizer.offload_weights else _weight_bytes(case),
         optimizer=0.0 if case.config.optimizer.offload else _moment_bytes(case),
         cast_weights=_cast_bytes(case),
         gradients=accumulators + _gradient_bytes(case),
@@ -102,8 +102,15 @@ def memory(case: Case) -> Memory:
         batch=COLUMN_BYTES * case.stream_tokens * case.grad_accum,
         tables=_gathered_table_bytes(case),
         outer=_trained_bytes(case) + outer_bytes(case) if case.mesh[REPLICA] > 1 else 0.0,
-        host=_moment_bytes(case) if case.config.optimizer.offload else 0.0,
+        host=host_bytes(case, moments=1, weights=1),
     )
+
+
+def host_bytes(case: Case, *, moments: int, weights: int) -> float:
+    """Bytes of optimizer state and weights in host memory, each times the given factor."""
+    optimizer = case.config.optimizer
+    stored = moments * _moment_bytes(case) if optimizer.offload else 0.0
+    return stored + weights * _weight_bytes(case) if optimizer.offload_weights else stored
 
 
 @per_mesh

@@ -14,6 +14,7 @@ from maxhydra.config.schema.model import RematPolicy
 from maxhydra.config.schema.optimizer import OptimizerKind
 from maxhydra.config.schema.quantization import QuantizationKind
 from maxhydra.plan.case import NOTHING_RECOMPUTED, Case, per_mesh
+from maxhydra.plan.memory import host_bytes
 from maxhydra.plan.traffic import FLOAT32, Overlap, Phase, Transfer, transfers
 
 # Shares of the peak matmul rate that projections and attention reach, and of the peak memory bandwidth.
@@ -44,7 +45,7 @@ class Compute:
     recomputed: float
     """Matmuls and attention that run a second time; not part of the others."""
     host: float
-    """Copies of offloaded optimizer state from host memory and back."""
+    """Copies of offloaded optimizer state and weights from host memory and back."""
 
     @property
     def total(self) -> float:
@@ -130,11 +131,9 @@ def compute_time(case: Case) -> Compute:
 
 
 def _host_seconds(case: Case) -> float:
-    """Optimizer state that is offloaded is copied to the device and back, one after the other."""
+    """Copies one after the other: optimizer state to the device and back, weights twice to the device and back."""
     rate = case.config.hardware.links.host_gb_s
-    if not case.config.optimizer.offload or rate is None:
-        return 0.0
-    return 2 * sum(map(case.local_bytes, case.subject.moments)) / (rate * 1e9 * LINK_RATE)
+    return 0.0 if rate is None else host_bytes(case, moments=2, weights=3) / (rate * 1e9 * LINK_RATE)
 
 
 def _layer_rate(case: Case, rate: float) -> float:

@@ -47,6 +47,11 @@ def run(job: Job) -> Outcome:
     parameters = _rows(decoder.shapes, decoder.axes, shardings.weights)
     moments = _rows(states.optimizer_shapes(), states.optimizer_axes(), shardings.opt_state)
     optimizer_bytes = sum(row.bytes_per_device for row in moments)
+    parameter_bytes = sum(row.bytes_per_device for row in parameters)
+    host_bytes = {
+        **({"parameters": parameter_bytes} if config.optimizer.offload_weights else {}),
+        **({"optimizer": optimizer_bytes} if config.optimizer.offload else {}),
+    }
     count, trained = model.parameter_counts(decoder)
     facts = {
         "parameters": count,
@@ -55,10 +60,10 @@ def run(job: Job) -> Outcome:
         "mesh": {axis: size for axis, size in sharder.mesh.shape.items() if size > 1},
         "devices": sharder.mesh.size,
         "bytes_per_device": {
-            "parameters": sum(row.bytes_per_device for row in parameters),
+            "parameters": 0 if config.optimizer.offload_weights else parameter_bytes,
             "optimizer": 0 if config.optimizer.offload else optimizer_bytes,
         },
-        **({"host_bytes_per_device": {"optimizer": optimizer_bytes}} if config.optimizer.offload else {}),
+        **({"host_bytes_per_device": host_bytes} if host_bytes else {}),
     }
     if sharder.stages > 1:
         schedule = sharder.pipeline_schedule(plan_batches(config, sharder).batch // config.train.grad_accum)

@@ -26,7 +26,7 @@ from maxhydra.train.diloco import make_diloco_step
 from maxhydra.train.executable import load_executable
 from maxhydra.train.loss import Batch, LossFn, next_token_loss
 from maxhydra.train.state import StateFactory, TrainState, plan_states
-from maxhydra.train.step import Metrics, StateLayout, StepFn, make_step, sequences_in
+from maxhydra.train.step import Metrics, StepFn, make_step, sequences_in
 
 log = logging.getLogger("maxhydra")
 # Kinds of train.checks: indices out of bounds, NaN results, divisions by zero.
@@ -155,9 +155,10 @@ def trace_step(
     if checks and states.sharder.mesh.size > 1:
         reason = f"runs on one device, and the mesh has {states.sharder.mesh.size}"
         raise ConfigError(Problem("train.checks", reason, list(checks), accepted="[], or one device"))
-    layout = StateLayout(states.shard_gradients, states.load_moments, states.store_moments, states.sharder.replicate)
     update_router, cast = states.model.apply_aux_updates, states.cast
-    step_fn = make_step(loss, states.optimizer, train, update_router, cast, layout, has_statistics=has_statistics)
+    step_fn = make_step(
+        loss, states.optimizer, train, update_router, cast, states.layout(), has_statistics=has_statistics
+    )
     if states.sharder.num_shards("replicas") > 1:
         axes = split_trainable(states.model.axes)[0]
         step_fn = make_diloco_step(step_fn, train.diloco, steps=train.steps, mesh=states.sharder.mesh, axes=axes)

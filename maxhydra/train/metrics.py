@@ -131,7 +131,11 @@ class MetricsLogger:
         self._data_wait += 0.0 if is_generated else wait
 
     def count_step(self, metrics: Mapping[str, jax.Array]) -> None:
-        """Take the metrics of the step that was just dispatched, logged or not."""
+        """Take the metrics of the step that was just dispatched, logged or not; waits for the step before it.
+
+        With more than one step in the queue of a GPU, the end of a step is observed up to one step late.
+        """
+        jax.block_until_ready(self._latest)
         self._latest = metrics
 
     @contextlib.contextmanager

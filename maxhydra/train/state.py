@@ -20,6 +20,7 @@ from maxhydra.train.loss import Tree
 
 # Memory kind in which offloaded optimizer state is stored.
 OFFLOAD_MEMORY = "pinned_host"
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 _OPTIMIZATION_LEVEL = re.compile(r"--xla_backend_optimization_level=(\d)")
 
 
@@ -72,8 +73,8 @@ class TrainState:
 
     @property
     def weights(self) -> Tree:
-        """All weights that a loss reads, as one tree."""
-        return merge_trees(merge_trees(self.params, self.frozen), self.history)
+        """All weights that a loss reads, as one tree. Parameters in host memory are copied to the devices."""
+        return merge_trees(merge_trees(jax.tree.map(_on_device, self.params), self.frozen), self.history)
 
 
 class Replica(NamedTuple):
@@ -92,6 +93,29 @@ class DilocoState(NamedTuple):
     momentum: Tree
 
 
+def unchanged(tree: Tree) -> Tree:
+    return tree
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """How a step moves gradients and optimizer state between the layouts of the forward pass and of the state."""
+
+    shard_gradients: Callable[[Tree], Tree] = unchanged
+    """Constrains gradients to the sharding in which the optimizer reads them."""
+    load: Callable[[Tree], Tree] = unchanged
+    """Optimizer state from where it is stored to device memory."""
+    store: Callable[[Tree], Tree] = unchanged
+    load_params: Callable[[Tree], Tree] = unchanged
+    """Trainable parameters likewise."""
+    store_params: Callable[[Tree], Tree] = unchanged
+    replicate: Callable[[Tree], Tree] = unchanged
+    """Statistics from the devices of their layers to all devices."""
+
+
+DEFAULT_LAYOUT = StateLayout()
+
+
 @dataclasses.dataclass(frozen=True)
 class StateFactory:
     """Creates states, and knows their shapes and shardings before anything is allocated."""
@@ -106,6 +130,8 @@ class StateFactory:
     """Whether trainable parameters and optimizer state are sharded over the mesh axis `data` too (ZeRO-1)."""
     offloads_moments: bool = False
     """Whether the optimizer state is stored in pinned host memory."""
+    offloads_params: bool = False
+    """Whether the trainable parameters are."""
 
     def spec(self, axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
         """The PartitionSpec of a trainable parameter or an array of the optimizer state.
@@ -123,17 +149,28 @@ class StateFactory:
         # The first constraint keeps the cast before the gather: the compiler would gather float32.
         return self._constrain(self._constrain(weights, self.spec), lambda axes, shape: self.sharder.spec(axes))
 
-    def shard_gradients(self, grads: Tree) -> Tree:
+    def layout(self) -> StateLayout:
+        """Where a step reads and writes gradients, optimizer state and parameters."""
+        return StateLayout(
+            shard_gradients=self._shard_gradients,
+            load=lambda opt_state: _moved(opt_state, DEVICE) if self.offloads_moments else opt_state,
+            store=lambda opt_state: _moved(opt_state, HOST) if self.offloads_moments else opt_state,
+            load_params=self._load_params,
+            store_params=lambda params: _moved(params, HOST) if self.offloads_params else params,
+            replicate=self.sharder.replicate,
+        )
+
+    def _shard_gradients(self, grads: Tree) -> Tree:
         """Gradients in the sharding of the optimizer state: a sum over `data` becomes a reduce-scatter."""
         return self._constrain(grads, self.spec) if self.shards_over_data else grads
 
-    def load_moments(self, opt_state: Tree) -> Tree:
-        """The optimizer state in device memory."""
-        return _moved(opt_state, jax.memory.Space.Device) if self.offloads_moments else opt_state
+    def _load_params(self, params: Tree) -> Tree:
+        """The trainable parameters in device memory; every call copies them again.
 
-    def store_moments(self, opt_state: Tree) -> Tree:
-        """The optimizer state where it is stored."""
-        return _moved(opt_state, jax.memory.Space.Host) if self.offloads_moments else opt_state
+        The barrier keeps the compiler from merging the copies of a step, and so from keeping the parameters in device
+        memory from the forward pass to the update.
+        """
+        return _moved(jax.lax.optimization_barrier(params), DEVICE) if self.offloads_params else params
 
     def _constrain(self, tree: Tree, spec_of: Callable[[LogicalAxes, Sequence[int]], PartitionSpec]) -> Tree:
         def constrain(axes: LogicalAxes, leaf: jax.Array) -> jax.Array:
@@ -197,7 +234,7 @@ class StateFactory:
         shapes = split_trainable(self.model.shapes)[0]
         shardings = dataclasses.replace(
             shardings,
-            params=jax.tree.map(self._stored_sharding, params, shapes, is_leaf=is_axes),
+            params=jax.tree.map(self._param_sharding, params, shapes, is_leaf=is_axes),
             opt_state=jax.tree.map(self._moment_sharding, opt_state, self.optimizer_shapes(), is_leaf=is_axes),
         )
         extra = jax.tree.map(lambda leaf: leaf.sharding, self.extra_weights)
@@ -206,9 +243,11 @@ class StateFactory:
     def _stored_sharding(self, axes: LogicalAxes, leaf: Any) -> NamedSharding:
         return NamedSharding(self.sharder.mesh, self.spec(axes, leaf.shape))
 
+    def _param_sharding(self, axes: LogicalAxes, leaf: Any) -> NamedSharding:
+        return _in_memory(self._stored_sharding(axes, leaf), is_offloaded=self.offloads_params and bool(leaf.shape))
+
     def _moment_sharding(self, axes: LogicalAxes, leaf: Any) -> NamedSharding:
-        sharding = self._stored_sharding(axes, leaf)
-        return sharding.with_memory_kind(OFFLOAD_MEMORY) if self.offloads_moments and leaf.shape else sharding
+        return _in_memory(self._stored_sharding(axes, leaf), is_offloaded=self.offloads_moments and bool(leaf.shape))
 
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, onto which a checkpoint is restored."""
@@ -260,9 +299,20 @@ def _run_once_options() -> dict[str, int]:
     return {"xla_backend_optimization_level": min([1, *map(int, levels[-1:])])}
 
 
-def _moved(opt_state: Tree, memory: Any) -> Tree:
-    """Arrays of the optimizer state in another memory, with their shardings; counts stay on the device."""
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, memory) if leaf.ndim else leaf, opt_state)
+def _in_memory(sharding: NamedSharding, *, is_offloaded: bool) -> NamedSharding:
+    return sharding.with_memory_kind(OFFLOAD_MEMORY) if is_offloaded else sharding
+
+
+def _on_device(leaf: Any) -> Any:
+    """An array of the state in device memory; shapes and shardings unchanged."""
+    if not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind != OFFLOAD_MEMORY:
+        return leaf
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+
+
+def _moved(tree: Tree, memory: Any) -> Tree:
+    """Arrays of the state in another memory, with their shardings; scalars stay on the device."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, memory) if leaf.ndim else leaf, tree)
 
 
 def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str, Tree] | None = None) -> StateFactory:
@@ -279,8 +329,9 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         )
         value, accepted = config.quantization.kind, "none, fp8 or int8 with an adapter"
         raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint=hint))
-    if config.optimizer.offload:
-        _require_host_memory(sharder)
+    for key in ("offload", "offload_weights"):
+        if getattr(config.optimizer, key):
+            _require_host_memory(sharder, f"optimizer.{key}")
     decoder = model.build(config.model, config.adapter, config.quantization)
     decoder.check_mesh(sharder)
     shapes, axes = split_trainable(decoder.shapes)[0], split_trainable(decoder.axes)[0]
@@ -300,10 +351,11 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         extra_weights or {},
         shards_over_data=config.mesh.shard_state_over_data,
         offloads_moments=config.optimizer.offload,
+        offloads_params=config.optimizer.offload_weights,
     )
 
 
-def _require_host_memory(sharder: Sharder) -> None:
+def _require_host_memory(sharder: Sharder, path: str) -> None:
     """Raise ConfigError if the attached devices have no pinned host memory; absent ones are assumed to have it."""
     if not isinstance(sharder.mesh, jax.sharding.Mesh):
         return
@@ -314,4 +366,4 @@ def _require_host_memory(sharder: Sharder) -> None:
     if OFFLOAD_MEMORY not in kinds:
         reason = f"needs {OFFLOAD_MEMORY} memory; {device.platform} devices here have {', '.join(kinds)}"
         hint = "optimizer.moments=dynamic8 or mesh.shard_state_over_data=true save memory on any device"
-        raise ConfigError(Problem("optimizer.offload", reason, value=True, accepted="false", hint=hint))
+        raise ConfigError(Problem(path, reason, value=True, accepted="false", hint=hint))

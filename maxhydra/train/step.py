@@ -15,7 +15,7 @@ from maxhydra.model import merge_trees
 from maxhydra.optim import Optimizer
 from maxhydra.train.evaluate import split_microbatches
 from maxhydra.train.loss import AUX, Batch, LossFn, Sums, Tree, load_metrics
-from maxhydra.train.state import Guard, TrainState
+from maxhydra.train.state import DEFAULT_LAYOUT, Guard, StateLayout, TrainState, unchanged
 from maxhydra.train.statistics import STATISTICS, reduce_step
 
 Metrics = dict[str, jax.Array]
@@ -35,32 +35,12 @@ def _keep_params(new: Tree, old: Tree, aux: Tree) -> Tree:
     return new
 
 
-def _unchanged(tree: Tree) -> Tree:
-    return tree
-
-
-@dataclasses.dataclass(frozen=True)
-class StateLayout:
-    """How a step moves gradients and optimizer state between the layouts of the forward pass and of the state."""
-
-    shard_gradients: Callable[[Tree], Tree] = _unchanged
-    """Constrains gradients to the sharding in which the optimizer reads them."""
-    load: Callable[[Tree], Tree] = _unchanged
-    """Optimizer state from where it is stored to device memory."""
-    store: Callable[[Tree], Tree] = _unchanged
-    replicate: Callable[[Tree], Tree] = _unchanged
-    """Statistics from the devices of their layers to all devices."""
-
-
-DEFAULT_LAYOUT = StateLayout()
-
-
 def make_step(
     loss_fn: LossFn,
     optimizer: Optimizer,
     train: Train,
     apply_router_bias: ApplyRouterBias = _keep_params,
-    cast: Cast = _unchanged,
+    cast: Cast = unchanged,
     layout: StateLayout = DEFAULT_LAYOUT,
     *,
     has_statistics: bool = False,
@@ -75,7 +55,7 @@ def make_step(
             return loss_fn(merge_trees(merge_trees(params, state.frozen), history), batch, key)
 
         # The "gradient" with respect to the amax history is the amaxes of this step (layers/quant/training.py).
-        trainable = (cast(state.params), state.history)
+        trainable = (cast(layout.load_params(state.params)), state.history)
         with collect_statistics(has_statistics):
             (grads, amaxes), sums = _gradients(loss_of, trainable, batch, key, train.grad_accum, like=state.params)
         grads = layout.shard_gradients(grads)
@@ -94,15 +74,16 @@ def make_step(
         with jax.named_scope("update"):
             transform = optax.with_extra_args_support(optimizer.transform)
             old, computed = layout.load(state.opt_state), {"norm": grad_norm, "learning_rate": learning_rate}
-            updates, opt_state = transform.update(grads, old, state.params, **computed)
-            params = apply_router_bias(optax.apply_updates(state.params, updates), state.params, aux)
-            params = optimizer.restore_frozen(params, state.params)
+            old_params = layout.load_params(state.params)
+            updates, opt_state = transform.update(grads, old, old_params, **computed)
+            params = apply_router_bias(optax.apply_updates(old_params, updates), old_params, aux)
+            params = optimizer.restore_frozen(params, old_params)
             new = (params, opt_state, jax.tree.map(_push_amax, state.history, amaxes))
-            params, opt_state, history = _select(apply)(new, (state.params, old, state.history))
+            params, opt_state, history = _select(apply)(new, (old_params, old, state.history))
         new_state = dataclasses.replace(
             state,
             step=state.step + jnp.where(halted, 0, 1),
-            params=params,
+            params=layout.store_params(params),
             opt_state=layout.store(opt_state),
             guard=_observe(state.guard, observed, train.spike, counts=counts, apply=apply, halted=halted),
             history=history,
@@ -110,7 +91,7 @@ def make_step(
         metrics = {**means, **load_metrics(aux), "grad_norm": grad_norm, "learning_rate": learning_rate}
         counters = {"tokens": sums["weight"], "skipped": new_state.guard.skipped, "halted": new_state.guard.halted}
         if has_statistics:
-            trees = {"grad": grads, "weight": state.params, "update": updates}
+            trees = {"grad": grads, "weight": old_params, "update": updates}
             counters[STATISTICS] = layout.replicate(reduce_step(trees, aux, is_applied=apply))
         return new_state, {**metrics, **counters}
 
@@ -152,7 +133,7 @@ def _gradients(
         shapes = jax.eval_shape(gradient, trainable, jax.tree.map(lambda x: x[0], parts), keys[0])
         amaxes = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[0][1])
         sums = jax.tree_util.tree_map_with_path(_initial_sum, shapes[1])
-        zeros = ((jax.tree.map(jnp.zeros_like, like), amaxes), sums)
+        zeros = ((jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), amaxes), sums)
         ((grads, amaxes), sums), _ = jax.lax.scan(accumulate, zeros, (parts, keys))
     return (grads, amaxes), sums
 

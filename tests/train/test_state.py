@@ -14,7 +14,7 @@ from maxhydra.config import Config
 from maxhydra.train import next_token_loss
 from maxhydra.train.checkpoint import open_checkpointer, restore
 from maxhydra.train.state import StateFactory, TrainState, _run_once_options
-from maxhydra.train.step import StateLayout, make_step
+from maxhydra.train.step import make_step
 from tests.support.states import ROWS, plan
 
 LENGTH = 32
@@ -35,8 +35,7 @@ def losses(states: StateFactory, config: Config, state: TrainState) -> np.ndarra
     """Losses of three steps from this state, placed on the devices."""
     state, seen = jax.device_put(state, states.shardings()), []
     loss = next_token_loss(states.model, states.sharder, config.train)
-    layout = StateLayout(states.shard_gradients, states.load_moments, states.store_moments)
-    step = make_step(loss, states.optimizer, config.train, states.model.apply_aux_updates, states.cast, layout)
+    step = make_step(loss, states.optimizer, config.train, states.model.apply_aux_updates, states.cast, states.layout())
     step = jax.jit(step, donate_argnums=0, out_shardings=(states.shardings(), None))
     for seed in range(3):
         state, metrics = step(state, batch(states, seed))
@@ -92,6 +91,18 @@ def test_offloaded_state_changes_no_loss_and_stays_in_host_memory():
     assert moment_kinds(state) == {"pinned_host"}
     found = losses(states, config, initial)
     np.testing.assert_allclose(found, losses(*plan(OVER_DATA, data=2, fsdp=2), initial), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_offloaded_weights_change_no_loss_and_stay_in_host_memory():
+    states, config = plan("optimizer.offload_weights=true", "train.grad_accum=2", fsdp=2)
+    state = states.create(0)
+    initial = jax.device_get(state)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)}
+    assert kinds == {"pinned_host"} and moment_kinds(state) == {"device"}
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.weights)} == {"device"}
+    found = losses(states, config, initial)
+    np.testing.assert_allclose(found, losses(*plan("train.grad_accum=2", fsdp=2), initial), rtol=1e-6)
 
 
 @pytest.mark.slow

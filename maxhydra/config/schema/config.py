@@ -211,9 +211,10 @@ class Config(Schema):
         if section is not None and self.mesh.shard_state_over_data:
             reason, accepted = "is not supported with DiLoCo", f"false, or {section}.replica=1"
             yield Problem("mesh.shard_state_over_data", reason, value=True, accepted=accepted)
-        if section is not None and self.optimizer.offload:
-            reason, accepted = "is not supported with DiLoCo", f"false, or {section}.replica=1"
-            yield Problem("optimizer.offload", reason, value=True, accepted=accepted)
+        for key in ("offload", "offload_weights"):
+            if section is not None and getattr(self.optimizer, key):
+                reason, accepted = "is not supported with DiLoCo", f"false, or {section}.replica=1"
+                yield Problem(f"optimizer.{key}", reason, value=True, accepted=accepted)
         if section is not None and self.task.name not in DILOCO_TASKS:
             reason = f"DiLoCo is not supported by task={self.task.name}"
             accepted = f"1, or task={' or '.join(DILOCO_TASKS)}"

@@ -74,7 +74,7 @@ class Links(Schema):
     network_gb_s: float | None = option(None, gt=0)
     """A device's share of the network between nodes or slices, in 10^9 bytes per second."""
     host_gb_s: float | None = option(None, gt=0)
-    """Link to host memory, in 10^9 bytes per second, for optimizer.offload."""
+    """Link to host memory, in 10^9 bytes per second, for optimizer.offload and offload_weights."""
 
 
 @schema

@@ -104,6 +104,9 @@ class Optimizer(Schema):
     offload: bool = False
     """Keep the optimizer state in pinned host memory. The update copies the arrays of one group of weights after the
     other to the device and back; device memory holds a few of them at a time."""
+    offload_weights: bool = False
+    """Keep the trained weights in pinned host memory too: a step copies them to the device twice, for the forward pass
+    in the compute dtype and for the update."""
     moments: MomentFormat | None = None
     """adamw: dynamic8 stores both moments of the layers' matrices in 8 bits, with a scale per block of 256 (Dettmers et
     al., 2021): 2 bytes per weight instead of 8. null: as arrays, see mu_dtype."""
