@@ -73,13 +73,12 @@ def make_step(
         learning_rate = optimizer.schedule(state.step - state.guard.skipped)
         with jax.named_scope("update"):
             transform = optax.with_extra_args_support(optimizer.transform)
-            old, computed = layout.load(state.opt_state), {"norm": grad_norm, "learning_rate": learning_rate}
-            old_params = layout.load_params(state.params)
-            updates, opt_state = transform.update(grads, old, old_params, **computed)
+            old, old_params = layout.load(state.opt_state), layout.load_params(state.params)
+            updates, opt_state = transform.update(grads, old, old_params, norm=grad_norm, learning_rate=learning_rate)
             params = apply_router_bias(optax.apply_updates(old_params, updates), old_params, aux)
             params = optimizer.restore_frozen(params, old_params)
             new = (params, opt_state, jax.tree.map(_push_amax, state.history, amaxes))
-            params, opt_state, history = _select(apply)(new, (old_params, old, state.history))
+            params, opt_state, history = _select(apply, new, (old_params, old, state.history))
         new_state = dataclasses.replace(
             state,
             step=state.step + jnp.where(halted, 0, 1),
@@ -160,8 +159,8 @@ def _nonzero_weight(sums: Sums) -> jax.Array:
     return jnp.where(sums["weight"] == 0, 1, sums["weight"])
 
 
-def _select(condition: jax.Array) -> Callable[[Tree, Tree], Tree]:
-    return lambda new, old: jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
+def _select(condition: jax.Array, new: Tree, old: Tree) -> Tree:
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
 
 
 def _is_spike(guard: Guard, observed: jax.Array, spike: Spike) -> jax.Array:
