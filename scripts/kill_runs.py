@@ -63,6 +63,9 @@ GRPO += split(
 EARLY_STOP = (
     "train.steps=30 train.eval_every=1 train.eval_start=true train.early_stop.patience=2 checkpoint.keep_best=1"
 )
+# Saves as often as the disk allows, between the multiples of checkpoint.every.
+CONTINUOUS = "train.steps=80 train.eval_every=40 checkpoint.every=1000 checkpoint.max_overhead=0.5"
+LOCAL = "checkpoint.local_every=1000 checkpoint.local_folder=local"
 TEACHER = "data=arithmetic data.record_type=text data.problems=300 task.k=8 task.shards=4 task.output=out"
 DECODE = "task.output=out.jsonl task.sampling.max_tokens=8 task.engine.max_batch=8 task.engine.cache_tokens=1024"
 BENCH = "train.seq_len=32 train.per_device_batch_size=4 task.steps=2 task.warm_up=1 task.what=[pretrain] run.name=it"
@@ -70,6 +73,8 @@ BENCH = "train.seq_len=32 train.per_device_batch_size=4 task.steps=2 task.warm_u
 # Arguments by task. {base} is a run with weights, {inputs} the folder of input files.
 TASKS: dict[str, list[str]] = {
     "pretrain": [*TRAIN, "data=demo", "model.dropout=0.1"],
+    "continuous": [*TRAIN, "data=demo", *split(CONTINUOUS)],
+    "continuous_local": [*TRAIN, "data=demo", *split(CONTINUOUS), *split(LOCAL)],
     "early_stop": [*TRAIN, "data=arithmetic", "optimizer.learning_rate=0.3", *split(EARLY_STOP)],
     "sft": ["task=sft", *TRAIN, *WEIGHTS, "data=arithmetic"],
     "sft_lora": ["task=sft", *TRAIN, *WEIGHTS, "data=arithmetic", "adapter=lora"],

@@ -240,7 +240,9 @@ class Remat:
 
     @classmethod
     def of(cls, remat: config.Remat) -> "Remat":
-        return cls(remat.policy, tuple(remat.save), tuple(remat.offload))
+        is_auto = remat.policy is config.RematPolicy.auto
+        policy = config.RematPolicy.minimal if is_auto else remat.policy
+        return cls(policy, tuple(remat.save), tuple(remat.offload))
 
     def wrap(self, function: Callable[..., Any], *, in_loop: bool) -> Callable[..., Any]:
         """Wrap a function in jax.checkpoint with this policy.

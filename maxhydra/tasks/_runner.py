@@ -23,9 +23,11 @@ from jax.experimental import multihost_utils
 
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.schema.model import RematPolicy
 from maxhydra.config.schema.run import new_name_problem
 from maxhydra.config.serialize import stored_secrets, stored_values, to_stored_yaml
 from maxhydra.measure.record import OutOfMemoryError, explain_out_of_memory, require_memory, suggest_less_memory
+from maxhydra.plan.estimate import choose_remat
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
 from maxhydra.record.atomic_io import NewerFormatError, from_number
 from maxhydra.record.storage import StorageError
@@ -34,6 +36,9 @@ from maxhydra.tasks._resume import Session, prepare_session
 from maxhydra.tasks._storage import check_reachable, stored_run
 
 log = logging.getLogger("maxhydra")
+
+# Tasks whose memory task=plan estimates.
+ESTIMATED = ("pretrain", "sft", "bench", "tune")
 SECRET_WARNING = (
     "%s looks like a secret and is stored as ***; pass it by a variable, %s='${oc.env:NAME}', to resume without it"
 )
@@ -105,6 +110,7 @@ def _run_on(
     path: Path | None,
     config_dir: str | None,
 ) -> Result:
+    machine, config = _choose_remat(machine, config)
     path = path or config.run.folder() / (config.run.name or _default_name(config, choices))
     is_main = machine.process_index == 0
     folder = RunDirectory(path.absolute(), writes=is_main and task.KEEPS_RUN)
@@ -119,6 +125,22 @@ def _run_on(
         raise ConfigError(Problem("run.name", str(error), value=config.run.name, hint=hint)) from None
     except NewerFormatError as error:
         raise ConfigError(Problem(str(folder.facts_path), str(error), hint="or choose another run.name")) from None
+
+
+def _choose_remat(machine: Machine, config: Config) -> tuple[Machine, Config]:
+    """Replace model.remat.policy=auto by the policy that fits in device memory, with a note."""
+    remat, gib = config.model.remat, machine.memory_gib
+    is_estimated = config.task.name in ESTIMATED and config.hardware.compiled is None
+    if remat.policy is not RematPolicy.auto or not is_estimated or gib is None:
+        return machine, config
+    try:
+        planned = dataclasses.replace(config, hardware=machine.hardware)
+        policy = choose_remat(planned, devices=machine.devices, memory_gib=gib)
+    except ConfigError:  # The task will raise it.
+        return machine, config
+    note = f"model.remat.policy={policy.value} fits in {gib:.0f} GiB"
+    model = dataclasses.replace(config.model, remat=dataclasses.replace(remat, policy=policy))
+    return dataclasses.replace(machine, notes=(*machine.notes, note)), dataclasses.replace(config, model=model)
 
 
 def _run_stored(job: Job, config_dir: str | None, task: ModuleType) -> Result:

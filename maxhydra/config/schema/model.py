@@ -122,6 +122,7 @@ class RematPolicy(Enum):
     full = "full"
     minimal = "minimal"
     custom = "custom"
+    auto = "auto"
 
 
 class Norm(Enum):
@@ -207,7 +208,8 @@ class Remat(Schema):
 
     policy: RematPolicy = RematPolicy.none
     """none saves all activations, full only layer inputs, minimal also matmul and attention outputs, custom those named
-    in save and offload."""
+    in save and offload. auto: in task=pretrain, sft, bench and tune the first of none, minimal and full that fits in
+    device memory by the estimate of task=plan; otherwise minimal."""
     save: list[str] = option([])
     """custom: activations saved on the device: query, key, value, context, attention_out, mlp_gate, mlp_up, mlp_out."""
     offload: list[str] = option([])
