@@ -39,12 +39,12 @@ STORED = Path(__file__).parent.parent / "docs" / "lab" / "aot.jsonl"
 LONG = "model.context_length=131072 train.seq_len=131072 train.per_device_batch_size=0.125"
 # Models cut to one repetition of a long pattern, or four layers, after those of their prefix.
 MODELS = {
-    "llama3.1-8b": "model.num_layers=4",
-    "gemma3-4b": "model.num_layers=6",
-    "gpt-oss-20b": "model.num_layers=4",
-    "qwen3-30b-a3b": "model.num_layers=4",
-    "deepseek2-16b": "model.num_layers=5",
-    "qwen3-next-80b-a3b": "model.num_layers=4",
+    "llama3.1-8b": "model.num_layers=4 model.remat.policy=minimal",
+    "gemma3-4b": "model.num_layers=6 model.remat.policy=minimal",
+    "gpt-oss-20b": "model.num_layers=4 model.remat.policy=full",
+    "qwen3-30b-a3b": "model.num_layers=4 model.remat.policy=full",
+    "deepseek2-16b": "model.num_layers=5 model.remat.policy=minimal",
+    "qwen3-next-80b-a3b": "model.num_layers=4 model.remat.policy=full",
 }
 MESHES = {
     "fsdp": "mesh.fsdp=8",

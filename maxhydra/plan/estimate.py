@@ -16,8 +16,10 @@ from maxhydra.plan.timing import StepTime, step_time
 from maxhydra.plan.traffic import Overlap, Transfer, transfers
 
 GIB = 2**30
-# Share of device memory that may be used without remat: estimates have been up to 9 % too low.
-SAVED_SHARE = 0.85
+# Parts of device memory that a step may take by the estimate with remat none and minimal. Estimates have been up to 9 %
+# too low; the other tasks also have pairs of rows, a reference, a teacher or an engine, which they do not include.
+SHARES, OTHER_SHARES = (0.85, 1.0), (0.0, 0.7)
+OTHER_TASKS = ("dpo", "grpo", "distill", "reward_model")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,10 +164,24 @@ def _less_state(case: Case) -> Iterator[str]:
         yield "weights are large: optimizer.offload_weights=true"
 
 
-def choose_remat(config: Config, *, devices: int, memory_gib: float) -> RematPolicy:
-    """The policy that recomputes least of those with which a training step fits in device memory."""
-    case = Case.of(Subject.of(config), devices=devices, slices=config.mesh.slices or 1)
-    for policy, share in ((RematPolicy.none, SAVED_SHARE), (RematPolicy.minimal, 1.0)):
-        if memory(dataclasses.replace(case, remat=Remat(policy, (), ()))).peak <= share * memory_gib * GIB:
-            return policy
-    return RematPolicy.full
+def choose_remat(case: Case, limit: float, *, shares: tuple[float, float] = SHARES) -> Remat:
+    """The remat policy that recomputes least of those with which a training step fits in `limit` bytes.
+
+    `shares`: parts of the limit that a step may take by the estimate with the policies none and minimal.
+    """
+    for policy, share in zip((RematPolicy.none, RematPolicy.minimal), shares, strict=True):
+        remat = Remat(policy, (), ())
+        if memory(dataclasses.replace(case, remat=remat)).peak <= share * limit:
+            return remat
+    return Remat(RematPolicy.full, (), ())
+
+
+def with_remat(config: Config, *, devices: int, slices: int, memory_gib: float | None) -> Config:
+    """The config with model.remat.policy=auto replaced by a policy that fits in device memory, if that is known."""
+    if config.model.remat.policy is not RematPolicy.auto or memory_gib is None:
+        return config
+    case = Case.of(Subject.of(config), devices=devices, slices=slices)
+    shares = OTHER_SHARES if config.task.name in OTHER_TASKS else SHARES
+    policy = choose_remat(case, memory_gib * GIB, shares=shares).policy
+    remat = dataclasses.replace(config.model.remat, policy=policy)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))

@@ -23,11 +23,10 @@ from jax.experimental import multihost_utils
 
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.schema.model import RematPolicy
 from maxhydra.config.schema.run import new_name_problem
 from maxhydra.config.serialize import stored_secrets, stored_values, to_stored_yaml
 from maxhydra.measure.record import OutOfMemoryError, explain_out_of_memory, require_memory, suggest_less_memory
-from maxhydra.plan.estimate import choose_remat
+from maxhydra.plan.estimate import with_remat
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
 from maxhydra.record.atomic_io import NewerFormatError, from_number
 from maxhydra.record.storage import StorageError
@@ -37,8 +36,8 @@ from maxhydra.tasks._storage import check_reachable, stored_run
 
 log = logging.getLogger("maxhydra")
 
-# Tasks whose memory task=plan estimates.
-ESTIMATED = ("pretrain", "sft", "bench", "tune")
+# Tasks that measure training steps.
+MEASURED = ("bench", "tune")
 SECRET_WARNING = (
     "%s looks like a secret and is stored as ***; pass it by a variable, %s='${oc.env:NAME}', to resume without it"
 )
@@ -110,7 +109,8 @@ def _run_on(
     path: Path | None,
     config_dir: str | None,
 ) -> Result:
-    machine, config = _choose_remat(machine, config)
+    if (getattr(task, "TRAINS", False) or config.task.name in MEASURED) and config.hardware.compiled is None:
+        machine, config = _choose_remat(machine, config)
     path = path or config.run.folder() / (config.run.name or _default_name(config, choices))
     is_main = machine.process_index == 0
     folder = RunDirectory(path.absolute(), writes=is_main and task.KEEPS_RUN)
@@ -128,19 +128,17 @@ def _run_on(
 
 
 def _choose_remat(machine: Machine, config: Config) -> tuple[Machine, Config]:
-    """Replace model.remat.policy=auto by the policy that fits in device memory, with a note."""
-    remat, gib = config.model.remat, machine.memory_gib
-    is_estimated = config.task.name in ESTIMATED and config.hardware.compiled is None
-    if remat.policy is not RematPolicy.auto or not is_estimated or gib is None:
-        return machine, config
+    """Replace model.remat.policy=auto in a task that trains, with a note about the choice."""
     try:
         planned = dataclasses.replace(config, hardware=machine.hardware)
-        policy = choose_remat(planned, devices=machine.devices, memory_gib=gib)
+        slices, gib = config.mesh.slices or 1, machine.memory_gib
+        chosen = with_remat(planned, devices=machine.devices, slices=slices, memory_gib=gib).model
     except ConfigError:  # The task will raise it.
         return machine, config
-    note = f"model.remat.policy={policy.value} fits in {gib:.0f} GiB"
-    model = dataclasses.replace(config.model, remat=dataclasses.replace(remat, policy=policy))
-    return dataclasses.replace(machine, notes=(*machine.notes, note)), dataclasses.replace(config, model=model)
+    if chosen.remat == config.model.remat:
+        return machine, config
+    note = f"model.remat.policy={chosen.remat.policy.value} for {gib:.0f} GiB of device memory"
+    return dataclasses.replace(machine, notes=(*machine.notes, note)), dataclasses.replace(config, model=chosen)
 
 
 def _run_stored(job: Job, config_dir: str | None, task: ModuleType) -> Result:

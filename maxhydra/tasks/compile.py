@@ -14,6 +14,7 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.hardware import Hardware, Platform
 from maxhydra.config.schema.tasks.analysis import CompileTask, Format
 from maxhydra.measure.compiled import CompileReport, compile_report
+from maxhydra.plan.estimate import with_remat
 from maxhydra.plan.tables import readable_bytes
 from maxhydra.runtime.topology import absent_devices
 from maxhydra.sharding import Sharder, build_mesh
@@ -43,7 +44,10 @@ def run(job: Job) -> Outcome:
         else absent_devices(task.topology, slices=task.slices, hardware=config.hardware)
     )
     sharder = Sharder.from_config(config.mesh, build_mesh(config.mesh, devices))
-    report, compiled = compile_report(config, sharder, segments=task.segments)
+    limit = config.hardware.memory_gib
+    # The executable is that of the config as given: a run that uses it does not choose again.
+    chosen = with_remat(config, devices=len(devices), slices=task.slices, memory_gib=limit)
+    report, compiled = compile_report(chosen, sharder, segments=task.segments)
     facts = {"topology": task.topology, **dataclasses.asdict(report)}
     if folder is not None:
         size = write_executable(folder, compiled, Manifest.of(config, sharder))

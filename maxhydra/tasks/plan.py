@@ -7,9 +7,10 @@ import shlex
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.hardware import AXES
+from maxhydra.config.schema.model import RematPolicy
 from maxhydra.config.schema.tasks.analysis import Format, PlanTask
 from maxhydra.plan.case import Case, Subject
-from maxhydra.plan.estimate import Plan, make_plan
+from maxhydra.plan.estimate import GIB, Plan, choose_remat, make_plan
 from maxhydra.plan.search import Limits, search
 from maxhydra.plan.tables import memory_parts, plan_lines, search_lines, time_parts
 from maxhydra.record.atomic_io import replace_file, to_json
@@ -72,6 +73,10 @@ def _check(config: Config, task: PlanTask) -> None:
 def _plan(subject: Subject, task: PlanTask) -> Plan:
     """The plan of the config's own mesh and batch, which are checked as training would."""
     case = Case.of(subject, devices=task.devices, slices=task.slices)
+    config = subject.config
+    if config.model.remat.policy is RematPolicy.auto and config.hardware.memory_gib is not None:
+        limit = task.memory_share * config.hardware.memory_gib * GIB
+        case = dataclasses.replace(case, remat=choose_remat(case, limit))
     arrays = subject.weights
     sharder: Sharder = case.sharder
     sharder.check({array.path: array.axes for array in arrays}, {array.path: array for array in arrays})

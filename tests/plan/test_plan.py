@@ -19,7 +19,7 @@ from maxhydra.kernels import dispatch
 from maxhydra.measure import hlo
 from maxhydra.model.block import Remat
 from maxhydra.plan.case import Case, Subject
-from maxhydra.plan.estimate import advice, choose_remat, make_plan
+from maxhydra.plan.estimate import advice, make_plan, with_remat
 from maxhydra.plan.layers import trace_layer
 from maxhydra.plan.memory import memory
 from maxhydra.plan.search import Limits, meshes, search
@@ -142,7 +142,7 @@ def test_the_remat_policy_is_the_one_that_fits(gib: float, policy: RematPolicy) 
     """llama3.2-1b with batch 8 takes 76.9 GiB without remat and 64.9 with minimal on an H200."""
     config = subject_of("model=llama3.2-1b", "train.seq_len=4096", "hardware=gpu-h200").config
     assert config.model.remat.policy is RematPolicy.auto
-    assert choose_remat(config, devices=1, memory_gib=gib) is policy
+    assert with_remat(config, devices=1, slices=1, memory_gib=gib).model.remat.policy is policy
 
 
 def test_residuals_of_a_layer_by_hand() -> None:

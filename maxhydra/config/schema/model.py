@@ -208,8 +208,8 @@ class Remat(Schema):
 
     policy: RematPolicy = RematPolicy.none
     """none saves all activations, full only layer inputs, minimal also matmul and attention outputs, custom those named
-    in save and offload. auto: in task=pretrain, sft, bench and tune the first of none, minimal and full that fits in
-    device memory by the estimate of task=plan; otherwise minimal."""
+    in save and offload. auto: the first of none, minimal and full that fits in device memory by the estimate of
+    task=plan (dpo, reward_model, grpo, distill: minimal or full); minimal if the memory is unknown."""
     save: list[str] = option([])
     """custom: activations saved on the device: query, key, value, context, attention_out, mlp_gate, mlp_up, mlp_out."""
     offload: list[str] = option([])
