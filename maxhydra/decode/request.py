@@ -35,6 +35,8 @@ class TokenLogprob:
     token: int
     logprob: float
     alternatives: tuple[tuple[int, float], ...]
+    version: int = 0
+    """Version of the weights that sampled the token, as given to the engine with them."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,6 +50,8 @@ class PendingTokens(NamedTuple):
     """Of one step [B], or of a multi-step call [steps, B]."""
     counts: list[int]
     """Valid tokens of each row."""
+    version: int
+    """Version of the weights that sampled them."""
 
 
 class PrefillOutput(NamedTuple):
@@ -99,7 +101,7 @@ class Runner:
         )
         self.sharder, self._shardings = sharder, sharder.tree(model.axes)
         self._layout = choose_weight_layout(model, sharder, jax.default_backend())
-        self._params = self.prepare_params(params)
+        self._params, self.version = self.prepare_params(params), 0
         # Which programs are ready differs between processes.
         deterministic = config.deterministic or jax.process_count() > 1
         self.programs = CompiledSteps(
@@ -121,9 +123,9 @@ class Runner:
             params = jax.device_put(params, self._shardings)
         return self._layout.keep(params)
 
-    def set_params(self, params: Tree) -> None:
+    def set_params(self, params: Tree, version: int = 0) -> None:
         """Use other weights of the same shapes from the next call on."""
-        self._params = params
+        self._params, self.version = params, version
 
     def prefill(self, chunks: List[PrefillChunk]) -> PrefillOutput:
         """Prefill prompt chunks, and sample the first token of each prompt that is complete with its chunk."""
@@ -173,7 +175,7 @@ class Runner:
                 sequence.num_computed += count
         num_computed = [sequence.num_computed for sequence in sequences]
         self._resident = ResidentInputs(key, sequences, num_computed, inputs_BC)
-        return _pend(rows, sampled, counts)
+        return _pend(rows, sampled, counts, self.version)
 
     def take_state(self) -> tuple[Tree, SlotState]:
         """Return KV cache and slot state, to be replaced by `put_state` if they are donated."""
@@ -201,14 +203,14 @@ class Runner:
     def _sample(self, rows: list[Sequence | None], logits_BV: jax.Array, head_BC: jax.Array) -> PendingTokens:
         features = sampling_features(rows)
         self._slot_state, sampled = self.programs.sample(self._slot_state, logits_BV, head_BC, features)
-        return _pend(rows, sampled, [int(sequence is not None) for sequence in rows])
+        return _pend(rows, sampled, [int(sequence is not None) for sequence in rows], self.version)
 
 
-def _pend(rows: list[Sequence | None], sampled: SampledTokens, counts: list[int]) -> PendingTokens:
+def _pend(rows: list[Sequence | None], sampled: SampledTokens, counts: list[int], version: int) -> PendingTokens:
     """Count the tokens as scheduled, and start their copy to the host, instead of when the host reads them."""
     for sequence, count in zip(rows, counts, strict=True):
         if sequence is not None:
             sequence.num_scheduled += count
     for array in jax.tree.leaves(sampled):
         array.copy_to_host_async()
-    return PendingTokens(rows, sampled, counts)
+    return PendingTokens(rows, sampled, counts, version)

@@ -1,9 +1,11 @@
-"""Batches of rollouts for the training loop: on-policy, or sampled ahead of time in a background thread."""
+"""Batches of rollouts for the training loop: on-policy, sampled ahead in a background thread, or asynchronous."""
 
+import dataclasses
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +71,7 @@ class RolloutBatches:
 
     def take(self, step: int, state: TrainState) -> Batch:
         if not self._uses_left:
-            rollout = self._next(state.weights)
+            rollout = self._next(step, state.weights)
             self._set_current(rollout, uses=self._task.iterations)
             if self._writer is not None:
                 self._writer.append(step, rollout.records)
@@ -114,7 +116,7 @@ class RolloutBatches:
         self._batch = self._to_device(rollout.columns)
         self._num_informative += rollout.metrics["groups/degenerate"] < 1
 
-    def _next(self, weights: Tree) -> Rollout:
+    def _next(self, step: int, weights: Tree) -> Rollout:
         """The next rollout. One that is sampled ahead needs a copy of the weights, which the next step donates."""
         if not self._task.off_policy_steps:
             self._position = self._prompt_position()
@@ -129,10 +131,13 @@ class RolloutBatches:
         return rollout
 
     def _make(self, weights: Tree) -> Rollout:
-        task = self._task
         groups, batch_size = self._worker.sample_batch(policy_weights(weights), self._loader, number=self._num_prompts)
         self._num_prompts += len(groups)
-        batch = groups[:batch_size]
+        return self._arrange(groups, batch_size, weights)
+
+    def _arrange(self, groups: Sequence[Group], batch_size: int, weights: Tree) -> Rollout:
+        """A batch of the first `batch_size` groups, with log-probs under `weights`."""
+        task, batch = self._task, groups[:batch_size]
         arrays, values = columns(batch, task, self._spec.rows.seq_len), metrics(groups, batch_size, task)
         if logprob_columns(task):
             placed = {**arrays, "advantages": np.zeros_like(arrays["weights"])}
@@ -168,6 +173,91 @@ class RolloutBatches:
             return jax.make_array_from_callback(column.shape, self._spec.sharding, lambda index: column[index])
 
         return {name: place(column) for name, column in columns.items()}
+
+
+class AsynchronousBatches(RolloutBatches):
+    """Batches of rollouts that are sampled while the trainer updates the weights.
+
+    The engine samples without pause. New weights are pushed to it after each update, in the middle of its episodes,
+    which continue on their KV cache; every token has the log-prob under the weights that sampled it, and the importance
+    weights of the loss correct for the difference. Batches are trained on in the order in which they were started, and
+    one is started as soon as it will be trained on at most task.max_staleness updates later: this bounds the staleness
+    of every token, and the queue.
+
+    The position is the one before the oldest batch that was not taken: a resume samples the prompts of unfinished
+    batches again.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        assert self._task.max_staleness is not None
+        self._max_staleness = self._task.max_staleness
+        self._started: deque[_StartedBatch] = deque()
+        # Each batch that is being sampled has a thread, which waits for its episodes and computes their rewards.
+        self._threads = ThreadPoolExecutor(self._max_staleness + 1, thread_name_prefix="rollouts")
+        self._last_metrics = time.monotonic(), 0.0
+
+    def take(self, step: int, state: TrainState) -> Batch:
+        pushed = self._worker.engine.push(policy_weights(state.weights), version=step - 1)
+        while self._uses_left + len(self._started) * self._task.iterations <= self._max_staleness:
+            self._start(pushed)
+        return super().take(step, state)
+
+    def state(self) -> dict[str, Any]:
+        oldest = self._started[0].position if self._started else {}
+        return {**super().state(), **oldest}
+
+    def metrics(self) -> dict[str, float]:
+        """Also the throughput of the sampler since the last call, and how many batches are complete."""
+        (last_time, last_tokens), now, tokens = self._last_metrics, time.monotonic(), self._worker.engine.num_sampled
+        self._last_metrics = now, tokens
+        return {
+            **super().metrics(),
+            "rollout/tokens_per_second": (tokens - last_tokens) / max(now - last_time, 1e-9),
+            "rollout/queue": float(sum(batch.groups.done() for batch in self._started)),
+        }
+
+    def close(self) -> None:
+        # Ends the episodes that the threads wait for.
+        self._worker.engine.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        super().close()
+
+    def _start(self, pushed: "Future[None]") -> None:
+        """Start to sample a batch as soon as the current weights are loaded."""
+        position, number, rows = self._prompt_position(), self._num_prompts, next(self._loader)
+        self._num_prompts += len(rows)
+
+        def sample() -> list[Group]:
+            pushed.result()
+            size = self._task.group_size
+            return self._worker.sample_groups(None, rows, samples=size, temperature=1.0, number=number)
+
+        self._started.append(_StartedBatch(position, self._threads.submit(sample)))
+
+    def _next(self, step: int, weights: Tree) -> Rollout:
+        started = time.monotonic()
+        groups = signals.wait(self._started[0].groups)
+        waited = time.monotonic() - started
+        self._started.popleft()
+        rollout = self._arrange(groups, len(groups), weights)
+        episodes = [episode for group in groups for episode in group.episodes]
+        stale = [[step - 1 - version for version in episode.versions] for episode in episodes]
+        for record, ages in zip(rollout.records, stale, strict=False):
+            record["staleness"] = max(ages, default=0)
+        every = [age for ages in stale for age in ages]
+        values = {"staleness": np.mean(every), "max_staleness": max(every), "wait_seconds": waited}
+        return dataclasses.replace(
+            rollout, metrics={**rollout.metrics, **{f"rollout/{name}": float(x) for name, x in values.items()}}
+        )
+
+
+class _StartedBatch(NamedTuple):
+    """A batch that is being sampled."""
+
+    position: dict[str, Any]
+    """The prompt position before it."""
+    groups: "Future[list[Group]]"
 
 
 def logprob_columns(task: GrpoTask) -> tuple[str, ...]:

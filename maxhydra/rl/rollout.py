@@ -7,13 +7,16 @@ P prompts, G episodes of each, S positions.
 """
 
 import base64
+import contextlib
 import dataclasses
 import io
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.config.schema.decode import Engine as EngineConfig
@@ -23,6 +26,7 @@ from maxhydra.config.schema.tasks.training import GrpoTask, baseline_of
 from maxhydra.data import Loader, Row, Tokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.open import reject_stages
+from maxhydra.decode.request import Request
 from maxhydra.decode.sampling_params import make_requests
 from maxhydra.model import ModelDef
 from maxhydra.rl.advantages import is_degenerate
@@ -39,7 +43,8 @@ class PolicyEngine:
     """Samples episodes. It uses the weights only during a call; the trainer may donate them afterwards.
 
     On the trainer's mesh the weights are used in place, on another mesh they are resharded; a single CPU keeps its own
-    copy in the engine's weight layout.
+    copy in the engine's weight layout. Calls with weights take turns; calls without use those that were loaded last,
+    concurrently, and `push` replaces the weights in the middle of their episodes.
     """
 
     def __init__(
@@ -59,14 +64,16 @@ class PolicyEngine:
         reject_stages(sharder, "task.rollout_mesh")
         self._shardings = sharder.tree(model.axes)
         self._engine: Engine | None = None
+        self._version = 0
         # Rollouts in a background thread and evaluations take turns.
         self._lock = threading.Lock()
+        self._pusher = ThreadPoolExecutor(1, thread_name_prefix="push-weights")
 
-    def generate(
-        self, weights: Tree, prompts: Sequence[Sequence[int]], sampling: Sampling, *, samples: int, number: int
-    ) -> list[Episode]:
-        """`samples` completions per prompt; seeds derive from `number`, the index of the first prompt in the run."""
-        requests = [
+    def requests(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, samples: int, number: int
+    ) -> list[Request]:
+        """`samples` requests per prompt; seeds derive from `number`, the index of the first prompt in the run."""
+        return [
             dataclasses.replace(request, stream=False)
             for index, prompt in enumerate(prompts)
             for request in make_requests(
@@ -74,19 +81,13 @@ class PolicyEngine:
             )
         ]
 
-        def sample(engine: Engine) -> list[Episode]:
-            handles = engine.submit_all(requests)
-            return [
-                Episode.from_completion(request.prompt, handle.result())
-                for request, handle in zip(requests, handles, strict=True)
-            ]
-
-        return self.run(weights, sample)
-
-    def run(self, weights: Tree, sample: Callable[[Engine], list[Episode]]) -> list[Episode]:
+    def run(
+        self, weights: Tree | None, sample: Callable[[Engine], list[Episode]], *, version: int = 0
+    ) -> list[Episode]:
         """What `sample` returns in process 0, which submits the requests of all. A collective call."""
-        with self._lock:
-            engine = self._engine_with(weights)
+        with contextlib.nullcontext() if weights is None else self._lock:
+            engine = self._engine if weights is None else self._load(weights, version)
+            assert engine is not None, "no weights were pushed"
             episodes = sample(engine) if is_main() else []
             engine.synchronize()
         episodes = broadcast(
@@ -99,11 +100,35 @@ class PolicyEngine:
             raise RuntimeError(f"sampling a completion failed: {failed.error or failed.finish}")
         return episodes
 
+    def push(self, weights: Tree, version: int) -> "Future[None]":
+        """Copy weights to the engine's devices, and load them once they are computed: until then it keeps sampling."""
+        trainer = jax.tree.leaves(weights)[0].sharding.device_set
+        if not trainer.isdisjoint(self._sharder.mesh.devices.flat):
+            weights = jax.tree.map(jnp.copy, weights)
+        copy = jax.device_put(weights, self._shardings)
+
+        def load() -> None:
+            jax.block_until_ready(copy)
+            with self._lock:
+                # An evaluation may have loaded newer ones meanwhile.
+                if version >= self._version:
+                    self._load(copy, version)
+
+        return self._pusher.submit(load)
+
+    @property
+    def num_sampled(self) -> float:
+        """Tokens that the engine has sampled so far."""
+        return 0.0 if self._engine is None else self._engine.stats()["tokens_written"]
+
     def close(self) -> None:
+        """End all episodes with an error."""
+        self._pusher.shutdown(wait=True, cancel_futures=True)
         if self._engine is not None:
             self._engine.close()
 
-    def _engine_with(self, weights: Tree) -> Engine:
+    def _load(self, weights: Tree, version: int) -> Engine:
+        self._version = version
         weights = jax.device_put(weights, self._shardings)
         if self._engine is None:
             self._engine = Engine(
@@ -113,10 +138,20 @@ class PolicyEngine:
                 self._config,
                 sharder=self._sharder,
                 eos=self._eos,
+                version=version,
             )
         else:
-            self._engine.update_params(weights)
+            self._engine.update_params(weights, version)
         return self._engine
+
+
+def complete(engine: Engine, requests: Sequence[Request]) -> list[Episode]:
+    """Episodes of one completion each."""
+    handles = engine.submit_all(requests)
+    return [
+        Episode.from_completion(request.prompt, handle.result())
+        for request, handle in zip(requests, handles, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,30 +238,41 @@ class RolloutWorker:
         runner: EpisodeRunner | None = None,
     ):
         """`runner`: plays episodes with an environment, in process 0; None without an environment."""
-        self.task = task
-        self._engine, self._reward_pool, self._reward, self._runner = engine, reward_pool, reward, runner
+        self.task, self.engine = task, engine
+        self._reward_pool, self._reward, self._runner = reward_pool, reward, runner
+        # One call at a time: the pool's processes answer in order.
+        self._scoring = threading.Lock()
 
     def sample_groups(
-        self, weights: Tree, rows: Sequence[Row], *, samples: int, temperature: float, number: int
+        self,
+        weights: Tree | None,
+        rows: Sequence[Row],
+        *,
+        samples: int,
+        temperature: float,
+        number: int,
+        version: int = 0,
     ) -> list[Group]:
-        """Episodes of the prompts in `rows`, with their rewards."""
+        """Episodes of the prompts in `rows`, with their rewards. None: with the weights that were pushed last."""
         prompts = [tuple(row["tokens"][: int(row["length"])].tolist()) for row in rows]
         infos: list[dict[str, Any]] = [row["info"].item() for row in rows]
         sampling = unfiltered_sampling(self.task.max_tokens, temperature)
         runner = self._runner
         if runner is None:
-            episodes = self._engine.generate(weights, prompts, sampling, samples=samples, number=number)
+            requests = self.engine.requests(prompts, sampling, samples=samples, number=number)
+            episodes = self.engine.run(weights, lambda engine: complete(engine, requests), version=version)
         else:
             records = [{**info["record"], "prompt": info["messages"], "answer": info["answer"]} for info in infos]
             known = list(zip(prompts, records, strict=True))
-            episodes = self._engine.run(
-                weights, lambda engine: runner.run(engine, known, sampling, samples=samples, number=number)
+            episodes = self.engine.run(
+                weights,
+                lambda engine: runner.run(engine, known, sampling, samples=samples, number=number),
+                version=version,
             )
         inputs = [self._reward_input(infos[index // samples], episode) for index, episode in enumerate(episodes)]
-        results = [
-            self._with_environment(result, episode)
-            for result, episode in zip(self._reward_pool.score(inputs), episodes, strict=True)
-        ]
+        with self._scoring:
+            scores = self._reward_pool.score(inputs)
+        results = [self._with_environment(result, episode) for result, episode in zip(scores, episodes, strict=True)]
         parts = [slice(index * samples, (index + 1) * samples) for index in range(len(rows))]
         return [
             Group(episodes[part], results[part], info, number + index)

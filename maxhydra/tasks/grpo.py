@@ -8,14 +8,13 @@ from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.record.rollout_store import RolloutWriter
 from maxhydra.record.rollouts import EVAL, FOLDER, KINDS, TRAIN
-from maxhydra.rl.batches import RolloutBatches, make_logprob_fn
+from maxhydra.rl.batches import AsynchronousBatches, RolloutBatches, make_logprob_fn
 from maxhydra.rl.episodes import TurnEncoder
 from maxhydra.rl.evaluate import held_out_pass_rate
 from maxhydra.rl.loss import group_loss
 from maxhydra.rl.reward_pool import RewardPool
 from maxhydra.rl.rollout import PolicyEngine, RolloutWorker
-from maxhydra.rl.setup import check, episode_runner, plan_prompts, prompt_loader, rollout_sharder, with_reference
-from maxhydra.sharding import Sharder
+from maxhydra.rl.setup import check, episode_runner, make_sharders, plan_prompts, prompt_loader, with_reference
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import Scorer, TrainingSetup, plan_batches, plan_states, train
 
@@ -26,7 +25,7 @@ def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, GrpoTask)
     check(config, task, processes=job.machine.process_count)
-    sharder = Sharder.from_config(config.mesh)
+    sharder, rollout_sharder = make_sharders(config, task)
     spec = plan_batches(config, sharder)
     prompt_spec = plan_prompts(spec, task, sharder)
     prompts = PromptEncoder(config.data, vocab_size=config.model.vocab_size)
@@ -38,7 +37,7 @@ def run(job: Job) -> Outcome:
         states.model,
         prompts.tokenizer,
         task.engine,
-        sharder=rollout_sharder(task, sharder),
+        sharder=rollout_sharder,
         eos=prompts.eos_ids if encoder is None else encoder.end_ids,
         seed=config.run.seed,
     )
@@ -50,11 +49,12 @@ def run(job: Job) -> Outcome:
         worker = RolloutWorker(engine, reward_pool, task, config.reward, runner)
         scorer = Scorer(states.model, sharder, config.train.loss_chunk)
         logprob_fn = make_logprob_fn(scorer, task, parts=config.train.grad_accum)
+        batches = RolloutBatches if task.max_staleness is None else AsynchronousBatches
         training = TrainingSetup(
             states=states,
             loss=group_loss(scorer, task),
             spec=spec,
-            batches=RolloutBatches(worker, prompt_loader(config, prompt_spec), spec, logprob_fn, writers.get(TRAIN)),
+            batches=batches(worker, prompt_loader(config, prompt_spec), spec, logprob_fn, writers.get(TRAIN)),
             evaluate=held_out_pass_rate(
                 worker,
                 lambda: data.held_out(config.data, prompt_spec, data.local_rows),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxhydra.config.schema.decode import Engine
 from maxhydra.config.schema.tasks.training import (
     Baseline,
     Clip,
@@ -330,6 +331,11 @@ INVALID = [
     ({"importance_floor": 3.0}, "importance_floor"),
     ({"loss": PolicyLoss.rloo, "importance": TOKENS}, "importance"),
     ({"baseline": Baseline.batch, "scale": Scale.group}, "scale"),
+    ({"rollout_devices": 0.5}, "rollout_devices"),
+    ({"max_staleness": 1, "rounds": 2}, "rounds"),
+    ({"max_staleness": 1, "off_policy_steps": 1}, "off_policy_steps"),
+    ({"max_staleness": 1, "importance_cap": None}, "importance_cap"),
+    ({"max_staleness": 1, "engine": Engine(deterministic=True)}, "engine.deterministic"),
 ]
 
 

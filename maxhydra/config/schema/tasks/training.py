@@ -212,9 +212,14 @@ class GrpoTask(Task):
     off_policy_steps: int = option(0, ge=0)
     """Batches of rollouts that are generated ahead, concurrently with training and with the weights of that time; 0
     generates each batch with the newest weights before training on it."""
+    max_staleness: int | None = option(None, ge=0)
+    """Asynchronous rollouts: the sampler runs while the weights are trained, and takes new weights in the middle of
+    completions; maximum number of updates between sampling a token and the first update on it. null: synchronous."""
+    rollout_devices: float = option(0, ge=0)
+    """Devices that only sample, while the others train: a fraction under 1, or a number. 0: all devices do both."""
     rollout_mesh: list[str] = option([])
     """Mesh of the rollouts, as overrides such as ['mesh=ddp'] or ['mesh=fsdp_tp','mesh.tensor=2']; weights are
-    resharded to it. Empty: the training mesh, without resharding."""
+    resharded to it. Empty: the training mesh, without resharding unless there are rollout_devices."""
     keep_rollouts: int = option(200_000, ge=0)
     """Number of completions of training, and of evaluations, that the run folder keeps in rollouts/; 0: none."""
     evaluation: Evaluation = section(Evaluation)
@@ -246,6 +251,26 @@ class GrpoTask(Task):
         if self.loss is PolicyLoss.rloo and self.importance in (Importance.token_truncate, Importance.token_mask):
             accepted = "sequence_truncate, sequence_mask"
             yield Problem("importance", "is not supported by loss=rloo", value=self.importance, accepted=accepted)
+
+        yield from self._check_asynchronous()
+
+    def _check_asynchronous(self) -> Iterator[Problem]:
+        if self.max_staleness is None:
+            if self.rollout_devices:
+                reason = "needs task.max_staleness: without it, sampling and training take turns"
+                yield Problem("rollout_devices", reason, value=self.rollout_devices, accepted="0")
+            return
+        asynchronous = f"is not supported with max_staleness={self.max_staleness}"
+        if self.off_policy_steps:
+            yield Problem("off_policy_steps", asynchronous, value=self.off_policy_steps, accepted="0")
+        if self.rounds > 1:
+            yield Problem("rounds", asynchronous, value=self.rounds, accepted="1")
+        if self.importance_cap is None:
+            reason = f"is needed with max_staleness={self.max_staleness}: older weights sampled the tokens"
+            yield Problem("importance_cap", reason, value=None, accepted="over 0; 2 is usual")
+        if self.engine.deterministic:
+            reason = f"{asynchronous}: completions depend on when weights arrive"
+            yield Problem("engine.deterministic", reason, value=True, accepted="false")
 
     def check_model(self, model: Model) -> Iterator[Problem]:
         yield from self.engine.check_model(model)
