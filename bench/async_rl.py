@@ -1,10 +1,11 @@
 """Asynchronous against synchronous rollouts: seconds per step and final rewards over several seeds, as one JSON line.
 
-python bench/async_rl.py [devices=1] [rollout_devices=1] [max_staleness=2] [batch=256] [seeds=3] [skip=10] [overrides ...]
+python bench/async_rl.py [devices=1] [rollout_devices=1] [max_staleness=2] [batch=256] [seeds=3] [skip=10] [OVERRIDES]
 
-Without `checkpoint.load_parameters` among the overrides, experiment=arithmetic_pretrain and arithmetic_sft run first, once
-per folder. `devices=1` trains and samples on one device; with more, `rollout_devices` of them sample in the asynchronous
-runs. Both kinds of runs have the same batches. On a CPU, devices are simulated. `skip`: first steps, which compile.
+Without `checkpoint.load_parameters` among the overrides, experiment=arithmetic_pretrain and arithmetic_sft run first,
+once per folder. `devices=1` trains and samples on one device; with more, `rollout_devices` of them sample in the
+asynchronous runs. Both kinds of runs have the same batches. On a CPU, devices are simulated. `skip`: first steps, which
+compile.
 """
 
 import json

@@ -13,9 +13,10 @@ import numpy as np
 
 from maxhydra.config.schema.tasks.training import GrpoTask, is_kl_in_reward
 from maxhydra.data import BatchSpec, Loader, Row
+from maxhydra.model import values_of
 from maxhydra.record.rollout_store import RolloutWriter
-from maxhydra.rl.advantages import advantages
-from maxhydra.rl.loss import OLD_LOGPROBS, REFERENCE_LOGPROBS
+from maxhydra.rl.advantages import advantages, critic_advantages, explained_variance
+from maxhydra.rl.loss import OLD_LOGPROBS, OLD_VALUES, REFERENCE_LOGPROBS, RETURNS
 from maxhydra.rl.rollout import Group, Rollout, RolloutWorker, columns, metrics
 from maxhydra.rl.setup import REFERENCE, policy_weights
 from maxhydra.runtime import signals
@@ -27,6 +28,7 @@ from maxhydra.train.state import TrainState
 COLUMNS = {"tokens": np.int32, "targets": np.int32, "positions": np.int32, "weights": np.float32}
 COLUMNS |= {"sampled_logprobs": np.float32, "advantages": np.float32}
 
+CRITIC_COLUMNS = (OLD_VALUES, RETURNS)
 # (weights, batch) -> log-prob columns [B, S] that are added to a batch before it is trained on.
 LogprobFn = Callable[[Tree, Batch], dict[str, jax.Array]]
 
@@ -146,8 +148,13 @@ class RolloutBatches:
         if is_kl_in_reward(task):
             log_ratio_BS = arrays[OLD_LOGPROBS] - arrays.pop(REFERENCE_LOGPROBS)
             values["kl"] = float((log_ratio_BS * arrays["weights"]).sum() / max(arrays["weights"].sum(), 1))
-        rewards_PG = np.array([group.rewards for group in batch])
-        arrays["advantages"] = advantages(rewards_PG, arrays["weights"], task, log_ratio_BS)
+        rewards_PG, mask_BS = np.array([group.rewards for group in batch]), arrays["weights"]
+        if task.has_value_head:
+            found = critic_advantages(rewards_PG, arrays[OLD_VALUES], mask_BS, task, log_ratio_BS)
+            arrays["advantages"], arrays[RETURNS] = found
+            values["explained_variance"] = explained_variance(*(arrays[name][mask_BS > 0] for name in CRITIC_COLUMNS))
+        else:
+            arrays["advantages"] = advantages(rewards_PG, mask_BS, task, log_ratio_BS)
         return Rollout(arrays, values, self._records(groups, arrays))
 
     def _records(self, groups: Sequence[Group], arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
@@ -264,19 +271,21 @@ def logprob_columns(task: GrpoTask) -> tuple[str, ...]:
     """The columns that `make_logprob_fn` adds.
 
     Old log-probs are needed if the weights change before or while a batch is used, and for a KL penalty in the reward;
-    reference log-probs for any KL penalty.
+    reference log-probs for any KL penalty; old values for a critic.
     """
     needs_old = task.iterations > 1 or task.off_policy_steps > 0 or is_kl_in_reward(task)
-    return (*((OLD_LOGPROBS,) if needs_old else ()), *((REFERENCE_LOGPROBS,) if task.kl.beta > 0 else ()))
+    columns = {OLD_LOGPROBS: needs_old, REFERENCE_LOGPROBS: task.kl.beta > 0, OLD_VALUES: task.has_value_head}
+    return tuple(name for name, is_needed in columns.items() if is_needed)
 
 
 def loss_columns(task: GrpoTask) -> tuple[str, ...]:
-    """The columns of `make_logprob_fn` that the loss uses: a KL penalty in the reward is part of the advantages."""
-    return tuple(name for name in logprob_columns(task) if name != REFERENCE_LOGPROBS or not is_kl_in_reward(task))
+    """The columns that the loss reads besides COLUMNS: a KL penalty in the reward is part of the advantages."""
+    fixed = tuple(name for name in logprob_columns(task) if name != REFERENCE_LOGPROBS or not is_kl_in_reward(task))
+    return (*fixed, RETURNS) if task.has_value_head else fixed
 
 
 def make_logprob_fn(scorer: Scorer, task: GrpoTask, *, parts: int) -> LogprobFn:
-    """Log-probs of a batch's tokens that stay fixed while it is trained on, computed in `parts` micro-batches.
+    """Log-probs and values of tokens that stay fixed while a batch is trained on, computed in `parts` micro-batches.
 
     The reference is the model without its adapter, or the initial weights stored under `REFERENCE`.
     """
@@ -284,8 +293,10 @@ def make_logprob_fn(scorer: Scorer, task: GrpoTask, *, parts: int) -> LogprobFn:
 
     def logprobs_of(weights: Tree, batch: Batch) -> dict[str, jax.Array]:
         logprobs: dict[str, jax.Array] = {}
-        if OLD_LOGPROBS in columns:
-            logprobs[OLD_LOGPROBS] = scorer(policy_weights(weights), batch, None, is_adapted=True)
+        if OLD_LOGPROBS in columns or OLD_VALUES in columns:
+            scored = scorer.score(policy_weights(weights), batch, None, is_adapted=True)
+            logprobs |= {OLD_LOGPROBS: scored.logprobs} if OLD_LOGPROBS in columns else {}
+            logprobs |= {OLD_VALUES: values_of(weights, scored.hidden_BTD)} if OLD_VALUES in columns else {}
         if REFERENCE_LOGPROBS in columns:
             reference = weights.get(REFERENCE, policy_weights(weights))
             logprobs[REFERENCE_LOGPROBS] = scorer(reference, batch, None, is_adapted=False)

@@ -11,6 +11,7 @@ from maxhydra.config.schema.quantization import AdapterKind
 from maxhydra.config.schema.reward import ENVIRONMENT, EnvironmentKind
 from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.data import BatchSpec, Loader, Row, host_loader
+from maxhydra.model import VALUE
 from maxhydra.rl.environment_pool import EnvironmentPool
 from maxhydra.rl.episodes import EpisodeRunner, TurnEncoder
 from maxhydra.runtime.channel import is_main
@@ -147,8 +148,8 @@ def with_reference(states: StateFactory, config: Config, task: GrpoTask) -> Stat
 
 
 def policy_weights(weights: Tree) -> Tree:
-    """The weights of the policy alone, without those of the reference."""
-    return {name: subtree for name, subtree in weights.items() if name != REFERENCE}
+    """The weights of the policy alone, without those of the reference and the value head."""
+    return {name: subtree for name, subtree in weights.items() if name not in (REFERENCE, VALUE)}
 
 
 def _needs_reference_weights(config: Config, task: GrpoTask) -> bool:

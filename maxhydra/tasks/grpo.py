@@ -1,5 +1,6 @@
 """GRPO: reinforcement learning from groups of completions that the model samples and a reward function scores."""
 
+import dataclasses
 from contextlib import closing
 
 from maxhydra import data
@@ -33,8 +34,10 @@ def run(job: Job) -> Outcome:
     encoder = None if config.environment.kind is EnvironmentKind.none else TurnEncoder(prompts)
 
     states = with_reference(plan_states(config, sharder), config, task)
+    # The value head of a critic is not part of the policy.
+    policy = dataclasses.replace(states.model, has_value_head=False)
     engine = PolicyEngine(
-        states.model,
+        policy,
         prompts.tokenizer,
         task.engine,
         sharder=rollout_sharder,
@@ -47,7 +50,7 @@ def run(job: Job) -> Outcome:
     environments = episode_runner(config, task, encoder)
     with closing(RewardPool(config.reward)) as reward_pool, environments as runner, closing(engine):
         worker = RolloutWorker(engine, reward_pool, task, config.reward, runner)
-        scorer = Scorer(states.model, sharder, config.train.loss_chunk)
+        scorer = Scorer(policy, sharder, config.train.loss_chunk)
         logprob_fn = make_logprob_fn(scorer, task, parts=config.train.grad_accum)
         batches = RolloutBatches if task.max_staleness is None else AsynchronousBatches
         training = TrainingSetup(

@@ -159,6 +159,8 @@ class ScoredTokens(NamedTuple):
 
     logprobs: jax.Array
     aux: Any
+    hidden_BTD: jax.Array
+    """Hidden states after the final norm."""
     entropy: jax.Array | None = None
     """Entropy [B, S] of the next-token distributions, if it was asked for."""
 
@@ -197,7 +199,7 @@ class Scorer:
                 batch["targets"],
                 chunk=self.chunk,
             )
-            return ScoredTokens(logprobs, forward.aux, entropy)
+            return ScoredTokens(logprobs, forward.aux, forward.hidden_BTD, entropy)
         logprobs = token_logprobs(
             head,
             forward.hidden_BTD,
@@ -205,7 +207,7 @@ class Scorer:
             chunk=self.chunk,
             place=context.place,
         )
-        return ScoredTokens(logprobs, forward.aux)
+        return ScoredTokens(logprobs, forward.aux, forward.hidden_BTD)
 
 
 def token_logprobs(

@@ -127,6 +127,28 @@ def test_a_killed_run_reaches_the_same_weights(tmp_path: Path) -> None:
     assert parameter_hash(folder, 8) == parameter_hash(whole, 8)
 
 
+@pytest.mark.slow
+def test_ppo_learns_values_and_resumes(tmp_path: Path) -> None:
+    """Other runs load the policy without its critic."""
+    arguments = [*TASK, *function_reward("vowels"), "task.baseline=critic", "task.group_size=1"]
+    arguments += ["train.steps=6", "task.iterations=2", "checkpoint.every=3", "task.kl.beta=0.01"]
+    arguments += ["train.eval_batches=0", "task.critic.weight=1"]
+    run_ok(*arguments, "run.name=whole", cwd=tmp_path, PYTHONPATH=PATHS)
+    whole = tmp_path / "outputs" / "whole"
+    folder = rewind(whole, 3, "killed")
+    run_ok(*arguments, "run.name=killed", cwd=tmp_path, PYTHONPATH=PATHS)
+    assert losses(folder) == losses(whole) and parameter_hash(folder, 6) == parameter_hash(whole, 6)
+    errors, explained = rows(whole, "value_loss"), rows(whole, "explained_variance")
+    # All values are 0 at first.
+    assert explained[0] == 0 != explained[-1] and errors[1] < errors[0]
+    adapter = ["adapter=lora", "checkpoint.load_parameters=outputs/whole", "train.steps=2", "run.name=adapter"]
+    run_ok(*arguments, *adapter, cwd=tmp_path, PYTHONPATH=PATHS)
+    values = rows(tmp_path / "outputs" / "adapter", "value_loss")
+    assert values[1] < values[0]
+    decode = [*SMALL[:6], "task=decode", "task.prompt=1+1", "task.sampling.max_tokens=2", "data=arithmetic"]
+    run_ok(*decode, "checkpoint.load_parameters=outputs/adapter", "run.name=out", cwd=tmp_path)
+
+
 ENVIRONMENT = [*TASK, "environment=function", "data.tokenizer.chat_template=lines_tools", "train.seq_len=64"]
 ENVIRONMENT += ["environment.turn_tokens=3", "environment.max_turns=3", "task.max_tokens=44"]
 
