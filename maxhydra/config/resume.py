@@ -95,7 +95,7 @@ FIXED_KEYS = (
     "environment.turn_tokens",
     *("task.group_size", "task.max_tokens", "task.clip.*", "task.kl.*", "task.scale", "task.mask_degenerate"),
     *("task.baseline", "task.entropy_bonus", "task.mask_truncated", "task.importance", "task.importance_floor"),
-    "task.critic.*",
+    *("task.critic.*", "task.router_replay"),
     *("task.rounds", "task.importance_cap", "task.iterations", "task.off_policy_steps", "task.max_staleness"),
     *("task.engine.cache_dtype", "task.engine.deterministic"),
     *("task.teacher.model", "task.teacher.overrides", "task.divergence", "task.alpha", "task.alpha_end"),

@@ -54,10 +54,12 @@ class Engine:
         prefill_sharder: Sharder | None = None,
         profiler: Profiler | None = None,
         version: int = 0,
+        records_experts: bool = False,
     ):
         """`eos`: token ids that end a completion. `prefill_sharder`: of separate devices that prefill prompts; None if
         all devices do both. `profiler`: profiles iterations, counted from 1. `version`: of the weights; see
-        `update_params`."""
+        `update_params`. `records_experts`: completions contain the experts of their tokens, and prompts are not taken
+        from a prefix cache."""
         self._profiler = profiler
         self._tokenizer, self._eos = tokenizer, frozenset(eos)
         self._vocab_size, self._max_batch = model.config.vocab_size, config.max_batch
@@ -65,7 +67,12 @@ class Engine:
         prefix_cache = not model.config.is_recurrent if config.prefix_cache is None else config.prefix_cache
         is_shared = prefill_sharder is None
         self._runner = self._prefill_runner = Runner(
-            model, params, config, sharder=sharder, prefix_cache=prefix_cache and is_shared
+            model,
+            params,
+            config,
+            sharder=sharder,
+            prefix_cache=prefix_cache and is_shared and not records_experts,
+            records_experts=records_experts,
         )
         self._runner.version = version
         self._runners = [self._runner]
@@ -304,6 +311,10 @@ class Engine:
 
     def _emit(self, pending: PendingTokens) -> None:
         """Wait for sampled tokens, and send them to the handles of their sequences."""
+        if pending.experts is not None:
+            pending.experts.deliver()
+        if pending.sampled is None:
+            return
         sampled = jax.tree.map(np.asarray, pending.sampled)
         if sampled.token_B.ndim == 1:
             sampled = jax.tree.map(lambda array: array[None], sampled)

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -49,6 +51,9 @@ class Delta:
     finish: str | None = None
     """stop: an EOS token or a stop string; length: max_tokens or the context length; cancelled; error."""
     error: str = ""
+    experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    """With the finish reason, if the engine records them: experts [tokens, L, K] of prompt and completion, except the
+    last token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +65,8 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...]
     finish: str
     error: str = ""
+    experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    """As in `Delta`."""
 
     @classmethod
     def from_deltas(cls, deltas: Sequence[Delta]) -> "Completion":
@@ -70,6 +77,7 @@ class Completion:
             logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
             finish=deltas[-1].finish or "",
             error=deltas[-1].error,
+            experts=deltas[-1].experts,
         )
 
     def to_json(self) -> list[Any]:

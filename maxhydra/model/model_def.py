@@ -19,6 +19,7 @@ from maxhydra.config.schema.quantization import STORED_KINDS, Adapter, Quantizat
 from maxhydra.config.values import matches_any
 from maxhydra.kernels.linear_cross_entropy import LinearHead
 from maxhydra.layers import CacheSpec, Context, LoraSpec, resolve_rules
+from maxhydra.layers.context import EXPERTS
 from maxhydra.model.decoder import BLOCKS, Decoder, DecoderSpec, ModelOutput
 from maxhydra.sharding import Sharder, is_axes
 
@@ -125,6 +126,29 @@ class ModelDef:
         """
         output = self.forward(params, tokens, ctx)
         return output.hidden_BTD, output.cache
+
+    def expert_ids(self, output: ModelOutput, ctx: Context) -> jax.Array:
+        """[B, T, L, K] experts of each token in each layer, as int16, from a forward pass that recorded them.
+
+        -1 in layers without experts, and in the last one for tokens whose output is not used.
+        """
+        (B, T), K, aux, spec = ctx.positions.shape, self.config.most_experts, output.aux, self._spec
+
+        def whole(block: dict[str, Any], index: tuple[int, ...] = ()) -> jax.Array:
+            found = [outputs[EXPERTS][index] for outputs in block.values() if EXPERTS in outputs]
+            if not found:
+                return jnp.full((B, T, K), -1, jnp.int16)
+            ids_BTK = jnp.pad(found[0].astype(jnp.int16), [(0, 0), (0, 0), (0, K - found[0].shape[-1])])
+            if ids_BTK.shape[1] == T or ctx.output_index is None:
+                return ids_BTK
+            return jnp.where(jnp.arange(T)[:, None] == ctx.output_index[:, None, None], ids_BTK, -1)
+
+        def blocks(group: str) -> list[dict[str, Any]]:
+            return [aux.get(group, {}).get(str(index), {}) for index in range(len(getattr(spec, group)))]
+
+        pattern = [whole(block, (at,)) for at in range(spec.repetitions) for block in blocks("pattern")]
+        layers = [*map(whole, blocks("prefix")), *pattern, *map(whole, blocks("remainder"))]
+        return jnp.stack(layers, axis=2)
 
     def features(
         self, params: Tree, tokens: jax.Array, ctx: Context, layers: Sequence[int]

@@ -13,6 +13,7 @@ import numpy as np
 
 from maxhydra.config.schema.tasks.training import GrpoTask, is_kl_in_reward
 from maxhydra.data import BatchSpec, Loader, Row
+from maxhydra.layers.context import EXPERTS
 from maxhydra.model import values_of
 from maxhydra.record.rollout_store import RolloutWriter
 from maxhydra.rl.advantages import advantages, critic_advantages, explained_variance
@@ -69,7 +70,11 @@ class RolloutBatches:
     def peek(self) -> Mapping[str, Any]:
         shape, sharding = (self._spec.batch, self._spec.rows.seq_len), self._spec.sharding
         dtypes = {**COLUMNS, **dict.fromkeys(loss_columns(self._task), np.float32)}
-        return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+        columns = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+        if self._task.router_replay:
+            shape = (*shape, *self._worker.engine.expert_shape)
+            columns[EXPERTS] = jax.ShapeDtypeStruct(shape, np.int16, sharding=sharding)
+        return columns
 
     def take(self, step: int, state: TrainState) -> Batch:
         if not self._uses_left:
@@ -299,7 +304,9 @@ def make_logprob_fn(scorer: Scorer, task: GrpoTask, *, parts: int) -> LogprobFn:
             logprobs |= {OLD_VALUES: values_of(weights, scored.hidden_BTD)} if OLD_VALUES in columns else {}
         if REFERENCE_LOGPROBS in columns:
             reference = weights.get(REFERENCE, policy_weights(weights))
-            logprobs[REFERENCE_LOGPROBS] = scorer(reference, batch, None, is_adapted=False)
+            # The reference chooses its own experts.
+            routed = {name: column for name, column in batch.items() if name != EXPERTS}
+            logprobs[REFERENCE_LOGPROBS] = scorer(reference, routed, None, is_adapted=False)
         return logprobs
 
     # Replicated, so that every process can read all of them.

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.reward import Environment as Config
 from maxhydra.data.chat import ChatTemplateError, Message, Tools
@@ -43,6 +45,8 @@ class Episode:
     is_sampled: list[bool] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     """Versions of the weights that sampled the sampled tokens."""
+    experts: np.ndarray | None = None
+    """Experts [tokens, L, K] of prompt and tokens, except the last one; those with which a token was first computed."""
     finish: str = ""
     """stop; length: task.max_tokens; turns: environment.max_turns; hangs, crashes, invalid: of the environment."""
     text: str = ""
@@ -73,6 +77,11 @@ class Episode:
         self.logprobs += [token.logprob for token in completion.logprobs]
         self.versions += [token.version for token in completion.logprobs]
         self.is_sampled += [True] * len(completion.tokens)
+        if self.experts is None:
+            self.experts = completion.experts
+        elif completion.experts is not None:
+            # The prefill has computed earlier turns again, maybe with other experts.
+            self.experts = np.concatenate([self.experts, completion.experts[len(self.experts) :]])
 
     def add_reply(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens

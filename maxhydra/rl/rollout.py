@@ -7,151 +7,26 @@ P prompts, G episodes of each, S positions.
 """
 
 import base64
-import contextlib
 import dataclasses
 import io
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.reward import Reward
 from maxhydra.config.schema.tasks.training import GrpoTask, baseline_of
-from maxhydra.data import Loader, Row, Tokenizer
-from maxhydra.decode.engine import Engine
-from maxhydra.decode.open import reject_stages
-from maxhydra.decode.request import Request
-from maxhydra.decode.sampling_params import make_requests
-from maxhydra.model import ModelDef
+from maxhydra.data import Loader, Row
+from maxhydra.layers.context import EXPERTS
 from maxhydra.rl.advantages import is_degenerate
 from maxhydra.rl.environment_process import FAILURES
 from maxhydra.rl.episodes import Episode, EpisodeRunner
+from maxhydra.rl.policy_engine import PolicyEngine
 from maxhydra.rl.reward_pool import RewardPool, RewardResult
 from maxhydra.rl.rewards import Sample, extract_answer
-from maxhydra.runtime.channel import broadcast, is_main
-from maxhydra.sharding import Sharder
 from maxhydra.train.loss import Tree
-
-
-class PolicyEngine:
-    """Samples episodes. It uses the weights only during a call; the trainer may donate them afterwards.
-
-    On the trainer's mesh the weights are used in place, on another mesh they are resharded; a single CPU keeps its own
-    copy in the engine's weight layout. Calls with weights take turns; calls without use those that were loaded last,
-    concurrently, and `push` replaces the weights in the middle of their episodes.
-    """
-
-    def __init__(
-        self,
-        model: ModelDef,
-        tokenizer: Tokenizer,
-        config: EngineConfig,
-        *,
-        sharder: Sharder,
-        eos: frozenset[int],
-        seed: int,
-    ):
-        """`eos`: token ids that end a turn."""
-        self._model, self._tokenizer, self._config, self._sharder = model, tokenizer, config, sharder
-        self._eos, self._seed = eos, seed
-        model.check_mesh(sharder)
-        reject_stages(sharder, "task.rollout_mesh")
-        self._shardings = sharder.tree(model.axes)
-        self._engine: Engine | None = None
-        self._version = 0
-        # Rollouts in a background thread and evaluations take turns.
-        self._lock = threading.Lock()
-        self._pusher = ThreadPoolExecutor(1, thread_name_prefix="push-weights")
-
-    def requests(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, samples: int, number: int
-    ) -> list[Request]:
-        """`samples` requests per prompt; seeds derive from `number`, the index of the first prompt in the run."""
-        return [
-            dataclasses.replace(request, stream=False)
-            for index, prompt in enumerate(prompts)
-            for request in make_requests(
-                prompt, sampling, samples=samples, seed=self._seed, number=number + index, logprobs=0
-            )
-        ]
-
-    def run(
-        self, weights: Tree | None, sample: Callable[[Engine], list[Episode]], *, version: int = 0
-    ) -> list[Episode]:
-        """What `sample` returns in process 0, which submits the requests of all. A collective call."""
-        with contextlib.nullcontext() if weights is None else self._lock:
-            engine = self._engine if weights is None else self._load(weights, version)
-            assert engine is not None, "no weights were pushed"
-            episodes = sample(engine) if is_main() else []
-            engine.synchronize()
-        episodes = broadcast(
-            episodes,
-            encode=lambda items: [dataclasses.asdict(item) for item in items],
-            decode=lambda items: [Episode.from_json(item) for item in items],
-        )
-        failed = next((item for item in episodes if item.finish in ("error", "cancelled")), None)
-        if failed is not None:
-            raise RuntimeError(f"sampling a completion failed: {failed.error or failed.finish}")
-        return episodes
-
-    def push(self, weights: Tree, version: int) -> "Future[None]":
-        """Copy weights to the engine's devices, and load them once they are computed: until then it keeps sampling."""
-        trainer = jax.tree.leaves(weights)[0].sharding.device_set
-        if not trainer.isdisjoint(self._sharder.mesh.devices.flat):
-            weights = jax.tree.map(jnp.copy, weights)
-        copy = jax.device_put(weights, self._shardings)
-
-        def load() -> None:
-            jax.block_until_ready(copy)
-            with self._lock:
-                # An evaluation may have loaded newer ones meanwhile.
-                if version >= self._version:
-                    self._load(copy, version)
-
-        return self._pusher.submit(load)
-
-    @property
-    def num_sampled(self) -> float:
-        """Tokens that the engine has sampled so far."""
-        return 0.0 if self._engine is None else self._engine.stats()["tokens_written"]
-
-    def close(self) -> None:
-        """End all episodes with an error."""
-        self._pusher.shutdown(wait=True, cancel_futures=True)
-        if self._engine is not None:
-            self._engine.close()
-
-    def _load(self, weights: Tree, version: int) -> Engine:
-        self._version = version
-        weights = jax.device_put(weights, self._shardings)
-        if self._engine is None:
-            self._engine = Engine(
-                self._model,
-                weights,
-                self._tokenizer,
-                self._config,
-                sharder=self._sharder,
-                eos=self._eos,
-                version=version,
-            )
-        else:
-            self._engine.update_params(weights, version)
-        return self._engine
-
-
-def complete(engine: Engine, requests: Sequence[Request]) -> list[Episode]:
-    """Episodes of one completion each."""
-    handles = engine.submit_all(requests)
-    return [
-        Episode.from_completion(request.prompt, handle.result())
-        for request, handle in zip(requests, handles, strict=True)
-    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,8 +134,7 @@ class RolloutWorker:
         sampling = unfiltered_sampling(self.task.max_tokens, temperature)
         runner = self._runner
         if runner is None:
-            requests = self.engine.requests(prompts, sampling, samples=samples, number=number)
-            episodes = self.engine.run(weights, lambda engine: complete(engine, requests), version=version)
+            episodes = self.engine.generate(weights, prompts, sampling, samples=samples, number=number, version=version)
         else:
             records = [{**info["record"], "prompt": info["messages"], "answer": info["answer"]} for info in infos]
             known = list(zip(prompts, records, strict=True))
@@ -344,7 +218,7 @@ def as_text(value: Any) -> str | None:
 def columns(groups: Sequence[Group], task: GrpoTask, seq_len: int) -> dict[str, np.ndarray]:
     """Arrays with one row per episode; a token's weight and log-prob are at the position that predicts it.
 
-    Tokens of the environment have weight 0.
+    Tokens of the environment have weight 0. Experts [B, S, L, K] are those of the input tokens.
     """
     weights = row_weights(groups, task)
     episodes = [episode for group in groups for episode in group.episodes]
@@ -358,6 +232,13 @@ def columns(groups: Sequence[Group], task: GrpoTask, seq_len: int) -> dict[str, 
         arrays["positions"][index, : len(ids) - 1] = np.arange(len(ids) - 1)
         arrays["weights"][index, predicted] = weights[index] * np.array(episode.is_sampled)
         arrays["sampled_logprobs"][index, predicted] = episode.logprobs
+    if task.router_replay:
+        # An episode has none if its environment failed at once.
+        shape = next(episode.experts.shape[1:] for episode in episodes if episode.experts is not None)
+        arrays[EXPERTS] = np.full((len(episodes), seq_len, *shape), -1, np.int16)
+        for row, episode in zip(arrays[EXPERTS], episodes, strict=True):
+            experts = () if episode.experts is None else episode.experts
+            row[: len(experts)] = np.reshape(experts, (len(experts), *shape))
     return arrays
 
 

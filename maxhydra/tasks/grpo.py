@@ -43,6 +43,7 @@ def run(job: Job) -> Outcome:
         sharder=rollout_sharder,
         eos=prompts.eos_ids if encoder is None else encoder.end_ids,
         seed=config.run.seed,
+        records_experts=task.router_replay,
     )
     writers = {}
     if job.run.writes and task.keep_rollouts:

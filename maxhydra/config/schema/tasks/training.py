@@ -141,6 +141,9 @@ class GrpoTask(Task):
     """Upper bound of the importance ratio. null: no correction."""
     importance_floor: float | None = option(None, gt=0)
     """Lower bound of the importance ratio. null: none."""
+    router_replay: bool = False
+    """Use the experts that were chosen in sampling in training too, for models with a mixture of experts: routers of
+    decode engine and trainer disagree where scores are close. Prompts are then not taken from the prefix cache."""
     iterations: int = option(1, ge=1)
     """Updates per batch of rollouts."""
     off_policy_steps: int = option(0, ge=0)
@@ -227,6 +230,11 @@ class GrpoTask(Task):
     def check_model(self, model: Model) -> Iterator[Problem]:
         yield from self.engine.check_model(model)
         yield from self.engine.check_one_group()
+        if self.router_replay and not model.has_experts:
+            yield Problem("router_replay", "needs a model with experts", value=True, accepted="false")
+        if self.router_replay and self.engine.prefix_cache:
+            reason = "is not supported with router_replay, which needs the experts of all tokens"
+            yield Problem("engine.prefix_cache", reason, value=True, accepted="false or null")
 
 
 def baseline_of(task: GrpoTask) -> Baseline:
