@@ -187,8 +187,8 @@ class Context:
         expert_ids: jax.Array | None = None,
     ) -> "Context":
         """The context of the layer of this index, with its own cache, dropout key and layer inputs."""
-        own = {"layer_input": layer_input, "expert_ids": expert_ids}
-        return dataclasses.replace(self, cache=cache, dropout_key=self.key(index), **own)
+        key = self.key(index)
+        return dataclasses.replace(self, cache=cache, dropout_key=key, layer_input=layer_input, expert_ids=expert_ids)
 
     def for_output_tokens(self) -> "Context":
         """The context of the tokens that `select_output_tokens` selects."""

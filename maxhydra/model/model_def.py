@@ -127,12 +127,18 @@ class ModelDef:
         output = self.forward(params, tokens, ctx)
         return output.hidden_BTD, output.cache
 
+    @property
+    def most_experts(self) -> int:
+        """The largest number of experts per token of a layer; 0 without experts."""
+        sections = (self.config.kinds[name].moe for name in set(self.config.layer_kinds()))
+        return max((section.top_k for section in sections if section.experts is not None), default=0)
+
     def expert_ids(self, output: ModelOutput, ctx: Context) -> jax.Array:
         """[B, T, L, K] experts of each token in each layer, as int16, from a forward pass that recorded them.
 
         -1 in layers without experts, and in the last one for tokens whose output is not used.
         """
-        (B, T), K, aux, spec = ctx.positions.shape, self.config.most_experts, output.aux, self._spec
+        (B, T), K, aux, spec = ctx.positions.shape, self.most_experts, output.aux, self._spec
 
         def whole(block: dict[str, Any], index: tuple[int, ...] = ()) -> jax.Array:
             found = [outputs[EXPERTS][index] for outputs in block.values() if EXPERTS in outputs]

@@ -72,8 +72,8 @@ class RolloutBatches:
         dtypes = {**COLUMNS, **dict.fromkeys(loss_columns(self._task), np.float32)}
         columns = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
         if self._task.router_replay:
-            shape = (*shape, *self._worker.engine.expert_shape)
-            columns[EXPERTS] = jax.ShapeDtypeStruct(shape, np.int16, sharding=sharding)
+            per_token = self._worker.engine.expert_shape
+            columns[EXPERTS] = jax.ShapeDtypeStruct((*shape, *per_token), np.int16, sharding=sharding)
         return columns
 
     def take(self, step: int, state: TrainState) -> Batch:
@@ -257,11 +257,13 @@ class AsynchronousBatches(RolloutBatches):
         stale = [[step - 1 - version for version in episode.versions] for episode in episodes]
         for record, ages in zip(rollout.records, stale, strict=False):
             record["staleness"] = max(ages, default=0)
-        every = [age for ages in stale for age in ages]
-        values = {"staleness": np.mean(every), "max_staleness": max(every), "wait_seconds": waited}
-        return dataclasses.replace(
-            rollout, metrics={**rollout.metrics, **{f"rollout/{name}": float(x) for name, x in values.items()}}
-        )
+        every = np.array([age for ages in stale for age in ages] or [0])
+        values = {
+            "rollout/staleness": float(every.mean()),
+            "rollout/max_staleness": float(every.max()),
+            "rollout/wait_seconds": waited,
+        }
+        return dataclasses.replace(rollout, metrics={**rollout.metrics, **values})
 
 
 class _StartedBatch(NamedTuple):
@@ -284,7 +286,7 @@ def logprob_columns(task: GrpoTask) -> tuple[str, ...]:
 
 
 def loss_columns(task: GrpoTask) -> tuple[str, ...]:
-    """The columns that the loss reads besides COLUMNS: a KL penalty in the reward is part of the advantages."""
+    """The columns that the loss reads in addition to COLUMNS: a KL penalty in the reward is part of the advantages."""
     fixed = tuple(name for name in logprob_columns(task) if name != REFERENCE_LOGPROBS or not is_kl_in_reward(task))
     return (*fixed, RETURNS) if task.has_value_head else fixed
 

@@ -120,7 +120,7 @@ class PolicyEngine:
     @property
     def expert_shape(self) -> tuple[int, int]:
         """Layers, and the largest number of experts per token."""
-        return self._model.config.num_layers, self._model.config.most_experts
+        return self._model.config.num_layers, self._model.most_experts
 
     @property
     def num_sampled(self) -> float:

@@ -115,7 +115,7 @@ class RolloutWorker:
         """`runner`: plays episodes with an environment, in process 0; None without an environment."""
         self.task, self.engine = task, engine
         self._reward_pool, self._reward, self._runner = reward_pool, reward, runner
-        # One call at a time: the pool's processes answer in order.
+        # One call at a time: the processes of the pool reply in order.
         self._scoring = threading.Lock()
 
     def sample_groups(

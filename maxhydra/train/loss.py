@@ -159,10 +159,10 @@ class ScoredTokens(NamedTuple):
 
     logprobs: jax.Array
     aux: Any
-    hidden_BTD: jax.Array
-    """Hidden states after the final norm."""
     entropy: jax.Array | None = None
     """Entropy [B, S] of the next-token distributions, if it was asked for."""
+    hidden_BTD: Any = None
+    """Hidden states after the final norm."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Scorer:
                 batch["targets"],
                 chunk=self.chunk,
             )
-            return ScoredTokens(logprobs, forward.aux, forward.hidden_BTD, entropy)
+            return ScoredTokens(logprobs, forward.aux, entropy, forward.hidden_BTD)
         logprobs = token_logprobs(
             head,
             forward.hidden_BTD,
@@ -207,7 +207,7 @@ class Scorer:
             chunk=self.chunk,
             place=context.place,
         )
-        return ScoredTokens(logprobs, forward.aux, forward.hidden_BTD)
+        return ScoredTokens(logprobs, forward.aux, None, forward.hidden_BTD)
 
 
 def token_logprobs(

@@ -305,12 +305,6 @@ class Model(Schema):
         """True if a layer has a mixture of experts."""
         return any(self.kinds[name].moe.experts is not None for name in {*self.prefix, *self.pattern})
 
-    @property
-    def most_experts(self) -> int:
-        """The largest number of experts per token; 0 without experts."""
-        sections = (self.kinds[name].moe for name in {*self.prefix, *self.pattern})
-        return max((section.top_k for section in sections if section.experts is not None), default=0)
-
     def layer_kinds(self) -> list[str]:
         """The kind of every layer from first to last: the prefix, then the pattern repeated."""
         repeated = self.num_layers - len(self.prefix)
