@@ -159,7 +159,7 @@ def preference_loss(scorer: PairScorer, task: DpoTask, reference: Reference) -> 
     """The loss of task.loss. With a cached reference, batches contain its log-probs, [B] each."""
 
     def loss(weights: Tree, batch: Batch, key: jax.Array | None) -> Sums:
-        logprobs, aux, _ = scorer.score(weights, batch, key, is_adapted=True)
+        logprobs, aux, *_ = scorer.score(weights, batch, key, is_adapted=True)
         if reference is Reference.adapter_off:
             reference_logprobs = jax.lax.stop_gradient(scorer(weights, batch, None, is_adapted=False))
         elif reference is Reference.cached:

@@ -29,7 +29,7 @@ from maxhydra.config.migrations import migrate_config
 from maxhydra.config.schema.quantization import Quantization
 from maxhydra.convert.single_replica import ReplicaRead, plan_reads, read_target
 from maxhydra.convert.streaming import Arrays
-from maxhydra.model import ModelDef, store_weight_slice
+from maxhydra.model import VALUE, ModelDef, store_weight_slice
 from maxhydra.model.stored_params import current_path
 from maxhydra.modelfiles import locate
 from maxhydra.record.atomic_io import NewerFormatError
@@ -91,7 +91,7 @@ def read_trees(path: Path, expected: Mapping[str, Tree], *, single_replica: bool
     """
     stored = {item: _match_stored_tree(path, item, tree) for item, tree in expected.items()}
     targets = {item: target for item, (target, _) in stored.items()}
-    plans = plan_reads(leaves_by_name(targets)) if single_replica and jax.process_count() > 1 else {}
+    plans = plan_reads(_read_targets(targets)) if single_replica and jax.process_count() > 1 else {}
     restored = _read_by_replicas(path, targets, plans) if plans else _read_all(path, targets)
     trees = {}
     for item, tree in expected.items():
@@ -102,17 +102,22 @@ def read_trees(path: Path, expected: Mapping[str, Tree], *, single_replica: bool
 
 
 def _read_all(path: Path, targets: Mapping[str, Tree]) -> dict[str, Tree]:
-    groups = _groups_within_memory(leaves_by_name(dict(targets)))
-    if len(groups) > 1:
+    groups = _groups_within_memory(_read_targets(targets))
+    if len(groups) > 1 or ocp.PLACEHOLDER in jax.tree.leaves(dict(targets)):
         read: dict[str, Any] = {}
         for group in groups:
             found = _restore(path, _select(targets, group))
             read |= {name: found[name] for name in group}
-        return jax.tree_util.tree_map_with_path(lambda keys, _: read[_name(keys)], dict(targets))
+        return jax.tree_util.tree_map_with_path(lambda keys, _: read.get(_name(keys)), dict(targets))
     args = {item: ocp.args.StandardRestore(target) for item, target in targets.items()}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         restored = reader.restore(path, args=ocp.args.Composite(**args))
     return {item: restored[item] for item in targets}
+
+
+def _read_targets(targets: Mapping[str, Tree]) -> dict[str, Any]:
+    """The targets by name, without placeholders."""
+    return {name: leaf for name, leaf in leaves_by_name(dict(targets)).items() if leaf is not ocp.PLACEHOLDER}
 
 
 def _groups_within_memory(targets: Mapping[str, Any]) -> list[set[str]]:
@@ -267,18 +272,21 @@ def read_format(key: str, checkpoint: Path) -> Quantization | None:
 def _match_stored_tree(path: Path, item: str, expected_tree: Tree) -> tuple[Tree, dict[str, str]]:
     """Match the arrays of a checkpoint with those of `expected_tree` by name and shape.
 
-    Returns the stored tree, with the expected dtypes and shardings, and the current name of each stored one.
-    Raises ConfigError that names the first array that differs.
+    Returns the stored tree, with the expected dtypes and shardings, and the current name of each stored one. The value
+    head of a critic is not read for a model without one. Raises ConfigError that names the first array that differs.
     """
     tree = _stored_tree(path, item)
     expected, stored = leaves_by_name(expected_tree), leaves_by_name(tree)
     names = {name: current_path(name, expected) for name in stored}
-    stored_shapes = {names[name]: tuple(leaf.shape) for name, leaf in stored.items()}
+    skipped = {name for name in stored if item == PARAMS and name.startswith(f"{VALUE}/") and name not in expected}
+    stored_shapes = {names[name]: tuple(leaf.shape) for name, leaf in stored.items() if name not in skipped}
     expected_shapes = {name: tuple(leaf.shape) for name, leaf in expected.items()}
     for name in sorted({*stored_shapes, *expected_shapes}):
         if stored_shapes.get(name) != expected_shapes.get(name):
             raise _different_model(path, item, name, stored_shapes.get(name), expected_shapes.get(name))
-    return jax.tree_util.tree_map_with_path(lambda keys, _: expected[names[_name(keys)]], tree), names
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, _: ocp.PLACEHOLDER if _name(keys) in skipped else expected[names[_name(keys)]], tree
+    ), names
 
 
 def _stored_tree(path: Path, item: str) -> Tree:

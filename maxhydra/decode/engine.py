@@ -53,9 +53,13 @@ class Engine:
         eos: Collection[int],
         prefill_sharder: Sharder | None = None,
         profiler: Profiler | None = None,
+        version: int = 0,
+        records_experts: bool = False,
     ):
         """`eos`: token ids that end a completion. `prefill_sharder`: of separate devices that prefill prompts; None if
-        all devices do both. `profiler`: profiles iterations, counted from 1."""
+        all devices do both. `profiler`: profiles iterations, counted from 1. `version`: of the weights; see
+        `update_params`. `records_experts`: completions contain the experts of their tokens, and prompts are not taken
+        from a prefix cache."""
         self._profiler = profiler
         self._tokenizer, self._eos = tokenizer, frozenset(eos)
         self._vocab_size, self._max_batch = model.config.vocab_size, config.max_batch
@@ -63,8 +67,14 @@ class Engine:
         prefix_cache = not model.config.is_recurrent if config.prefix_cache is None else config.prefix_cache
         is_shared = prefill_sharder is None
         self._runner = self._prefill_runner = Runner(
-            model, params, config, sharder=sharder, prefix_cache=prefix_cache and is_shared
+            model,
+            params,
+            config,
+            sharder=sharder,
+            prefix_cache=prefix_cache and is_shared and not records_experts,
+            records_experts=records_experts,
         )
+        self._runner.version = version
         self._runners = [self._runner]
         self._transfer: Transfer | None = None
         if prefill_sharder is not None:
@@ -152,12 +162,13 @@ class Engine:
             "programs_compiled": sum(runner.programs.num_programs for runner in self._runners),
         }
 
-    def update_params(self, params: Tree) -> None:
+    def update_params(self, params: Tree, version: int = 0) -> None:
         """Replace the weights by others of the same shapes, from the next step on.
 
-        The prefix cache is cleared; running sequences continue on their existing KV cache.
+        The prefix cache is cleared; running sequences continue on their existing KV cache. Log-probabilities of tokens
+        carry the `version` of the weights that sampled them.
         """
-        self._inbox.barrier([runner.prepare_params(params) for runner in self._runners])
+        self._inbox.barrier([(runner.prepare_params(params), version) for runner in self._runners])
 
     def synchronize(self) -> None:
         """Wait until every process has dispatched all steps of finished sequences; a collective call.
@@ -221,8 +232,8 @@ class Engine:
         for sequence in turn.sequences:
             self._scheduler.add(sequence)
         if turn.params is not None:
-            for runner, params in zip(self._runners, turn.params, strict=True):
-                runner.set_params(params)
+            for runner, (params, version) in zip(self._runners, turn.params, strict=True):
+                runner.set_params(params, version)
                 runner.capacity.clear_prefix_cache()
         self._scheduler.drop(turn.cancelled)
         return not turn.is_last
@@ -300,6 +311,10 @@ class Engine:
 
     def _emit(self, pending: PendingTokens) -> None:
         """Wait for sampled tokens, and send them to the handles of their sequences."""
+        if pending.experts is not None:
+            pending.experts.deliver()
+        if pending.sampled is None:
+            return
         sampled = jax.tree.map(np.asarray, pending.sampled)
         if sampled.token_B.ndim == 1:
             sampled = jax.tree.map(lambda array: array[None], sampled)
@@ -309,7 +324,9 @@ class Engine:
             if sequence is None or sequence.is_finished:
                 continue
             top = sequence.request.logprobs
-            logprobs = [] if top is None else [_token_logprob(sampled, (step, row), top) for step in range(count)]
+            logprobs = []
+            if top is not None:
+                logprobs = [_token_logprob(sampled, (step, row), top, pending.version) for step in range(count)]
             self._num_generated += sequence.append(
                 tokens[row][:count], logprobs, tokenizer=self._tokenizer, eos=self._eos
             )
@@ -320,11 +337,11 @@ class Engine:
             self._scheduler.release(sequence)
 
 
-def _token_logprob(sampled: SampledTokens, index: tuple[int, int], num_alternatives: int) -> TokenLogprob:
+def _token_logprob(sampled: SampledTokens, index: tuple[int, int], num_alternatives: int, version: int) -> TokenLogprob:
     """Return the log-probabilities of the token at (step, row)."""
     assert sampled.logprob_B is not None
     assert sampled.alternatives_BA is not None and sampled.alternative_logprobs_BA is not None
     tokens, logprobs = sampled.alternatives_BA[index], sampled.alternative_logprobs_BA[index]
     pairs = zip(tokens[:num_alternatives], logprobs[:num_alternatives], strict=True)
     alternatives = tuple((int(token), float(logprob)) for token, logprob in pairs)
-    return TokenLogprob(int(sampled.token_B[index]), float(sampled.logprob_B[index]), alternatives)
+    return TokenLogprob(int(sampled.token_B[index]), float(sampled.logprob_B[index]), alternatives, version)

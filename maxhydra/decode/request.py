@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -35,6 +37,8 @@ class TokenLogprob:
     token: int
     logprob: float
     alternatives: tuple[tuple[int, float], ...]
+    version: int = 0
+    """Version of the weights that sampled the token, as given to the engine with them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,9 @@ class Delta:
     finish: str | None = None
     """stop: an EOS token or a stop string; length: max_tokens or the context length; cancelled; error."""
     error: str = ""
+    experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    """With the finish reason, if the engine records them: experts [tokens, L, K] of prompt and completion, except the
+    last token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +65,8 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...]
     finish: str
     error: str = ""
+    experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    """As in `Delta`."""
 
     @classmethod
     def from_deltas(cls, deltas: Sequence[Delta]) -> "Completion":
@@ -68,6 +77,7 @@ class Completion:
             logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
             finish=deltas[-1].finish or "",
             error=deltas[-1].error,
+            experts=deltas[-1].experts,
         )
 
     def to_json(self) -> list[Any]:

@@ -46,10 +46,30 @@ class PendingTokens(NamedTuple):
 
     sequences: list[Sequence | None]
     """The sequence of each row; None for rows that sample nothing, such as padding or an unfinished prefill."""
-    sampled: SampledTokens
-    """Of one step [B], or of a multi-step call [steps, B]."""
+    sampled: SampledTokens | None
+    """Of one step [B], or of a multi-step call [steps, B]. None if no row samples, and only experts are recorded."""
     counts: list[int]
     """Valid tokens of each row."""
+    version: int
+    """Version of the weights that sampled them."""
+    experts: "PendingExperts | None" = None
+
+
+class PendingExperts(NamedTuple):
+    """Experts of the input tokens of a call."""
+
+    sequences: list[Sequence | None]
+    """The sequence of each row; None for padding."""
+    counts: list[int]
+    """Tokens of each row, which follow those of the sequence's previous call."""
+    ids_BTLK: jax.Array
+
+    def deliver(self) -> None:
+        """Wait for the experts, and add them to the sequences."""
+        ids = np.asarray(self.ids_BTLK)
+        for row, (sequence, count) in enumerate(zip(self.sequences, self.counts, strict=True)):
+            if sequence is not None:
+                sequence.experts.append(ids[row, :count])
 
 
 class PrefillOutput(NamedTuple):
@@ -72,7 +92,16 @@ class ResidentInputs(NamedTuple):
 class Runner:
     """Dispatches steps; all results stay on the devices."""
 
-    def __init__(self, model: ModelDef, params: Tree, config: Config, *, sharder: Sharder, prefix_cache: bool):
+    def __init__(
+        self,
+        model: ModelDef,
+        params: Tree,
+        config: Config,
+        *,
+        sharder: Sharder,
+        prefix_cache: bool,
+        records_experts: bool = False,
+    ):
         """`params`: in the standard layout."""
         is_cpu, groups = jax.default_backend() == "cpu", sharder.num_shards("act_batch")
         self.multi_steps = config.burst or (1 if is_cpu else MULTI_STEPS)
@@ -99,11 +128,16 @@ class Runner:
         )
         self.sharder, self._shardings = sharder, sharder.tree(model.axes)
         self._layout = choose_weight_layout(model, sharder, jax.default_backend())
-        self._params = self.prepare_params(params)
+        self._params, self.version = self.prepare_params(params), 0
         # Which programs are ready differs between processes.
         deterministic = config.deterministic or jax.process_count() > 1
         self.programs = CompiledSteps(
-            self._layout, self._params, cache_spec, sharder=sharder, deterministic=deterministic
+            self._layout,
+            self._params,
+            cache_spec,
+            sharder=sharder,
+            deterministic=deterministic,
+            records_experts=records_experts,
         )
         self._cache, self._slot_state = self.programs.init_state()
         self._resident: ResidentInputs | None = None
@@ -121,9 +155,9 @@ class Runner:
             params = jax.device_put(params, self._shardings)
         return self._layout.keep(params)
 
-    def set_params(self, params: Tree) -> None:
+    def set_params(self, params: Tree, version: int = 0) -> None:
         """Use other weights of the same shapes from the next call on."""
-        self._params = params
+        self._params, self.version = params, version
 
     def prefill(self, chunks: List[PrefillChunk]) -> PrefillOutput:
         """Prefill prompt chunks, and sample the first token of each prompt that is complete with its chunk."""
@@ -134,17 +168,23 @@ class Runner:
         for chunk in chunks:
             if chunk.is_last:
                 self.mark_prompt(chunk.place, chunk.sequence)
-        logits_BV, head_BC = self._forward(shape, prefill_inputs(rows, shape, self.programs.padding_slot))
+        logits_BV, head_BC, ids = self._forward(shape, prefill_inputs(rows, shape, self.programs.padding_slot))
         first_tokens = self._sample(completed, logits_BV, head_BC) if any(completed) else None
+        if ids is not None:
+            sequences = [None if chunk is None else chunk.sequence for chunk in rows]
+            experts = PendingExperts(sequences, [0 if chunk is None else chunk.length for chunk in rows], ids)
+            none = PendingTokens([None] * len(rows), None, [0] * len(rows), self.version)
+            first_tokens = (first_tokens or none)._replace(experts=experts)
         return PrefillOutput(first_tokens, logits_BV)
 
     def decode(self, sequences: list[Sequence], shape: StepShape) -> PendingTokens:
         """Decode one token per sequence."""
         rows = self.buckets.arrange_rows(sequences, shape)
-        logits_BV, head_BC = self._forward(shape, decode_inputs(rows, shape, self.programs.padding_slot))
+        logits_BV, head_BC, ids = self._forward(shape, decode_inputs(rows, shape, self.programs.padding_slot))
         for sequence in sequences:
             sequence.num_computed += 1
-        return self._sample(rows, logits_BV, head_BC)
+        pending = self._sample(rows, logits_BV, head_BC)
+        return pending if ids is None else pending._replace(experts=PendingExperts(rows, pending.counts, ids))
 
     def decode_multi(self, sequences: list[Sequence]) -> PendingTokens | None:
         """Decode several tokens per sequence in one call; None while that program is being compiled.
@@ -164,7 +204,7 @@ class Runner:
             inputs_BC: np.ndarray | jax.Array = resident.inputs_BC
         else:
             inputs_BC = decode_inputs(rows, key.shape, self.programs.padding_slot)
-        self._cache, self._slot_state, inputs_BC, sampled = self.programs.decode_multi(
+        self._cache, self._slot_state, inputs_BC, sampled, ids = self.programs.decode_multi(
             key, self._params, self._cache, self._slot_state, inputs_BC
         )
         counts = [0 if sequence is None else min(key.num_steps, sequence.remaining) for sequence in rows]
@@ -173,7 +213,8 @@ class Runner:
                 sequence.num_computed += count
         num_computed = [sequence.num_computed for sequence in sequences]
         self._resident = ResidentInputs(key, sequences, num_computed, inputs_BC)
-        return _pend(rows, sampled, counts)
+        experts = None if ids is None else PendingExperts(rows, counts, ids)
+        return _pend(rows, sampled, counts, self.version)._replace(experts=experts)
 
     def take_state(self) -> tuple[Tree, SlotState]:
         """Return KV cache and slot state, to be replaced by `put_state` if they are donated."""
@@ -191,24 +232,24 @@ class Runner:
         if sequence.has_penalty:
             self._slot_state = self.programs.mark_prompt(self._slot_state, place.slot, sequence.request.prompt)
 
-    def _forward(self, shape: StepShape, inputs_BC: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Return the logits of the rows, and the columns of the inputs that sampling needs."""
-        logits_BV, self._cache, head_BC = self.programs.forward(
+    def _forward(self, shape: StepShape, inputs_BC: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Return the logits of the rows, the columns of the inputs that sampling needs, and recorded experts."""
+        logits_BV, self._cache, head_BC, experts = self.programs.forward(
             shape, self._params, self._cache, self._slot_state, inputs_BC
         )
-        return logits_BV, head_BC
+        return logits_BV, head_BC, experts
 
     def _sample(self, rows: list[Sequence | None], logits_BV: jax.Array, head_BC: jax.Array) -> PendingTokens:
         features = sampling_features(rows)
         self._slot_state, sampled = self.programs.sample(self._slot_state, logits_BV, head_BC, features)
-        return _pend(rows, sampled, [int(sequence is not None) for sequence in rows])
+        return _pend(rows, sampled, [int(sequence is not None) for sequence in rows], self.version)
 
 
-def _pend(rows: list[Sequence | None], sampled: SampledTokens, counts: list[int]) -> PendingTokens:
+def _pend(rows: list[Sequence | None], sampled: SampledTokens, counts: list[int], version: int) -> PendingTokens:
     """Count the tokens as scheduled, and start their copy to the host, instead of when the host reads them."""
     for sequence, count in zip(rows, counts, strict=True):
         if sequence is not None:
             sequence.num_scheduled += count
     for array in jax.tree.leaves(sampled):
         array.copy_to_host_async()
-    return PendingTokens(rows, sampled, counts)
+    return PendingTokens(rows, sampled, counts, version)

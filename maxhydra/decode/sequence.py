@@ -7,6 +7,8 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from maxhydra.config.schema.decode import LARGEST
 from maxhydra.data import Tokenizer
 from maxhydra.decode.detokenize import Detokenizer, StopMatcher
@@ -46,6 +48,8 @@ class Sequence:
         self._is_streamed = request.stream or bool(request.stop)
         self._logprobs: list[TokenLogprob] = []
         """Of tokens that were not emitted yet."""
+        self.experts: list[np.ndarray] = []
+        """Experts [tokens, L, K] of the tokens whose KV cache is computed, if the engine records them."""
 
     @property
     def remaining(self) -> int:
@@ -100,7 +104,8 @@ class Sequence:
                 break
         self.is_finished = finish is not None
         if count:
-            self.handle.put(Delta(text, tuple(tokens[:count]), tuple(logprobs[:count]), finish))
+            experts = self._recorded_experts() if self.is_finished else None
+            self.handle.put(Delta(text, tuple(tokens[:count]), tuple(logprobs[:count]), finish, experts=experts))
         if finish is None and count < len(tokens):
             self.fail(NOT_FINITE)
         return count
@@ -118,10 +123,15 @@ class Sequence:
             generated = self.tokens[len(self.request.prompt) :]
             detokenizer = Detokenizer(tokenizer, self.request.prompt)
             text = detokenizer.add(generated[:-1] if is_eos else generated) + detokenizer.flush()
-            self.handle.put(Delta(text, tuple(generated), tuple(self._logprobs), "stop" if is_eos else "length"))
+            finish, experts = "stop" if is_eos else "length", self._recorded_experts()
+            self.handle.put(Delta(text, tuple(generated), tuple(self._logprobs), finish, experts=experts))
         elif len(valid) < len(tokens):
             self.fail(NOT_FINITE)
         return len(valid)
+
+    def _recorded_experts(self) -> np.ndarray | None:
+        """Experts of all tokens but the last, which was not an input."""
+        return np.concatenate(self.experts)[: len(self.tokens) - 1] if self.experts else None
 
     def _split(self, tokens: List[int], eos: frozenset[int]) -> Iterator[List[int]]:
         """Split new tokens into pieces to detokenize, cut at EOS or an invalid token.

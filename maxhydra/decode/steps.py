@@ -97,12 +97,21 @@ class CompiledSteps:
     """Compiles and calls the steps in every shape that comes up."""
 
     def __init__(
-        self, layout: WeightLayout, params: Tree, cache_spec: PagedCacheSpec, *, sharder: Sharder, deterministic: bool
+        self,
+        layout: WeightLayout,
+        params: Tree,
+        cache_spec: PagedCacheSpec,
+        *,
+        sharder: Sharder,
+        deterministic: bool,
+        records_experts: bool = False,
     ):
         """`params`: in the engine's layout, used for their shapes and shardings only.
 
         `deterministic`: never substitute a larger program for the exact one, and wait for its compilation.
+        `records_experts`: return the experts of all tokens, [B, T, L, K].
         """
+        self._records_experts = records_experts
         model = layout.model
         self._layout, self._model, self._cache_spec, self._sharder = layout, model, cache_spec, sharder
         self._deterministic = deterministic
@@ -171,10 +180,12 @@ class CompiledSteps:
 
     def forward(
         self, shape: StepShape, params: Tree, cache: Tree, slot_state: SlotState, inputs_BC: np.ndarray
-    ) -> tuple[jax.Array, Tree, jax.Array]:
-        """Return logits [B, V] of each row's last token, the updated cache, and the inputs of sampling."""
-        logits_BV, cache, head_BC = self._forwards.get(shape)(params, cache, slot_state.last_token_N, inputs_BC)
-        return logits_BV, cache, head_BC
+    ) -> tuple[jax.Array, Tree, jax.Array, jax.Array | None]:
+        """Return logits [B, V] of each row's last token, the updated cache, the inputs of sampling, and the experts."""
+        logits_BV, cache, head_BC, experts = self._forwards.get(shape)(
+            params, cache, slot_state.last_token_N, inputs_BC
+        )
+        return logits_BV, cache, head_BC, experts
 
     def sample(
         self, slot_state: SlotState, logits_BV: jax.Array, head_BC: jax.Array, features: SamplingFeatures
@@ -193,14 +204,13 @@ class CompiledSteps:
 
     def decode_multi(
         self, key: MultiStepKey, params: Tree, cache: Tree, slot_state: SlotState, inputs_BC: np.ndarray | jax.Array
-    ) -> tuple[Tree, SlotState, jax.Array, SampledTokens]:
+    ) -> tuple[Tree, SlotState, jax.Array, SampledTokens, jax.Array | None]:
         """Decode `key.num_steps` tokens per row; return them as [num_steps, B], with the inputs of the next call.
 
-        Entries beyond a row's remaining tokens are undefined.
+        Entries beyond a row's remaining tokens are undefined. Experts are [B, num_steps, L, K].
         """
-        program = self._multi_steps.get(key)
-        cache, slot_state, next_BC, sampled = program(params, cache, slot_state, inputs_BC)
-        return cache, slot_state, next_BC, sampled
+        cache, slot_state, next_BC, sampled, experts = self._multi_steps.get(key)(params, cache, slot_state, inputs_BC)
+        return cache, slot_state, next_BC, sampled, experts
 
     def mark_prompt(self, slot_state: SlotState, slot: int, prompt: tuple[int, ...]) -> SlotState:
         """Set the seen tokens of a new sequence to those of its prompt, for the repetition penalty."""
@@ -222,8 +232,8 @@ class CompiledSteps:
         self._multi_steps.close()
 
     def _compile_forward(self, shape: StepShape) -> Program:
-        forward = _make_forward(self._layout, self._sharder, shape)
-        shardings = (self._logits_sharding, self.cache_shardings, self.replicated)
+        forward = _make_forward(self._layout, self._sharder, shape, records_experts=self._records_experts)
+        shardings = (self._logits_sharding, self.cache_shardings, self.replicated, self.replicated)
         jitted = jax.jit(forward, donate_argnums=1, out_shardings=shardings)
         is_long = self._sharder.platform == "gpu" and shape.rows * shape.tokens >= COMMAND_BUFFER_LIMIT
         options: dict[str, str | bool] | None = {"xla_gpu_enable_command_buffer": ""} if is_long else None
@@ -241,8 +251,9 @@ class CompiledSteps:
         return jitted.lower(self._abstract_slots(), logits, self._abstract_inputs(key.rows, HEAD)).compile()
 
     def _compile_multi_step(self, key: MultiStepKey) -> Program:
-        decode = _make_multi_step(self._layout, self._sharder, key, padding_slot=self.padding_slot)
-        shardings = (self.cache_shardings, self.replicated, self.replicated, self.replicated)
+        hidden = _make_hidden(self._layout, self._sharder, key.shape, records_experts=self._records_experts)
+        decode = _make_multi_step(self._layout, self._sharder, key, hidden, padding_slot=self.padding_slot)
+        shardings = (self.cache_shardings, self.replicated, self.replicated, self.replicated, self.replicated)
         jitted = jax.jit(decode, donate_argnums=(1, 2), out_shardings=shardings)
         inputs = self._abstract_inputs(key.shape.rows, num_columns(key.shape))
         return jitted.lower(self._abstract_params, self._abstract_caches, self._abstract_slots(), inputs).compile()
@@ -258,28 +269,31 @@ class CompiledSteps:
 
 
 def _make_forward(
-    layout: WeightLayout, sharder: Sharder, shape: StepShape
-) -> Callable[..., tuple[jax.Array, Tree, jax.Array]]:
-    hidden = _make_hidden(layout, sharder, shape)
+    layout: WeightLayout, sharder: Sharder, shape: StepShape, *, records_experts: bool
+) -> Callable[..., tuple[jax.Array, Tree, jax.Array, jax.Array | None]]:
+    hidden = _make_hidden(layout, sharder, shape, records_experts=records_experts)
 
     def forward(
         params: Tree, cache: Tree, last_token_N: jax.Array, inputs_BC: jax.Array
-    ) -> tuple[jax.Array, Tree, jax.Array]:
+    ) -> tuple[jax.Array, Tree, jax.Array, jax.Array | None]:
         params, inputs = layout.use(params), StepInputs.unpack(inputs_BC, pages=shape.pages)
         tokens_BT = inputs.tokens_BT if shape.is_prefill else last_token_N[inputs.rows.slots_B][:, None]
-        hidden_B1D, cache = hidden(params, cache, tokens_BT, inputs.positions(shape.tokens), inputs.rows)
+        positions_BT = inputs.positions(shape.tokens)
+        hidden_B1D, cache, experts = hidden(params, cache, tokens_BT, positions_BT, inputs.rows)
         logits_BV = layout.model.logits(params, hidden_B1D, sharder)[:, 0]
-        return logits_BV, cache, advance(inputs_BC[:, :HEAD], shape.tokens)
+        return logits_BV, cache, advance(inputs_BC[:, :HEAD], shape.tokens), experts
 
     return forward
 
 
-def _make_hidden(layout: WeightLayout, sharder: Sharder, shape: StepShape) -> Callable[..., tuple[jax.Array, Tree]]:
-    """Return a function for the hidden states [B, 1, D] of each row's last token, and the updated cache."""
+def _make_hidden(
+    layout: WeightLayout, sharder: Sharder, shape: StepShape, *, records_experts: bool
+) -> Callable[..., tuple[jax.Array, Tree, jax.Array | None]]:
+    """Return a function for the hidden states [B, 1, D] of each row's last token, the updated cache and the experts."""
 
     def hidden(
         params: Tree, cache: Tree, tokens_BT: jax.Array, positions_BT: jax.Array, rows: PageTable
-    ) -> tuple[jax.Array, Tree]:
+    ) -> tuple[jax.Array, Tree, jax.Array | None]:
         is_token_BT = positions_BT >= 0
         context = Context(
             positions=positions_BT,
@@ -290,8 +304,11 @@ def _make_hidden(layout: WeightLayout, sharder: Sharder, shape: StepShape) -> Ca
             rows=rows,
             output_index=jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0) if shape.is_prefill else None,
             is_fresh=shape.is_fresh,
+            records_experts=records_experts,
         )
-        return layout.model.hidden(params, tokens_BT, context)
+        output = layout.model.forward(params, tokens_BT, context)
+        experts = layout.model.expert_ids(output, context) if records_experts else None
+        return output.hidden_BTD, output.cache, experts
 
     return hidden
 
@@ -318,39 +335,41 @@ def _sample_slots(
 
 
 def _make_multi_step(
-    layout: WeightLayout, sharder: Sharder, key: MultiStepKey, *, padding_slot: int
-) -> Callable[..., tuple[Tree, SlotState, jax.Array, SampledTokens]]:
+    layout: WeightLayout, sharder: Sharder, key: MultiStepKey, hidden: Callable[..., Any], *, padding_slot: int
+) -> Callable[..., tuple[Tree, SlotState, jax.Array, SampledTokens, jax.Array | None]]:
     """Return a scan over decode steps: tokens are fed back in the carry, and stored in the slot state at the end."""
-    model, hidden = layout.model, _make_hidden(layout, sharder, key.shape)
+    model = layout.model
 
     def decode(
         params: Tree, cache: Tree, slot_state: SlotState, inputs_BC: jax.Array
-    ) -> tuple[Tree, SlotState, jax.Array, SampledTokens]:
+    ) -> tuple[Tree, SlotState, jax.Array, SampledTokens, jax.Array | None]:
         inputs = StepInputs.unpack(inputs_BC, pages=key.shape.pages)
         table_BW, slots_B = inputs.rows
 
-        def step(carry: tuple[Tree, jax.Array, jax.Array], number: jax.Array) -> tuple[Any, SampledTokens]:
+        def step(carry: tuple[Tree, jax.Array, jax.Array], number: jax.Array) -> tuple[Any, Any]:
             """Decode one token per row; a row without remaining tokens neither reads nor writes the cache."""
             (cache, seen_NV, last_B), weights = carry, layout.use(params)
             is_active_B = number < inputs.remaining_B
             position_B1 = jnp.where(is_active_B, inputs.start_B + number, -1)[:, None]
             active_B = jnp.where(is_active_B, slots_B, padding_slot)
-            hidden_B1D, cache = hidden(weights, cache, last_B[:, None], position_B1, PageTable(table_BW, active_B))
+            table = PageTable(table_BW, active_B)
+            hidden_B1D, cache, experts = hidden(weights, cache, last_B[:, None], position_B1, table)
             if key.features.is_greedy:
                 logit_B, token_B = model.largest_logit(weights, hidden_B1D[:, 0], sharder)
-                return (cache, seen_NV, token_B), greedy_tokens(logit_B, token_B)
+                return (cache, seen_NV, token_B), (greedy_tokens(logit_B, token_B), experts)
             logits_BV = model.logits(weights, hidden_B1D, sharder)[:, 0]
             sampling = inputs.sampling._replace(position_B=inputs.start_B + number + 1)
             seen_NV, sampled = _sample_slots(key.features, seen_NV, logits_BV, active_B, sampling)
-            return (cache, seen_NV, jnp.maximum(sampled.token_B, 0)), sampled
+            return (cache, seen_NV, jnp.maximum(sampled.token_B, 0)), (sampled, experts)
 
         initial = cache, slot_state.seen_NV, slot_state.last_token_N[slots_B]
-        (cache, seen_NV, _), sampled = jax.lax.scan(step, initial, jnp.arange(key.num_steps))
+        (cache, seen_NV, _), (sampled, experts) = jax.lax.scan(step, initial, jnp.arange(key.num_steps))
+        experts = None if experts is None else jnp.moveaxis(experts[:, :, 0], 0, 1)
         active_B = jnp.where(inputs.remaining_B > 0, slots_B, padding_slot)
         last_step_B = jnp.clip(inputs.remaining_B, 1, key.num_steps) - 1
         last_B = sampled.token_B[last_step_B, jnp.arange(active_B.shape[0])]
         slot_state = SlotState(slot_state.last_token_N.at[active_B].set(jnp.maximum(last_B, 0)), seen_NV)
-        return cache, slot_state, advance(inputs_BC, key.num_steps), sampled
+        return cache, slot_state, advance(inputs_BC, key.num_steps), sampled, experts
 
     return decode
 

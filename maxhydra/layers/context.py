@@ -20,6 +20,9 @@ from maxhydra.kernels.tiles import Sizes
 from maxhydra.layers.kv_cache import PageTable
 from maxhydra.sharding import LogicalAxes, Sharder
 
+# Name of the chosen experts: an aux output of a mixture of experts, [B, T, K], and a column of a training batch,
+# [B, T, L, K].
+EXPERTS = "experts"
 _collects_statistics: ContextVar[bool] = ContextVar("collects_statistics", default=False)
 
 
@@ -38,8 +41,11 @@ def collect_statistics(is_on: bool) -> Iterator[None]:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["positions", "segments", "cache", "dropout_key", "rows", "layer_input", "shared", "output_index"],
-    meta_fields=["sharder", "is_adapted", "is_fresh", "has_statistics"],
+    data_fields=[
+        *("positions", "segments", "cache", "dropout_key", "rows", "layer_input", "expert_ids", "shared"),
+        "output_index",
+    ],
+    meta_fields=["sharder", "is_adapted", "is_fresh", "has_statistics", "records_experts"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
@@ -63,6 +69,9 @@ class Context:
     """Pages and slots of the rows in a cache that is larger than the call. None: cache rows are the call's rows."""
     layer_input: jax.Array | None = None
     """[B, T, P] per-layer embedding of the tokens (Gemma 3n); in the decoder [L, B, T, P]. None if unused."""
+    expert_ids: jax.Array | None = None
+    """[B, T, K] experts that the router must choose, -1 for tokens whose experts it chooses itself; in the decoder
+    [L, B, T, K]. None: it chooses all."""
     shared: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """By layer kind, what the latest layer of that kind shares with others, such as keys and values."""
     output_index: jax.Array | None = None
@@ -74,6 +83,8 @@ class Context:
     """Whether every row starts with the tokens of this call, padding behind them: the cache is still empty."""
     has_statistics: bool = False
     """Whether sub-layers add statistics of their activations (layers/statistics.py) to their aux outputs."""
+    records_experts: bool = False
+    """Whether mixtures of experts add the chosen experts to their aux outputs, as EXPERTS."""
 
     @classmethod
     def of_batch(
@@ -85,12 +96,14 @@ class Context:
         is_adapted: bool = True,
     ) -> "Context":
         """The context of a training batch, whose rows hold one or several documents."""
+        expert_ids = batch.get(EXPERTS)
         return cls(
             positions=batch["positions"],
             segments=batch.get("segments"),
             sharder=sharder,
             cache=None,
             dropout_key=key,
+            expert_ids=None if expert_ids is None else jnp.moveaxis(expert_ids, 2, 0),
             is_adapted=is_adapted,
             has_statistics=_collects_statistics.get(),
         )
@@ -161,13 +174,25 @@ class Context:
             return "act_stream_length"
         return "act_length" if self.is_length_split else None
 
-    def at_layer(self, index: jax.Array | int, cache: Any, layer_input: jax.Array | None) -> "Context":
-        """The context of the layer of this index, with its own cache, dropout key and per-layer embedding."""
-        return dataclasses.replace(self, cache=cache, dropout_key=self.key(index), layer_input=layer_input)
+    @property
+    def layer_inputs(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """In the decoder, what each layer takes its own part of, stacked over the layers."""
+        return self.layer_input, self.expert_ids
+
+    def at_layer(
+        self,
+        index: jax.Array | int,
+        cache: Any,
+        layer_input: jax.Array | None,
+        expert_ids: jax.Array | None = None,
+    ) -> "Context":
+        """The context of the layer of this index, with its own cache, dropout key and layer inputs."""
+        key = self.key(index)
+        return dataclasses.replace(self, cache=cache, dropout_key=key, layer_input=layer_input, expert_ids=expert_ids)
 
     def for_output_tokens(self) -> "Context":
         """The context of the tokens that `select_output_tokens` selects."""
-        names = ("positions", "segments", "layer_input")
+        names = ("positions", "segments", "layer_input", "expert_ids")
         tokens = {name: self.select_output_tokens(getattr(self, name)) for name in names}
         return dataclasses.replace(self, **tokens, output_index=None)
 

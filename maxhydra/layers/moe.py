@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.rms_norm.reference import unit_rms
-from maxhydra.layers.context import Context
+from maxhydra.layers.context import EXPERTS, Context
 from maxhydra.layers.expert_rows import ExpertsSpec, RoutedTokens, SharedExpert
 from maxhydra.layers.experts import Experts
 from maxhydra.layers.interfaces import AuxOutputs, FeedForwardOutput
@@ -131,7 +131,7 @@ class Router(nnx.Module):
         return weights_BTK * self.expert_scale[...].astype(jnp.float32)[ids_BTK]
 
     def _choose(self, scores_BTE: jax.Array, ctx: Context) -> jax.Array:
-        """[B, T, K] experts with the best biased scores, among those of the best groups.
+        """[B, T, K] experts with the best biased scores, among those of the best groups, or those that ctx gives.
 
         Every device sorts the scores of its tokens; the compiler would gather those of all devices.
         """
@@ -140,7 +140,11 @@ class Router(nnx.Module):
             scores_BTE = scores_BTE + jax.lax.stop_gradient(self.correction[...]).astype(jnp.float32)
         place = ctx.place.dividing(batch=scores_BTE.shape[0], length=scores_BTE.shape[1])
         tokens = place.spec("batch", "length", None)
-        return place.manual(self._best_experts, (tokens,), tokens)(scores_BTE)
+        ids_BTK = place.manual(self._best_experts, (tokens,), tokens)(scores_BTE)
+        if ctx.expert_ids is None:
+            return ids_BTK
+        given_BTK = ctx.expert_ids[..., : self.spec.top_k].astype(ids_BTK.dtype)
+        return jnp.where(given_BTK >= 0, given_BTK, ids_BTK)
 
     def _best_experts(self, scores_BTE: jax.Array) -> jax.Array:
         if self.spec.groups > 1:
@@ -297,6 +301,8 @@ class Moe(nnx.Module):
         aux = {"load": load_E} if dropped is None else {"load": load_E, "dropped": dropped}
         if self.spec.balance_weight:
             aux |= share_sums(self.spec.balance_weight * routing.shares_BTE, is_real_BT)
+        if ctx.records_experts:
+            aux[EXPERTS] = routing.ids_BTK
         return FeedForwardOutput(checkpoint_name(out_BTD, "mlp_out"), aux)
 
     def _shared(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:

@@ -10,9 +10,18 @@ from maxhydra.model.lora import (
     store_weight,
     store_weight_slice,
 )
-from maxhydra.model.model_def import ModelDef, active_parameters, build, flops_per_token, parameter_count
+from maxhydra.model.model_def import (
+    VALUE,
+    ModelDef,
+    active_parameters,
+    build,
+    flops_per_token,
+    parameter_count,
+    values_of,
+)
 
 __all__ = [
+    "VALUE",
     "ModelDef",
     "active_parameters",
     "amax_histories",
@@ -26,4 +35,5 @@ __all__ = [
     "split_trainable",
     "store_weight",
     "store_weight_slice",
+    "values_of",
 ]

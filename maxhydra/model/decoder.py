@@ -270,9 +270,9 @@ class Decoder(nnx.Module):
             method, extra = handoff.inputs(index)
             run = self._run_function(graphdef, method, is_cached=cache is not None)
             is_last = layer == len(self.spec.layers) - 1
-            layer_input = None if ctx.layer_input is None else ctx.layer_input[layer]
+            inputs = [None if x is None else x[layer] for x in ctx.layer_inputs]
             layer_ctx = ctx if is_last else dataclasses.replace(ctx, output_index=None)
-            layer_ctx = layer_ctx.at_layer(layer, cache_view(cache, 0), layer_input)
+            layer_ctx = layer_ctx.at_layer(layer, cache_view(cache, 0), *inputs)
             out = handoff.output(run(weights, x_BTD, layer_ctx, *extra))
             if out.shared is not None:
                 ctx = dataclasses.replace(ctx, shared={**ctx.shared, block.name: out.shared})
@@ -344,13 +344,14 @@ class Decoder(nnx.Module):
         layer_outputs = [outputs[index] for index in range(spec.repetitions) for outputs in out.layer_outputs]
         return StackOutput(out.x_BTD, out.caches, layer_outputs, _by_layer(out.aux), ctx)
 
-    def _pattern_inputs(self, ctx: Context) -> jax.Array | None:
-        """Per-layer embeddings of the pattern's layers, [repetitions, positions, B, T, P]."""
-        if ctx.layer_input is None:
-            return None
-        positions = len(self.pattern)
-        inputs = ctx.layer_input[len(self.prefix) : len(self.prefix) + self.spec.repetitions * positions]
-        return inputs.reshape(self.spec.repetitions, positions, *inputs.shape[1:])
+    def _pattern_inputs(self, ctx: Context) -> Any:
+        """Layer inputs of the pattern's layers, [repetitions, positions, B, T, ...]."""
+        first, positions, repetitions = len(self.prefix), len(self.pattern), self.spec.repetitions
+
+        def stack(x: jax.Array) -> jax.Array:
+            return x[first : first + repetitions * positions].reshape(repetitions, positions, *x.shape[1:])
+
+        return jax.tree.map(stack, ctx.layer_inputs)
 
 
 def _is_cast(weight: nnx.Variable) -> bool:

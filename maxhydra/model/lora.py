@@ -1,7 +1,7 @@
 """Partition into trainable and frozen weights, base weights in their storage format, and merging of LoRA adapters.
 
-With an adapter only its weights are trained; without one all are. Trees are nested dicts with any leaves: arrays,
-shapes, axes, shardings. Storage formats are plain, NF4, INT8 and INT4.
+With an adapter only its weights and a value head are trained; without one all are. Trees are nested dicts with any
+leaves: arrays, shapes, axes, shardings. Storage formats are plain, NF4, INT8 and INT4.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import numpy as np
 
 from maxhydra.layers import LoraSpec
 from maxhydra.layers.quant import int4, int8, nf4
-from maxhydra.model.model_def import ModelDef, parameter_count
+from maxhydra.model.model_def import VALUE, ModelDef, parameter_count
 
 # Key of a projection's LoRA weights.
 ADAPTER = "lora"
@@ -29,7 +29,9 @@ def split_trainable(tree: Tree) -> tuple[Tree, Tree]:
     weights = _part(tree, HISTORY, within=False) if _has(tree, HISTORY) else tree
     if not _has(weights, ADAPTER):
         return weights, {}
-    return _part(weights, ADAPTER, within=True), _part(weights, ADAPTER, within=False)
+    trainable, frozen = (_part(weights, ADAPTER, within=within) for within in (True, False))
+    heads = {VALUE: frozen.pop(VALUE)} if VALUE in frozen else {}
+    return {**trainable, **heads}, frozen
 
 
 def amax_histories(tree: Tree) -> Tree:

@@ -19,10 +19,13 @@ from maxhydra.config.schema.quantization import STORED_KINDS, Adapter, Quantizat
 from maxhydra.config.values import matches_any
 from maxhydra.kernels.linear_cross_entropy import LinearHead
 from maxhydra.layers import CacheSpec, Context, LoraSpec, resolve_rules
+from maxhydra.layers.context import EXPERTS
 from maxhydra.model.decoder import BLOCKS, Decoder, DecoderSpec, ModelOutput
 from maxhydra.sharding import Sharder, is_axes
 
 Tree = Any
+# Key of the value head in the tree of weights.
+VALUE = "value"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +39,14 @@ class ModelDef:
     config: config.Model
     adapter: Adapter | None = None
     quantization: Quantization | None = None
+    has_value_head: bool = False
+    """Whether the weights include a value head, which a critic trains together with the policy; see `values_of`."""
 
     @property
     def base(self) -> "ModelDef":
-        """The model without its adapter, with unquantized weights."""
+        """The model without its adapter and value head, with unquantized weights."""
         quantization = None if self.is_packed or self.quantization is None else self.quantization.without_history()
-        return dataclasses.replace(self, adapter=None, quantization=quantization)
+        return dataclasses.replace(self, adapter=None, quantization=quantization, has_value_head=False)
 
     @property
     def is_packed(self) -> bool:
@@ -76,14 +81,21 @@ class ModelDef:
     @cached_property
     def shapes(self) -> Tree:
         """Tree of the shape and dtype of every weight."""
-        return nnx.to_pure_dict(nnx.state(self._abstract))
+        return {**nnx.to_pure_dict(nnx.state(self._abstract)), **jax.eval_shape(self._value_head)}
 
     @cached_property
     def axes(self) -> Tree:
         """Tree of the logical axes of every weight."""
         weights = nnx.to_flat_state(nnx.state(self._abstract))
         axes = {path: weight.get_metadata("axes") for path, weight in weights}
-        return nnx.traversals.unflatten_mapping(axes)
+        value_head = {VALUE: {"kernel": ("embed",), "bias": ()}} if self.has_value_head else {}
+        return {**nnx.traversals.unflatten_mapping(axes), **value_head}
+
+    def _value_head(self) -> Tree:
+        """The value head, which starts at zero; empty without one."""
+        if not self.has_value_head:
+            return {}
+        return {VALUE: {"kernel": jnp.zeros(self.config.emb_dim, jnp.float32), "bias": jnp.zeros((), jnp.float32)}}
 
     @cached_property
     def _cast_weights(self) -> set[tuple[str, ...]]:
@@ -96,7 +108,7 @@ class ModelDef:
 
     def init(self, key: jax.Array) -> Tree:
         """Initial weights, independent of sharding; jit with out_shardings to create each shard on its device."""
-        return nnx.to_pure_dict(nnx.state(Decoder(self._spec, key)))
+        return {**nnx.to_pure_dict(nnx.state(Decoder(self._spec, key))), **self._value_head()}
 
     def forward(
         self, params: Tree, tokens: jax.Array, ctx: Context, *, keep_layers: bool = False, mtp_hidden: bool = False
@@ -114,6 +126,35 @@ class ModelDef:
         """
         output = self.forward(params, tokens, ctx)
         return output.hidden_BTD, output.cache
+
+    @property
+    def most_experts(self) -> int:
+        """The largest number of experts per token of a layer; 0 without experts."""
+        sections = (self.config.kinds[name].moe for name in set(self.config.layer_kinds()))
+        return max((section.top_k for section in sections if section.experts is not None), default=0)
+
+    def expert_ids(self, output: ModelOutput, ctx: Context) -> jax.Array:
+        """[B, T, L, K] experts of each token in each layer, as int16, from a forward pass that recorded them.
+
+        -1 in layers without experts, and in the last one for tokens whose output is not used.
+        """
+        (B, T), K, aux, spec = ctx.positions.shape, self.most_experts, output.aux, self._spec
+
+        def whole(block: dict[str, Any], index: tuple[int, ...] = ()) -> jax.Array:
+            found = [outputs[EXPERTS][index] for outputs in block.values() if EXPERTS in outputs]
+            if not found:
+                return jnp.full((B, T, K), -1, jnp.int16)
+            ids_BTK = jnp.pad(found[0].astype(jnp.int16), [(0, 0), (0, 0), (0, K - found[0].shape[-1])])
+            if ids_BTK.shape[1] == T or ctx.output_index is None:
+                return ids_BTK
+            return jnp.where(jnp.arange(T)[:, None] == ctx.output_index[:, None, None], ids_BTK, -1)
+
+        def blocks(group: str) -> list[dict[str, Any]]:
+            return [aux.get(group, {}).get(str(index), {}) for index in range(len(getattr(spec, group)))]
+
+        pattern = [whole(block, (at,)) for at in range(spec.repetitions) for block in blocks("pattern")]
+        layers = [*map(whole, blocks("prefix")), *pattern, *map(whole, blocks("remainder"))]
+        return jnp.stack(layers, axis=2)
 
     def features(
         self, params: Tree, tokens: jax.Array, ctx: Context, layers: Sequence[int]
@@ -184,12 +225,25 @@ class ModelDef:
 
     def _bind(self, params: Tree) -> Decoder:
         """The module bound to its weights; other entries of `params`, such as a teacher's, are ignored."""
-        return nnx.merge(self._graphdef, {name: params[name] for name in self.shapes})
+        return nnx.merge(self._graphdef, {name: params[name] for name in self.shapes if name != VALUE})
 
 
-def build(model: config.Model, adapter: Adapter | None = None, quantization: Quantization | None = None) -> ModelDef:
-    """The model of a config, with an optional adapter and quantization."""
-    return ModelDef(model, adapter, quantization)
+def build(
+    model: config.Model,
+    adapter: Adapter | None = None,
+    quantization: Quantization | None = None,
+    *,
+    has_value_head: bool = False,
+) -> ModelDef:
+    """The model of a config, with an optional adapter, quantization and value head."""
+    return ModelDef(model, adapter, quantization, has_value_head)
+
+
+def values_of(params: Tree, hidden: jax.Array) -> jax.Array:
+    """Values [...] of hidden states [..., D] by the value head, in float32."""
+    head = params[VALUE]
+    # Not a matmul, whose precision would be that of the hardware's default.
+    return jnp.sum(hidden.astype(jnp.float32) * head["kernel"], axis=-1) + head["bias"]
 
 
 def _other_targets(rule: QuantizationRule, decoder: Decoder) -> list[str]:

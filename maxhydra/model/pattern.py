@@ -16,8 +16,8 @@ class Repetitions(NamedTuple):
     """Index of each repetition."""
     weights: list[Any]
     """Weights by position in the pattern."""
-    layer_inputs: jax.Array | None
-    """Per-layer embeddings [repetitions, positions, B, T, P]; None if unused."""
+    layer_inputs: Any
+    """`Context.layer_inputs` as [repetitions, positions, B, T, ...]."""
 
 
 class PatternOutput(NamedTuple):
@@ -60,8 +60,8 @@ class Pattern:
         new_caches, layer_outputs, aux = [], [], []
         for position, (run, cache) in enumerate(zip(self.runs, caches, strict=True)):
             layer = self.first + at.number * len(self.runs) + position
-            layer_input = None if at.layer_inputs is None else at.layer_inputs[position]
-            layer_ctx = ctx.at_layer(layer, cache_view(cache, at.number), layer_input)
+            inputs = [None if x is None else x[position] for x in at.layer_inputs]
+            layer_ctx = ctx.at_layer(layer, cache_view(cache, at.number), *inputs)
             out = run(at.weights[position], x_BTD, layer_ctx)
             x_BTD = out.x_BTD
             new_caches.append(merge_view(cache, out.cache))

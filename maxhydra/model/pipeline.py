@@ -74,7 +74,9 @@ def run_pipeline(
     cut = partial(_cut, schedule=schedule, outer=_outer_shards(sharder))
     stacked = repetitions._replace(layer_inputs=jax.tree.map(partial(cut, axis=2), repetitions.layer_inputs))
     without_tokens: dict[str, Any] = dict.fromkeys(tokens)
-    stage = _Stage(pattern, dataclasses.replace(ctx, layer_input=None, **without_tokens), schedule, accum_dtype)
+    stage = _Stage(
+        pattern, dataclasses.replace(ctx, layer_input=None, expert_ids=None, **without_tokens), schedule, accum_dtype
+    )
     by_stage, rows, whole = PartitionSpec(STAGE), PartitionSpec(None, STAGE), PartitionSpec()
     over_stages = jax.shard_map(
         stage.run,
@@ -249,10 +251,9 @@ class _RunningChunks:
         """The repetitions of a chunk, with the per-layer embeddings of one microbatch."""
         number = 0 if len(self.order_R) == 1 else self.order_R[work.repeat]
         chunk: Repetitions = jax.tree.map(lambda x: x[number], self.stacked)
-        inputs = chunk.layer_inputs
         return chunk._replace(
             weights=[weights.joined() for weights in chunk.weights],
-            layer_inputs=None if inputs is None else _rows_of(inputs, work, axis=2),
+            layer_inputs=jax.tree.map(partial(_rows_of, work=work, axis=2), chunk.layer_inputs),
         )
 
 

@@ -5,7 +5,8 @@ P prompts, G completions of each, B = P * G completions, S positions.
 
 import numpy as np
 
-from maxhydra.config.schema.tasks.training import Baseline, GrpoTask, PolicyLoss, Scale, baseline_of, scale_of
+from maxhydra.config.schema.tasks.policy import Baseline, PolicyLoss, Scale
+from maxhydra.config.schema.tasks.training import GrpoTask, baseline_of, scale_of
 
 # Added to the standard deviation, so that rounding differences between rewards do not become advantages.
 EPSILON = 1e-4
@@ -27,6 +28,33 @@ def advantages(
     net_PG = rewards_PG - penalty_BS.sum(axis=1).reshape(rewards_PG.shape)
     values_B1 = _relative_to_group(net_PG, baseline_of(task), scale_of(task)).reshape(-1, 1)
     return np.broadcast_to(values_B1, mask_BS.shape).astype(np.float32)
+
+
+def critic_advantages(
+    rewards_PG: np.ndarray,
+    values_BS: np.ndarray,
+    mask_BS: np.ndarray,
+    task: GrpoTask,
+    log_ratio_BS: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Generalized advantage estimates, and the returns that the critic learns, [B, S] each.
+
+    The reward is that of a completion's last token, and penalties are those of each token. Tokens outside of the mask,
+    such as those of an environment, are skipped: the value after a token is that of the next token of the mask.
+    """
+    discount, trace, mask_BS = task.critic.discount, task.critic.trace, mask_BS > 0
+    penalty_BS = np.zeros(mask_BS.shape) if log_ratio_BS is None else task.kl.beta * log_ratio_BS
+    advantages_BS, advantage_B, next_value_B = np.zeros(mask_BS.shape), np.zeros(len(mask_BS)), np.zeros(len(mask_BS))
+    reward_B = rewards_PG.ravel().astype(np.float64)
+    for position in reversed(range(mask_BS.shape[1])):
+        is_token_B, value_B = mask_BS[:, position], values_BS[:, position]
+        error_B = reward_B - penalty_BS[:, position] + discount * next_value_B - value_B
+        advantage_B = np.where(is_token_B, error_B + discount * trace * advantage_B, advantage_B)
+        next_value_B = np.where(is_token_B, value_B, next_value_B)
+        reward_B = np.where(is_token_B, 0.0, reward_B)
+        advantages_BS[:, position] = np.where(is_token_B, advantage_B, 0.0)
+    returns_BS = np.where(mask_BS, advantages_BS + values_BS, 0.0).astype(np.float32)
+    return _relative_to_batch(advantages_BS, mask_BS, scale_of(task)), returns_BS
 
 
 def _relative_to_batch(returns: np.ndarray, mask_BS: np.ndarray, scale: Scale) -> np.ndarray:
@@ -55,6 +83,14 @@ def _relative_to_group(rewards_PG: np.ndarray, baseline: Baseline, scale: Scale)
 
 def is_degenerate(rewards_PG: np.ndarray, baseline: Baseline = Baseline.group) -> np.ndarray:
     """[P]: groups that give no learning signal, because all rewards that share a baseline are equal."""
+    if baseline is Baseline.critic:
+        return np.zeros(len(rewards_PG), bool)
     if baseline is Baseline.batch:
         return np.full(len(rewards_PG), rewards_PG.max() == rewards_PG.min())
     return rewards_PG.max(axis=1) == rewards_PG.min(axis=1)
+
+
+def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
+    """Share of the variance of the returns that the values explain; 0 if all returns are equal."""
+    variance = float(np.var(returns)) if returns.size else 0.0
+    return 1 - float(np.var(returns - values)) / variance if variance else 0.0

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.reward import Environment as Config
 from maxhydra.data.chat import ChatTemplateError, Message, Tools
@@ -41,6 +43,10 @@ class Episode:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     """Log-probabilities of the tokens when they were sampled; 0 for tokens of the environment."""
     is_sampled: list[bool] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    """Versions of the weights that sampled the sampled tokens."""
+    experts: np.ndarray | None = None
+    """Experts [tokens, L, K] of prompt and tokens, except the last one; those with which a token was first computed."""
     finish: str = ""
     """stop; length: task.max_tokens; turns: environment.max_turns; hangs, crashes, invalid: of the environment."""
     text: str = ""
@@ -69,7 +75,13 @@ class Episode:
     def add_turn(self, completion: Completion) -> None:
         self.tokens += completion.tokens
         self.logprobs += [token.logprob for token in completion.logprobs]
+        self.versions += [token.version for token in completion.logprobs]
         self.is_sampled += [True] * len(completion.tokens)
+        if self.experts is None:
+            self.experts = completion.experts
+        elif completion.experts is not None:
+            # The prefill has computed earlier turns again, maybe with other experts.
+            self.experts = np.concatenate([self.experts, completion.experts[len(self.experts) :]])
 
     def add_reply(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
@@ -179,6 +191,12 @@ class EpisodeRunner:
     max_prompt: int
     seed: int
     is_deterministic: bool
+    _slots: queue.SimpleQueue[int] = dataclasses.field(default_factory=queue.SimpleQueue)
+    """Free slots of the pool, for episodes that are played concurrently."""
+
+    def __post_init__(self) -> None:
+        for slot in range(self.config.concurrency):
+            self._slots.put(slot)
 
     def run(
         self,
@@ -220,18 +238,16 @@ class EpisodeRunner:
                 self.pool.end(slot)
 
     def _play_concurrently(self, engine: Engine, states: Sequence["_State"]) -> None:
-        slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for slot in range(self.config.concurrency):
-            slots.put(slot)
-
         def play(state: "_State") -> None:
-            slot = slots.get()
-            state.start(self.pool.reset(slot, state.record).result())
-            while state.is_open:
-                if message := state.take_turn(engine.submit(state.request()).result()):
-                    state.observe(self.pool.step(slot, message).result())
-            self.pool.end(slot)
-            slots.put(slot)
+            slot = self._slots.get()
+            try:
+                state.start(self.pool.reset(slot, state.record).result())
+                while state.is_open:
+                    if message := state.take_turn(engine.submit(state.request()).result()):
+                        state.observe(self.pool.step(slot, message).result())
+                self.pool.end(slot)
+            finally:
+                self._slots.put(slot)
 
         with ThreadPoolExecutor(self.config.concurrency, thread_name_prefix="episode") as threads:
             list(threads.map(play, states))

@@ -41,6 +41,7 @@ def held_out_pass_rate(
             samples=evaluation.samples,
             temperature=evaluation.temperature,
             number=-len(held_out),
+            version=int(state.step),
         )
         if writer is not None:
             writer.append(int(state.step), [record for group in groups for record in group.records()])

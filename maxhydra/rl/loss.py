@@ -13,13 +13,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config.schema.tasks.training import Clip, GrpoTask, Importance, KlEstimator, PolicyLoss, importance_of
+from maxhydra.config.schema.tasks.policy import Clip, Importance, KlEstimator, PolicyLoss
+from maxhydra.config.schema.tasks.training import GrpoTask, importance_of
+from maxhydra.model import values_of
 from maxhydra.rl.setup import policy_weights
 from maxhydra.train import Scorer
 from maxhydra.train.loss import Batch, LossFn, Sums, Tree, add_aux_losses
 
 # Columns of a batch that rl/batches.py computes before training on it.
 OLD_LOGPROBS, REFERENCE_LOGPROBS = "old_logprobs", "reference_logprobs"
+# Columns of a critic: its values before the first update on the batch, and the returns that it learns.
+OLD_VALUES, RETURNS = "old_values", "returns"
 # Losses that are a mean over all tokens of the batch, so that each token counts the same in a long completion.
 TOKEN_MEAN = (PolicyLoss.dapo, PolicyLoss.cispo, PolicyLoss.reinforce_pp)
 
@@ -36,9 +40,26 @@ def group_loss(scorer: Scorer, task: GrpoTask) -> LossFn:
             reference=batch.get(REFERENCE_LOGPROBS),
             entropy=scored.entropy,
         )
-        return add_aux_losses(policy_loss(logprobs, batch["advantages"], batch["weights"], task), scored.aux)
+        sums = policy_loss(logprobs, batch["advantages"], batch["weights"], task)
+        if task.has_value_head:
+            values = values_of(weights, scored.hidden_BTD)
+            errors = value_loss(values, batch[OLD_VALUES], batch[RETURNS], batch["weights"], task.critic.clip)
+            sums |= {"loss": sums["loss"] + task.critic.weight * errors * sums["weight"]}
+            sums |= {"value_loss": jax.lax.stop_gradient(errors * sums["weight"])}
+        return add_aux_losses(sums, scored.aux)
 
     return loss
+
+
+def value_loss(
+    values: jax.Array, old_values: jax.Array, returns: jax.Array, mask_BS: jax.Array, clip: float | None
+) -> jax.Array:
+    """Half the squared error of the values, as a mean over tokens; clipped to a range around the old values (PPO)."""
+    squares = jnp.square(values - returns)
+    if clip is not None:
+        near = old_values + jnp.clip(values - old_values, -clip, clip)
+        squares = jnp.maximum(squares, jnp.square(near - returns))
+    return 0.5 * jnp.sum(jnp.where(mask_BS > 0, squares, 0)) / jnp.maximum(jnp.sum(mask_BS > 0), 1)
 
 
 class Logprobs(NamedTuple):

@@ -10,113 +10,23 @@ import base64
 import dataclasses
 import io
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.reward import Reward
 from maxhydra.config.schema.tasks.training import GrpoTask, baseline_of
-from maxhydra.data import Loader, Row, Tokenizer
-from maxhydra.decode.engine import Engine
-from maxhydra.decode.open import reject_stages
-from maxhydra.decode.sampling_params import make_requests
-from maxhydra.model import ModelDef
+from maxhydra.data import Loader, Row
+from maxhydra.layers.context import EXPERTS
 from maxhydra.rl.advantages import is_degenerate
 from maxhydra.rl.environment_process import FAILURES
 from maxhydra.rl.episodes import Episode, EpisodeRunner
+from maxhydra.rl.policy_engine import PolicyEngine
 from maxhydra.rl.reward_pool import RewardPool, RewardResult
 from maxhydra.rl.rewards import Sample, extract_answer
-from maxhydra.runtime.channel import broadcast, is_main
-from maxhydra.sharding import Sharder
 from maxhydra.train.loss import Tree
-
-
-class PolicyEngine:
-    """Samples episodes. It uses the weights only during a call; the trainer may donate them afterwards.
-
-    On the trainer's mesh the weights are used in place, on another mesh they are resharded; a single CPU keeps its own
-    copy in the engine's weight layout.
-    """
-
-    def __init__(
-        self,
-        model: ModelDef,
-        tokenizer: Tokenizer,
-        config: EngineConfig,
-        *,
-        sharder: Sharder,
-        eos: frozenset[int],
-        seed: int,
-    ):
-        """`eos`: token ids that end a turn."""
-        self._model, self._tokenizer, self._config, self._sharder = model, tokenizer, config, sharder
-        self._eos, self._seed = eos, seed
-        model.check_mesh(sharder)
-        reject_stages(sharder, "task.rollout_mesh")
-        self._shardings = sharder.tree(model.axes)
-        self._engine: Engine | None = None
-        # Rollouts in a background thread and evaluations take turns.
-        self._lock = threading.Lock()
-
-    def generate(
-        self, weights: Tree, prompts: Sequence[Sequence[int]], sampling: Sampling, *, samples: int, number: int
-    ) -> list[Episode]:
-        """`samples` completions per prompt; seeds derive from `number`, the index of the first prompt in the run."""
-        requests = [
-            dataclasses.replace(request, stream=False)
-            for index, prompt in enumerate(prompts)
-            for request in make_requests(
-                prompt, sampling, samples=samples, seed=self._seed, number=number + index, logprobs=0
-            )
-        ]
-
-        def sample(engine: Engine) -> list[Episode]:
-            handles = engine.submit_all(requests)
-            return [
-                Episode.from_completion(request.prompt, handle.result())
-                for request, handle in zip(requests, handles, strict=True)
-            ]
-
-        return self.run(weights, sample)
-
-    def run(self, weights: Tree, sample: Callable[[Engine], list[Episode]]) -> list[Episode]:
-        """What `sample` returns in process 0, which submits the requests of all. A collective call."""
-        with self._lock:
-            engine = self._engine_with(weights)
-            episodes = sample(engine) if is_main() else []
-            engine.synchronize()
-        episodes = broadcast(
-            episodes,
-            encode=lambda items: [dataclasses.asdict(item) for item in items],
-            decode=lambda items: [Episode.from_json(item) for item in items],
-        )
-        failed = next((item for item in episodes if item.finish in ("error", "cancelled")), None)
-        if failed is not None:
-            raise RuntimeError(f"sampling a completion failed: {failed.error or failed.finish}")
-        return episodes
-
-    def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-
-    def _engine_with(self, weights: Tree) -> Engine:
-        weights = jax.device_put(weights, self._shardings)
-        if self._engine is None:
-            self._engine = Engine(
-                self._model,
-                weights,
-                self._tokenizer,
-                self._config,
-                sharder=self._sharder,
-                eos=self._eos,
-            )
-        else:
-            self._engine.update_params(weights)
-        return self._engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,30 +113,40 @@ class RolloutWorker:
         runner: EpisodeRunner | None = None,
     ):
         """`runner`: plays episodes with an environment, in process 0; None without an environment."""
-        self.task = task
-        self._engine, self._reward_pool, self._reward, self._runner = engine, reward_pool, reward, runner
+        self.task, self.engine = task, engine
+        self._reward_pool, self._reward, self._runner = reward_pool, reward, runner
+        # One call at a time: the processes of the pool reply in order.
+        self._scoring = threading.Lock()
 
     def sample_groups(
-        self, weights: Tree, rows: Sequence[Row], *, samples: int, temperature: float, number: int
+        self,
+        weights: Tree | None,
+        rows: Sequence[Row],
+        *,
+        samples: int,
+        temperature: float,
+        number: int,
+        version: int = 0,
     ) -> list[Group]:
-        """Episodes of the prompts in `rows`, with their rewards."""
+        """Episodes of the prompts in `rows`, with their rewards. None: with the weights that were pushed last."""
         prompts = [tuple(row["tokens"][: int(row["length"])].tolist()) for row in rows]
         infos: list[dict[str, Any]] = [row["info"].item() for row in rows]
         sampling = unfiltered_sampling(self.task.max_tokens, temperature)
         runner = self._runner
         if runner is None:
-            episodes = self._engine.generate(weights, prompts, sampling, samples=samples, number=number)
+            episodes = self.engine.generate(weights, prompts, sampling, samples=samples, number=number, version=version)
         else:
             records = [{**info["record"], "prompt": info["messages"], "answer": info["answer"]} for info in infos]
             known = list(zip(prompts, records, strict=True))
-            episodes = self._engine.run(
-                weights, lambda engine: runner.run(engine, known, sampling, samples=samples, number=number)
+            episodes = self.engine.run(
+                weights,
+                lambda engine: runner.run(engine, known, sampling, samples=samples, number=number),
+                version=version,
             )
         inputs = [self._reward_input(infos[index // samples], episode) for index, episode in enumerate(episodes)]
-        results = [
-            self._with_environment(result, episode)
-            for result, episode in zip(self._reward_pool.score(inputs), episodes, strict=True)
-        ]
+        with self._scoring:
+            scores = self._reward_pool.score(inputs)
+        results = [self._with_environment(result, episode) for result, episode in zip(scores, episodes, strict=True)]
         parts = [slice(index * samples, (index + 1) * samples) for index in range(len(rows))]
         return [
             Group(episodes[part], results[part], info, number + index)
@@ -298,7 +218,7 @@ def as_text(value: Any) -> str | None:
 def columns(groups: Sequence[Group], task: GrpoTask, seq_len: int) -> dict[str, np.ndarray]:
     """Arrays with one row per episode; a token's weight and log-prob are at the position that predicts it.
 
-    Tokens of the environment have weight 0.
+    Tokens of the environment have weight 0. Experts [B, S, L, K] are those of the input tokens.
     """
     weights = row_weights(groups, task)
     episodes = [episode for group in groups for episode in group.episodes]
@@ -312,6 +232,13 @@ def columns(groups: Sequence[Group], task: GrpoTask, seq_len: int) -> dict[str, 
         arrays["positions"][index, : len(ids) - 1] = np.arange(len(ids) - 1)
         arrays["weights"][index, predicted] = weights[index] * np.array(episode.is_sampled)
         arrays["sampled_logprobs"][index, predicted] = episode.logprobs
+    if task.router_replay:
+        # An episode has none if its environment failed at once.
+        shape = next(episode.experts.shape[1:] for episode in episodes if episode.experts is not None)
+        arrays[EXPERTS] = np.full((len(episodes), seq_len, *shape), -1, np.int16)
+        for row, episode in zip(arrays[EXPERTS], episodes, strict=True):
+            experts = () if episode.experts is None else episode.experts
+            row[: len(experts)] = np.reshape(experts, (len(experts), *shape))
     return arrays
 
 

@@ -2,17 +2,20 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import jax
 
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.quantization import AdapterKind
 from maxhydra.config.schema.reward import ENVIRONMENT, EnvironmentKind
 from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.data import BatchSpec, Loader, Row, host_loader
+from maxhydra.model import VALUE
 from maxhydra.rl.environment_pool import EnvironmentPool
 from maxhydra.rl.episodes import EpisodeRunner, TurnEncoder
 from maxhydra.runtime.channel import is_main
-from maxhydra.sharding import Sharder, remeshed
+from maxhydra.sharding import Sharder, build_mesh, remeshed
 from maxhydra.train import StateFactory, starting_weights
 from maxhydra.train.loss import Tree
 
@@ -42,10 +45,12 @@ def _problems(config: Config, task: GrpoTask, processes: int) -> Iterator[Proble
     if config.train.ramp.start is not None:
         reason = "is not supported by task=grpo, whose batches consist of whole groups"
         yield Problem("train.ramp.start", reason, value=config.train.ramp.start, accepted="null")
-    if processes > 1 and task.off_policy_steps:
-        # Rollouts and updates would be dispatched by two threads, in a different order in each process.
-        reason = f"is not supported with several processes; {processes} were started"
-        yield Problem("task.off_policy_steps", reason, value=task.off_policy_steps, accepted="0, or a single process")
+    # Rollouts and updates would be dispatched by two threads, in a different order in each process.
+    for name, off in {"off_policy_steps": 0, "max_staleness": None}.items():
+        if processes > 1 and (value := getattr(task, name)) != off:
+            reason = f"is not supported with several processes; {processes} were started"
+            accepted = f"{'null' if off is None else off}, or a single process"
+            yield Problem(f"task.{name}", reason, value=value, accepted=accepted)
     if _needs_reference_weights(config, task) and config.checkpoint.load_full_state is not None:
         hint = "start from checkpoint.load_parameters, use an adapter, or set task.kl.beta=0"
         reason = "does not define the reference weights that task.kl.beta needs"
@@ -92,18 +97,43 @@ def episode_runner(config: Config, task: GrpoTask, encoder: TurnEncoder | None) 
         )
 
 
-def rollout_sharder(task: GrpoTask, trainer: Sharder) -> Sharder:
-    """The sharder of the decode engine: the trainer's, or task.rollout_mesh over the same devices."""
-    if not task.rollout_mesh:
-        return trainer
-    # Imports Hydra, which a worker does not need if the mesh is the trainer's.
-    from maxhydra.config.compose.composer import compose  # noqa: PLC0415
+def make_sharders(config: Config, task: GrpoTask) -> tuple[Sharder, Sharder]:
+    """The sharders of the trainer and of the decode engine.
 
+    The engine has the trainer's, or task.rollout_mesh over the same devices or over its own task.rollout_devices.
+    """
+    training, sampling = split_devices(task, jax.devices())
+    trainer = Sharder.from_config(config.mesh, build_mesh(config.mesh, training))
+    if not task.rollout_mesh and not sampling:
+        return trainer, trainer
+    mesh = config.mesh
     try:
-        mesh = compose(task.rollout_mesh).config.mesh
-        return Sharder.from_config(mesh, remeshed(mesh, trainer.mesh.devices))
+        if task.rollout_mesh:
+            # Imports Hydra, which a worker does not need if the mesh is the trainer's.
+            from maxhydra.config.compose.composer import compose  # noqa: PLC0415
+
+            mesh = compose(task.rollout_mesh).config.mesh
+        devices = build_mesh(mesh, sampling) if sampling else remeshed(mesh, trainer.mesh.devices)
+        return trainer, Sharder.from_config(mesh, devices)
     except ConfigError as error:
         raise ConfigError(problem.under("task.rollout_mesh") for problem in error.problems) from None
+
+
+def split_devices(task: GrpoTask, devices: Sequence[jax.Device]) -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
+    """The devices that train, and those that only sample: the last ones, or none."""
+    value, total = task.rollout_devices, len(devices)
+    accepted = f"a number of devices, 1 to {total - 1}, or a fraction that gives one" if total > 1 else "0"
+    if not value:
+        if task.max_staleness is not None and total > 1:
+            # Two threads would dispatch programs with collective operations to the same devices.
+            reason = f"is needed with task.max_staleness={task.max_staleness} and {total} devices"
+            raise ConfigError(Problem("task.rollout_devices", reason, value=0, accepted=accepted))
+        return devices, []
+    count = round(value * total) if value < 1 else int(value)
+    if not 0 < count < total or (value >= 1 and count != value):
+        reason = f"is not a part of the {total} devices that leaves others for training"
+        raise ConfigError(Problem("task.rollout_devices", reason, value=value, accepted=accepted))
+    return devices[:-count], devices[-count:]
 
 
 def with_reference(states: StateFactory, config: Config, task: GrpoTask) -> StateFactory:
@@ -118,8 +148,8 @@ def with_reference(states: StateFactory, config: Config, task: GrpoTask) -> Stat
 
 
 def policy_weights(weights: Tree) -> Tree:
-    """The weights of the policy alone, without those of the reference."""
-    return {name: subtree for name, subtree in weights.items() if name != REFERENCE}
+    """The weights of the policy alone, without those of the reference and the value head."""
+    return {name: subtree for name, subtree in weights.items() if name not in (REFERENCE, VALUE)}
 
 
 def _needs_reference_weights(config: Config, task: GrpoTask) -> bool:

@@ -1,5 +1,6 @@
 """GRPO: reinforcement learning from groups of completions that the model samples and a reward function scores."""
 
+import dataclasses
 from contextlib import closing
 
 from maxhydra import data
@@ -8,14 +9,13 @@ from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.record.rollout_store import RolloutWriter
 from maxhydra.record.rollouts import EVAL, FOLDER, KINDS, TRAIN
-from maxhydra.rl.batches import RolloutBatches, make_logprob_fn
+from maxhydra.rl.batches import AsynchronousBatches, RolloutBatches, make_logprob_fn
 from maxhydra.rl.episodes import TurnEncoder
 from maxhydra.rl.evaluate import held_out_pass_rate
 from maxhydra.rl.loss import group_loss
 from maxhydra.rl.reward_pool import RewardPool
 from maxhydra.rl.rollout import PolicyEngine, RolloutWorker
-from maxhydra.rl.setup import check, episode_runner, plan_prompts, prompt_loader, rollout_sharder, with_reference
-from maxhydra.sharding import Sharder
+from maxhydra.rl.setup import check, episode_runner, make_sharders, plan_prompts, prompt_loader, with_reference
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import Scorer, TrainingSetup, plan_batches, plan_states, train
 
@@ -26,7 +26,7 @@ def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, GrpoTask)
     check(config, task, processes=job.machine.process_count)
-    sharder = Sharder.from_config(config.mesh)
+    sharder, rollout_sharder = make_sharders(config, task)
     spec = plan_batches(config, sharder)
     prompt_spec = plan_prompts(spec, task, sharder)
     prompts = PromptEncoder(config.data, vocab_size=config.model.vocab_size)
@@ -34,13 +34,16 @@ def run(job: Job) -> Outcome:
     encoder = None if config.environment.kind is EnvironmentKind.none else TurnEncoder(prompts)
 
     states = with_reference(plan_states(config, sharder), config, task)
+    # The value head of a critic is not part of the policy.
+    policy = dataclasses.replace(states.model, has_value_head=False)
     engine = PolicyEngine(
-        states.model,
+        policy,
         prompts.tokenizer,
         task.engine,
-        sharder=rollout_sharder(task, sharder),
+        sharder=rollout_sharder,
         eos=prompts.eos_ids if encoder is None else encoder.end_ids,
         seed=config.run.seed,
+        records_experts=task.router_replay,
     )
     writers = {}
     if job.run.writes and task.keep_rollouts:
@@ -48,13 +51,14 @@ def run(job: Job) -> Outcome:
     environments = episode_runner(config, task, encoder)
     with closing(RewardPool(config.reward)) as reward_pool, environments as runner, closing(engine):
         worker = RolloutWorker(engine, reward_pool, task, config.reward, runner)
-        scorer = Scorer(states.model, sharder, config.train.loss_chunk)
+        scorer = Scorer(policy, sharder, config.train.loss_chunk)
         logprob_fn = make_logprob_fn(scorer, task, parts=config.train.grad_accum)
+        batches = RolloutBatches if task.max_staleness is None else AsynchronousBatches
         training = TrainingSetup(
             states=states,
             loss=group_loss(scorer, task),
             spec=spec,
-            batches=RolloutBatches(worker, prompt_loader(config, prompt_spec), spec, logprob_fn, writers.get(TRAIN)),
+            batches=batches(worker, prompt_loader(config, prompt_spec), spec, logprob_fn, writers.get(TRAIN)),
             evaluate=held_out_pass_rate(
                 worker,
                 lambda: data.held_out(config.data, prompt_spec, data.local_rows),

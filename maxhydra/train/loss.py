@@ -161,6 +161,8 @@ class ScoredTokens(NamedTuple):
     aux: Any
     entropy: jax.Array | None = None
     """Entropy [B, S] of the next-token distributions, if it was asked for."""
+    hidden_BTD: Any = None
+    """Hidden states after the final norm."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +199,7 @@ class Scorer:
                 batch["targets"],
                 chunk=self.chunk,
             )
-            return ScoredTokens(logprobs, forward.aux, entropy)
+            return ScoredTokens(logprobs, forward.aux, entropy, forward.hidden_BTD)
         logprobs = token_logprobs(
             head,
             forward.hidden_BTD,
@@ -205,7 +207,7 @@ class Scorer:
             chunk=self.chunk,
             place=context.place,
         )
-        return ScoredTokens(logprobs, forward.aux)
+        return ScoredTokens(logprobs, forward.aux, None, forward.hidden_BTD)
 
 
 def token_logprobs(

@@ -280,11 +280,13 @@ class StateFactory:
         return build(jnp.uint32(seed))
 
     def create_from_base(self, base: Tree, seed: int) -> TrainState:
-        """A fresh state with the given base weights, which are donated; an adapter is initialized from the seed."""
+        """A fresh state with the given base weights, which are donated; adapter and value head are initialized."""
 
         def build(base: Tree, extra_weights: Tree, seed: jax.Array) -> TrainState:
-            trainable, frozen = split_trainable(self._init_weights(seed))
-            return self._build(merge_trees(trainable, base) if frozen else base, extra_weights, seed)
+            initial = self._init_weights(seed)
+            trainable, frozen = split_trainable(initial)
+            heads = {name: weights for name, weights in initial.items() if name not in base}
+            return self._build(merge_trees(trainable if frozen else heads, base), extra_weights, seed)
 
         create = jax.jit(build, out_shardings=self.shardings(), donate_argnums=(0, 1))
         return create(base, dict(self.extra_weights), jnp.uint32(seed))
@@ -332,7 +334,7 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
     for key in ("offload", "offload_weights"):
         if getattr(config.optimizer, key):
             _require_host_memory(sharder, f"optimizer.{key}")
-    decoder = model.build(config.model, config.adapter, config.quantization)
+    decoder = model.build(config.model, config.adapter, config.quantization, has_value_head=config.task.has_value_head)
     decoder.check_mesh(sharder)
     shapes, axes = split_trainable(decoder.shapes)[0], split_trainable(decoder.axes)[0]
     optimizer = optim.build(

@@ -559,6 +559,22 @@ def test_nan_logits_fail_the_request_and_not_the_engine():
     engine.close()
 
 
+def test_tokens_carry_the_version_of_the_weights_that_sampled_them():
+    """A sequence continues under weights that arrive while it runs."""
+    engine = start()
+    request = make_request("a", max_tokens=90, ignore_eos=True, logprobs=0)
+    before = engine.submit(request).result().logprobs
+    handle = engine.submit(request)
+    deltas = [next(iter(handle))]
+    engine.update_params(jax.tree.map(lambda x: -x, tiny()[1]), version=7)
+    logprobs = Completion.from_deltas([*deltas, *handle]).logprobs
+    switch = [token.version for token in logprobs].index(7)
+    assert [token.version for token in logprobs] == [0] * switch + [7] * (90 - switch)
+    assert logprobs[:switch] == before[:switch] and 0 < switch < 90
+    assert [token.logprob for token in logprobs[switch:]] != [token.logprob for token in before[switch:]]
+    engine.close()
+
+
 @pytest.mark.slow
 def test_new_weights_are_used_and_cached_prefixes_dropped():
     engine = start()

@@ -1,5 +1,6 @@
 """Policy losses against TRL, or against the paper's formula if TRL has none: values and gradients."""
 
+import dataclasses
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -9,20 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.config.schema.tasks.training import (
-    Baseline,
-    Clip,
-    GrpoTask,
-    Importance,
-    Kl,
-    KlEstimator,
-    PolicyLoss,
-    Scale,
-    importance_of,
-    scale_of,
-)
-from maxhydra.rl.advantages import advantages, is_degenerate
-from maxhydra.rl.loss import Logprobs, kl_estimate, policy_loss
+from maxhydra.config.schema.decode import Engine
+from maxhydra.config.schema.tasks.policy import Baseline, Clip, Critic, Importance, Kl, KlEstimator, PolicyLoss, Scale
+from maxhydra.config.schema.tasks.training import GrpoTask, importance_of, scale_of
+from maxhydra.rl.advantages import advantages, critic_advantages, is_degenerate
+from maxhydra.rl.loss import Logprobs, kl_estimate, policy_loss, value_loss
 from maxhydra.train.loss import logprobs_and_entropy
 from tests.support.skips import import_optional
 
@@ -311,6 +303,68 @@ def test_advantages_of_reinforce_pp() -> None:
     np.testing.assert_allclose(found[mask > 0], expected[mask > 0], rtol=1e-3)
 
 
+def verl_gae(rewards: Any, values: Any, mask: Any, gamma: float, lam: float) -> tuple[Any, Any]:
+    """verl's compute_gae_advantage_return, transcribed."""
+    import torch
+
+    next_values, last, reversed_advantages = 0, 0, []
+    for t in reversed(range(rewards.shape[-1])):
+        delta = rewards[:, t] + gamma * next_values - values[:, t]
+        candidate = delta + gamma * lam * last
+        next_values = values[:, t] * mask[:, t] + (1 - mask[:, t]) * next_values
+        last = candidate * mask[:, t] + (1 - mask[:, t]) * last
+        reversed_advantages.append(last)
+    advantages = torch.stack(reversed_advantages[::-1], dim=1)
+    return advantages, advantages + values
+
+
+@pytest.mark.parametrize(("discount", "trace"), [(1.0, 0.95), (0.97, 0.8), (1.0, 1.0)])
+def test_advantages_of_a_critic(discount: float, trace: float) -> None:
+    """Tokens of an environment in the middle of an episode are skipped; one row has no tokens at all."""
+    torch = import_optional("torch", extra="parity")
+    critic = Critic(discount=discount, trace=trace)
+    task = GrpoTask(name="grpo", baseline=Baseline.critic, critic=critic, kl=Kl(beta=0.05))
+    random = np.random.default_rng(2)
+    mask = (random.random((REWARDS.size, S)) < 0.7).astype(np.float32)
+    mask[3] = 0
+    log_ratio, values = random.standard_normal(mask.shape), random.standard_normal(mask.shape).astype(np.float32)
+    token_rewards = -0.05 * log_ratio * mask
+    for row, reward in enumerate(REWARDS.ravel()):
+        if mask[row].any():
+            token_rewards[row, np.flatnonzero(mask[row])[-1]] += reward
+    tensors = [torch.tensor(np.asarray(x, np.float64)) for x in (token_rewards, values, mask)]
+    advantages_, returns = verl_gae(*tensors, discount, trace)
+    tokens = advantages_[tensors[2] > 0]
+    expected = (advantages_ - tokens.mean()) / (tokens.std() + 1e-4)
+    found, found_returns = critic_advantages(REWARDS, values, mask, task, log_ratio)
+    np.testing.assert_allclose(found[mask > 0], expected.numpy()[mask > 0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found_returns[mask > 0], returns.numpy()[mask > 0], rtol=1e-5, atol=1e-5)
+    unscaled = critic_advantages(REWARDS, values, mask, dataclasses.replace(task, scale=Scale.none), log_ratio)[0]
+    np.testing.assert_allclose(unscaled[mask > 0], (advantages_ - tokens.mean()).numpy()[mask > 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("clip", [0.2, None])
+def test_the_value_loss_is_that_of_verl_and_trl(clip: float | None) -> None:
+    """0.5 max((v - R)^2, (clip(v, old - c, old + c) - R)^2), a mean over tokens; values and gradients."""
+    torch = import_optional("torch", extra="parity")
+    random = np.random.default_rng(3)
+    new, old, returns = (random.standard_normal((B, S)) for _ in range(3))
+    old = new + 0.3 * old
+    mask = inputs()["mask"]
+    tensors = [torch.tensor(x) for x in (new, old, returns, mask)]
+    tensors[0].requires_grad_()
+    losses = (tensors[0] - tensors[2]) ** 2
+    if clip is not None:
+        clipped = torch.clamp(tensors[0], tensors[1] - clip, tensors[1] + clip)
+        losses = torch.max(losses, (clipped - tensors[2]) ** 2)
+    expected = 0.5 * (losses * tensors[3]).sum() / tensors[3].sum()
+    expected.backward()
+    arrays = [jnp.asarray(x, jnp.float32) for x in (new, old, returns, mask)]
+    value, gradient = jax.value_and_grad(value_loss)(*arrays, clip)
+    np.testing.assert_allclose(value, expected.item(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, tensors[0].grad.numpy(), rtol=1e-5, atol=1e-6)
+
+
 def test_entropy_of_scored_tokens() -> None:
     random = np.random.default_rng(0)
     logits, targets = random.standard_normal((2, 3, 7)), random.integers(0, 7, (2, 3))
@@ -330,6 +384,15 @@ INVALID = [
     ({"importance_floor": 3.0}, "importance_floor"),
     ({"loss": PolicyLoss.rloo, "importance": TOKENS}, "importance"),
     ({"baseline": Baseline.batch, "scale": Scale.group}, "scale"),
+    ({"baseline": Baseline.critic, "scale": Scale.group}, "scale"),
+    ({"baseline": Baseline.critic, "loss": PolicyLoss.rloo}, "baseline"),
+    ({"group_size": 1}, "group_size"),
+    ({"critic": Critic(trace=1.0)}, "critic.trace"),
+    ({"rollout_devices": 0.5}, "rollout_devices"),
+    ({"max_staleness": 1, "rounds": 2}, "rounds"),
+    ({"max_staleness": 1, "off_policy_steps": 1}, "off_policy_steps"),
+    ({"max_staleness": 1, "importance_cap": None}, "importance_cap"),
+    ({"max_staleness": 1, "engine": Engine(deterministic=True)}, "engine.deterministic"),
 ]
 
 

@@ -1,6 +1,8 @@
 """task=grpo end to end: learning from rewards, uninformative rewards, kills, and invalid configs."""
 
 import json
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from maxhydra.rl.episodes import Episode
 from maxhydra.rl.evaluate import majority, pass_at
 from maxhydra.rl.reward_pool import RewardResult
 from maxhydra.rl.rollout import Group, columns
-from maxhydra.rl.setup import check
-from tests.support.cli import ROOT, SMALL, facts, losses, parameter_hash, rewind, run_ok
+from maxhydra.rl.setup import check, split_devices
+from tests.support.cli import ROOT, SMALL, facts, losses, parameter_hash, rewind, run_ok, start_silent
 
 PATHS = f"{ROOT}:{ROOT / 'tests/support'}"
 TASK = ["task=grpo", "data=arithmetic", "data.record_type=prompts", "task.max_tokens=8", "task.group_size=4"]
@@ -125,6 +127,28 @@ def test_a_killed_run_reaches_the_same_weights(tmp_path: Path) -> None:
     assert parameter_hash(folder, 8) == parameter_hash(whole, 8)
 
 
+@pytest.mark.slow
+def test_ppo_learns_values_and_resumes(tmp_path: Path) -> None:
+    """Other runs load the policy without its critic."""
+    arguments = [*TASK, *function_reward("vowels"), "task.baseline=critic", "task.group_size=1"]
+    arguments += ["train.steps=6", "task.iterations=2", "checkpoint.every=3", "task.kl.beta=0.01"]
+    arguments += ["train.eval_batches=0", "task.critic.weight=1"]
+    run_ok(*arguments, "run.name=whole", cwd=tmp_path, PYTHONPATH=PATHS)
+    whole = tmp_path / "outputs" / "whole"
+    folder = rewind(whole, 3, "killed")
+    run_ok(*arguments, "run.name=killed", cwd=tmp_path, PYTHONPATH=PATHS)
+    assert losses(folder) == losses(whole) and parameter_hash(folder, 6) == parameter_hash(whole, 6)
+    errors, explained = rows(whole, "value_loss"), rows(whole, "explained_variance")
+    # All values are 0 at first.
+    assert explained[0] == 0 != explained[-1] and errors[1] < errors[0]
+    adapter = ["adapter=lora", "checkpoint.load_parameters=outputs/whole", "train.steps=2", "run.name=adapter"]
+    run_ok(*arguments, *adapter, cwd=tmp_path, PYTHONPATH=PATHS)
+    values = rows(tmp_path / "outputs" / "adapter", "value_loss")
+    assert values[1] < values[0]
+    decode = [*SMALL[:6], "task=decode", "task.prompt=1+1", "task.sampling.max_tokens=2", "data=arithmetic"]
+    run_ok(*decode, "checkpoint.load_parameters=outputs/adapter", "run.name=out", cwd=tmp_path)
+
+
 ENVIRONMENT = [*TASK, "environment=function", "data.tokenizer.chat_template=lines_tools", "train.seq_len=64"]
 ENVIRONMENT += ["environment.turn_tokens=3", "environment.max_turns=3", "task.max_tokens=44"]
 
@@ -167,6 +191,61 @@ def test_a_resumed_run_repeats_its_episodes(tmp_path: Path) -> None:
     np.testing.assert_allclose(rows(whole, "reward/mean"), np.sum(terms, axis=0))
     run_ok(*arguments, "run.name=free", "task.engine.deterministic=false", cwd=tmp_path, PYTHONPATH=PATHS)
     assert rows(tmp_path / "outputs" / "free", "environment/turns") == [3] * 4
+
+
+ASYNCHRONOUS = ["task.max_staleness=2", "task.engine.deterministic=false", "train.steps=8", "run.name=it"]
+
+
+def rollout_records(folder: Path) -> list[dict[str, Any]]:
+    lines = [line for path in sorted(folder.glob("rollouts/train-*.jsonl")) for line in path.open()]
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+def test_asynchronous_rollouts_are_trained_on_exactly_once(tmp_path: Path) -> None:
+    """Whatever was being sampled when the run was killed."""
+    arguments = [*TASK, *function_reward("vowels"), *ASYNCHRONOUS, "task.rollout_devices=1", "checkpoint.every=3"]
+    arguments += ["train.per_device_batch_size=8", "train.eval_every=4", "checkpoint.mode=synchronous"]
+    folder = tmp_path / "outputs" / "it"
+    process = start_silent(*arguments, cwd=tmp_path, devices=3, PYTHONPATH=PATHS)
+    while process.is_running() and not any(record["step"] >= 5 for record in rollout_records(folder)):
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL
+    done = run_ok(*arguments, cwd=tmp_path, devices=3, PYTHONPATH=PATHS)
+    assert "resuming from step 3" in done.stderr
+    records = rollout_records(folder)
+    assert [record["step"] for record in records] == [step for step in range(1, 9) for _ in range(16)]
+    seen = [(record["prompt_number"], record["sample"]) for record in records]
+    assert sorted(seen) == [(prompt, sample) for prompt in range(32) for sample in range(4)]
+    assert len(losses(folder)) == 8 and max(rows(folder, "rollout/max_staleness")) == 2
+    assert max(record["staleness"] for record in records) == 2
+    assert all(speed > 0 for speed in rows(folder, "tokens_per_second"))
+    assert max(rows(folder, "rollout/tokens_per_second")) > 0 and max(rows(folder, "rollout/queue")) <= 2
+
+
+@pytest.mark.slow
+def test_one_device_samples_episodes_while_it_trains(tmp_path: Path) -> None:
+    arguments = [*environment_of("Echo"), *function_reward("vowels"), *ASYNCHRONOUS, "task.iterations=2"]
+    run_ok(*arguments, "environment.concurrency=8", cwd=tmp_path, PYTHONPATH=PATHS)
+    folder = tmp_path / "outputs" / "it"
+    assert rows(folder, "environment/turns") == [3] * 8
+    assert 0 < max(rows(folder, "rollout/max_staleness")) <= 2
+    steps = [record["step"] for record in rollout_records(folder)]
+    assert steps == [step for step in (1, 3, 5, 7) for _ in range(16)]
+
+
+@pytest.mark.parametrize(("share", "sizes"), [(0, (8, 0)), (0.25, (6, 2)), (3, (5, 3))])
+def test_devices_that_only_sample(share: float, sizes: tuple[int, int]) -> None:
+    parts = split_devices(GrpoTask(name="grpo", rollout_devices=share), list(range(8)))
+    assert tuple(map(len, parts)) == sizes
+
+
+def test_parts_of_the_devices_that_do_not_exist_are_rejected() -> None:
+    for task in ({"rollout_devices": 8}, {"rollout_devices": 1.5}, {"rollout_devices": 0.01}, {"max_staleness": 1}):
+        with pytest.raises(ConfigError, match=r"task\.rollout_devices") as caught:
+            split_devices(GrpoTask(name="grpo", **task), list(range(8)))
+        assert "1 to 7" in (caught.value.problems[0].accepted or "")
 
 
 def problems(*overrides: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from array_record.python.array_record_module import ArrayRecordReader
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
+from maxhydra.config.errors import last_of_each_key
 from maxhydra.data.formats.payload import decode_arrays
 from maxhydra.model import build
 from maxhydra.rl.setup import check
@@ -58,6 +59,14 @@ def grpo(name: str) -> list[str]:
     return [*task, *MODEL, *ENGINE, *prompts, *reward, *updates, "task.engine.max_batch=8"]
 
 
+def episodes(name: str) -> list[str]:
+    """task=grpo with an environment, whose processes only process 0 has."""
+    environment = ["environment=function", "environment.function=environment_functions:Echo", "environment.max_turns=3"]
+    environment += ["environment.turn_tokens=3", "data.tokenizer.chat_template=lines_tools", "task.max_tokens=44"]
+    fewer = ["train.seq_len=64", "train.steps=2", "train.eval_batches=0", "task.iterations=1", "task.rounds=1"]
+    return last_of_each_key([*grpo(f"{name}_episodes"), *environment, *fewer, "task.engine.cache_tokens=1024"])
+
+
 def run_commands(*commands: list[str]) -> None:
     """Program of each process."""
     from maxhydra import tasks
@@ -91,6 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "text.jsonl", [{"text": line} for line in text])
     for processes, name in enumerate(NAMES, start=1):
         commands = [score(f"{name}.scores.jsonl"), decode(f"{name}.texts.jsonl"), teacher_logits(name), grpo(name)]
+        commands.append(episodes(name))
         run(processes, *[[*command, *MESH] for command in commands], cwd=folder, devices=2 // processes)
     return folder
 
@@ -163,6 +173,17 @@ def test_grpo_in_two_processes_learns_as_in_one(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_episodes_with_an_environment_are_those_of_one_process(folder: Path) -> None:
+    runs = [folder / "outputs" / f"{name}_episodes" for name in NAMES]
+    for key in ("reward/mean", "answers/tokens", "loss"):
+        one, two = (metrics(run, key) for run in runs)
+        np.testing.assert_allclose(two, one, atol=1e-5)
+    assert metrics(runs[1], "environment/turns") == [3, 3]
+    one, two = ((run / "rollouts" / "train-00000.jsonl").read_text().splitlines() for run in runs)
+    assert [json.loads(line)["turns"] for line in two] == [json.loads(line)["turns"] for line in one]
+
+
+@pytest.mark.slow
 def test_a_server_of_two_processes_completes_as_task_decode(folder: Path) -> None:
     """Process 0 has the server; SIGTERM to both, as from a launcher, ends both after the last request."""
     command = ["task=serve", *MODEL, LOAD, *ENGINE, *MESH, "task.port=0"]
@@ -181,9 +202,11 @@ def test_a_server_of_two_processes_completes_as_task_decode(folder: Path) -> Non
     assert [process.wait(60) for process in processes] == [0, 0]
 
 
-def test_off_policy_rollouts_are_rejected() -> None:
-    config = compose([*grpo("it"), "task.off_policy_steps=1"]).config
-    with pytest.raises(ConfigError, match=r"task\.off_policy_steps.*several processes"):
+@pytest.mark.parametrize("key", ["off_policy_steps", "max_staleness"])
+def test_rollouts_concurrent_with_training_are_rejected(key: str) -> None:
+    changes = ["task.rounds=1", "task.engine.deterministic=false", f"task.{key}=1"]
+    config = compose(last_of_each_key([*grpo("it"), *changes])).config
+    with pytest.raises(ConfigError, match=rf"task\.{key}.*several processes"):
         check(config, config.task, processes=2)
 
 

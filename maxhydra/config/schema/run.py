@@ -69,6 +69,11 @@ class Task(Schema):
     trains_mtp: ClassVar[bool] = True
     """Whether the loss of the task includes that of multi-token prediction layers."""
 
+    @property
+    def has_value_head(self) -> bool:
+        """Whether the task trains a value head on the model's hidden states."""
+        return False
+
     def check_model(self, model: Model) -> Iterator[Problem]:
         """Yield problems of the task with this model; paths are relative to the task."""
         yield from ()
@@ -354,8 +359,8 @@ LAYERS = ("side_loss", "moe/*", "mtp_loss")
 SPEED = ("tokens_per_second", "tflops_per_device", "mfu")
 LIKELIHOOD = (EVAL_LOSS, "eval/perplexity", "eval/tokens")
 PAIRS = ("accuracy", "logprob_chosen", "logprob_rejected", "reward_chosen", "reward_rejected", "reward_margin")
-POLICY = ("clip_share", "entropy", "kl", "sampler_error", "importance_weight")
-ANSWERS = ("answers/*", "groups/*", "reward/*", "environment/*", *POLICY)
+POLICY = ("clip_share", "entropy", "kl", "sampler_error", "importance_weight", "value_loss", "explained_variance")
+ANSWERS = ("answers/*", "groups/*", "reward/*", "environment/*", "rollout/*", *POLICY)
 GRADES = ("eval/error", "eval/reward", "eval/pass@*", "eval/maj@*", "eval/prompts", "eval/tokens")
 TRAINED = (*STEPS, *LAYERS, *SPEED)
 LOGGED = {

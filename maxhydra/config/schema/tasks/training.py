@@ -1,5 +1,6 @@
 """Fields of the training tasks: task=dpo, grpo and distill."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from enum import Enum
@@ -7,9 +8,21 @@ from typing import ClassVar
 
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem
-from maxhydra.config.schema.decode import LARGEST, Engine
+from maxhydra.config.schema.decode import Engine
 from maxhydra.config.schema.model import Model
 from maxhydra.config.schema.run import Task
+from maxhydra.config.schema.tasks.policy import (
+    SEQUENCE_LEVEL,
+    Baseline,
+    Clip,
+    Critic,
+    Evaluation,
+    Importance,
+    Kl,
+    KlEstimator,
+    PolicyLoss,
+    Scale,
+)
 
 
 class PreferenceLoss(Enum):
@@ -85,95 +98,14 @@ class DpoTask(Task):
         return Reference.adapter_off if adapter else Reference.cached
 
 
-class PolicyLoss(Enum):
-    dapo = "dapo"
-    grpo = "grpo"
-    dr_grpo = "dr_grpo"
-    gspo = "gspo"
-    cispo = "cispo"
-    rloo = "rloo"
-    reinforce_pp = "reinforce_pp"
-
-
-# Losses with one ratio per completion.
-SEQUENCE_LEVEL = (PolicyLoss.gspo, PolicyLoss.rloo)
-
-
-class Baseline(Enum):
-    group = "group"
-    leave_one_out = "leave_one_out"
-    batch = "batch"
-
-
-class Scale(Enum):
-    group = "group"
-    batch = "batch"
-    none = "none"
-
-
-class Importance(Enum):
-    token_truncate = "token_truncate"
-    token_mask = "token_mask"
-    sequence_truncate = "sequence_truncate"
-    sequence_mask = "sequence_mask"
-
-
-class KlEstimator(Enum):
-    k1 = "k1"
-    k2 = "k2"
-    k3 = "k3"
-
-
-@schema
-class Clip(Schema):
-    """Clipping of the ratio of new to old probability of a token (with gspo and rloo, of a completion)."""
-
-    low: float = option(0.2, ge=0, lt=1)
-    """Ratios below 1 - low have no gradient that would lower them further."""
-    high: float = option(0.2, ge=0)
-    """Ratios above 1 + high have no gradient that would raise them further. cispo: upper bound 1 + high of the ratio as
-    a weight of the gradient; 4 is usual."""
-    dual: float | None = option(None, gt=1)
-    """Dual clip (Ye et al., 2020): upper bound of the ratio if the advantage is negative. null: no bound."""
-
-    def check(self) -> Iterator[Problem]:
-        if self.dual is not None and self.dual <= 1 + self.high:
-            reason = f"is not over 1 + clip.high = {1 + self.high:g}"
-            yield Problem("dual", reason, value=self.dual, accepted=f"over {1 + self.high:g}")
-
-
-@schema
-class Kl(Schema):
-    """KL penalty to the initial model."""
-
-    beta: float = option(0.0, ge=0)
-    """Weight of the KL divergence from the initial weights; 0 does not keep a copy of them."""
-    estimator: KlEstimator = KlEstimator.k3
-    """With r = log p_start - log p of a token: k1 is -r, k2 is r^2 / 2, k3 is exp(r) - r - 1 (Schulman, 2020)."""
-    in_reward: bool | None = None
-    """Subtract beta log(p / p_start) of the sampled tokens from the reward, instead of adding the divergence to the
-    loss: the sum over the completion, with reinforce_pp the sum over the remaining tokens. null: true for rloo and
-    reinforce_pp."""
-
-
-@schema
-class Evaluation(Schema):
-    """Evaluation on train.eval_batches batches of held-out prompts."""
-
-    samples: int = option(1, ge=1)
-    """Completions per prompt, k of pass@k and maj@k."""
-    temperature: float = option(1.0, ge=0, le=LARGEST)
-    """Sampling temperature; 0 is greedy."""
-
-
 @schema
 class GrpoTask(Task):
     """Group relative policy optimization: the advantage of a completion is its reward relative to its group."""
 
     trains_mtp: ClassVar[bool] = False
 
-    group_size: int = option(8, ge=2)
-    """Completions per prompt; a batch consists of whole groups."""
+    group_size: int = option(8, ge=1)
+    """Completions per prompt; a batch consists of whole groups. 1 needs baseline=critic or batch."""
     max_tokens: int = option(256, ge=1)
     """Maximum tokens of a completion; the rest of train.seq_len is for the prompt."""
     loss: PolicyLoss = PolicyLoss.dapo
@@ -187,13 +119,15 @@ class GrpoTask(Task):
     entropy_bonus: float = option(0.0, ge=0)
     """Weight of the mean entropy of the next-token distribution, which the loss subtracts."""
     baseline: Baseline | None = None
-    """Subtracted from a reward: the mean of its group, of the other completions of its group, or of the batch.
-    null: leave_one_out for rloo, batch for reinforce_pp, otherwise group."""
+    """Subtracted from a reward: the mean of its group, of the other completions of its group, or of the batch; critic:
+    the values of task.critic. null: leave_one_out for rloo, batch for reinforce_pp, otherwise group."""
+    critic: Critic = section(Critic)
     scale: Scale | None = None
     """Divisor of the advantage: the standard deviation of the group or of the batch, or none. null: batch with
-    baseline=batch, none for dr_grpo and rloo, otherwise group."""
+    baseline=batch and critic, none for dr_grpo and rloo, otherwise group."""
     mask_degenerate: bool = True
-    """Exclude groups with equal rewards from the loss, unless baseline=batch; false keeps them with advantage 0."""
+    """Exclude groups with equal rewards from the loss, unless baseline=batch or critic; false keeps them with
+    advantage 0."""
     mask_truncated: bool = False
     """Exclude completions that reached max_tokens from the loss (overlong filtering, DAPO)."""
     rounds: int = option(1, ge=1)
@@ -207,14 +141,22 @@ class GrpoTask(Task):
     """Upper bound of the importance ratio. null: no correction."""
     importance_floor: float | None = option(None, gt=0)
     """Lower bound of the importance ratio. null: none."""
+    router_replay: bool = False
+    """Use the experts that were chosen in sampling in training too, for models with a mixture of experts: routers of
+    decode engine and trainer disagree where scores are close. Prompts are then not taken from the prefix cache."""
     iterations: int = option(1, ge=1)
     """Updates per batch of rollouts."""
     off_policy_steps: int = option(0, ge=0)
     """Batches of rollouts that are generated ahead, concurrently with training and with the weights of that time; 0
     generates each batch with the newest weights before training on it."""
+    max_staleness: int | None = option(None, ge=0)
+    """Asynchronous rollouts: the sampler runs while the weights are trained, and takes new weights in the middle of
+    completions; maximum number of updates between sampling a token and the first update on it. null: synchronous."""
+    rollout_devices: float = option(0, ge=0)
+    """Devices that only sample, while the others train: a fraction under 1, or a number. 0: all devices do both."""
     rollout_mesh: list[str] = option([])
     """Mesh of the rollouts, as overrides such as ['mesh=ddp'] or ['mesh=fsdp_tp','mesh.tensor=2']; weights are
-    resharded to it. Empty: the training mesh, without resharding."""
+    resharded to it. Empty: the training mesh, without resharding unless there are rollout_devices."""
     keep_rollouts: int = option(200_000, ge=0)
     """Number of completions of training, and of evaluations, that the run folder keeps in rollouts/; 0: none."""
     evaluation: Evaluation = section(Evaluation)
@@ -227,10 +169,7 @@ class GrpoTask(Task):
                 yield Problem("clip.low", reason, value=self.clip.low, accepted=f"{Clip.low}, the default")
             if self.clip.dual is not None:
                 yield Problem("clip.dual", "is not used by loss=cispo", value=self.clip.dual, accepted="null")
-        if baseline_of(self) is Baseline.batch and scale_of(self) is Scale.group:
-            yield Problem(
-                "scale", "is not supported with baseline=batch", value=self.scale, accepted="batch, none, null"
-            )
+        yield from self._check_baseline()
         if self.kl.in_reward is not None and not self.kl.beta:
             yield Problem("kl.in_reward", "is not used with kl.beta=0", value=self.kl.in_reward, accepted="null")
         if is_kl_in_reward(self) and self.kl.estimator is not KlEstimator.k3:
@@ -247,9 +186,55 @@ class GrpoTask(Task):
             accepted = "sequence_truncate, sequence_mask"
             yield Problem("importance", "is not supported by loss=rloo", value=self.importance, accepted=accepted)
 
+        yield from self._check_asynchronous()
+
+    def _check_baseline(self) -> Iterator[Problem]:
+        baseline = baseline_of(self)
+        if baseline in (Baseline.batch, Baseline.critic) and scale_of(self) is Scale.group:
+            reason = f"is not supported with baseline={baseline.value}"
+            yield Problem("scale", reason, value=self.scale, accepted="batch, none, null")
+        if baseline in (Baseline.group, Baseline.leave_one_out) and self.group_size == 1:
+            reason = f"is not supported with baseline={baseline.value}, which compares completions"
+            yield Problem("group_size", reason, value=1, accepted="2 or more, or baseline=critic or batch")
+        if baseline is Baseline.critic and self.loss in (PolicyLoss.rloo, PolicyLoss.reinforce_pp):
+            reason = f"is not supported by loss={self.loss.value}"
+            yield Problem("baseline", reason, value=self.baseline, accepted="group, leave_one_out, batch, null")
+        for field in dataclasses.fields(Critic):
+            value = getattr(self.critic, field.name)
+            if baseline is not Baseline.critic and value != getattr(Critic, field.name):
+                accepted = f"{getattr(Critic, field.name)}, the default"
+                yield Problem(f"critic.{field.name}", "is used by baseline=critic only", value, accepted=accepted)
+
+    def _check_asynchronous(self) -> Iterator[Problem]:
+        if self.max_staleness is None:
+            if self.rollout_devices:
+                reason = "needs task.max_staleness: without it, sampling and training take turns"
+                yield Problem("rollout_devices", reason, value=self.rollout_devices, accepted="0")
+            return
+        asynchronous = f"is not supported with max_staleness={self.max_staleness}"
+        if self.off_policy_steps:
+            yield Problem("off_policy_steps", asynchronous, value=self.off_policy_steps, accepted="0")
+        if self.rounds > 1:
+            yield Problem("rounds", asynchronous, value=self.rounds, accepted="1")
+        if self.importance_cap is None:
+            reason = f"is needed with max_staleness={self.max_staleness}: older weights sampled the tokens"
+            yield Problem("importance_cap", reason, value=None, accepted="over 0; 2 is usual")
+        if self.engine.deterministic:
+            reason = f"{asynchronous}: completions depend on when weights arrive"
+            yield Problem("engine.deterministic", reason, value=True, accepted="false")
+
+    @property
+    def has_value_head(self) -> bool:
+        return baseline_of(self) is Baseline.critic
+
     def check_model(self, model: Model) -> Iterator[Problem]:
         yield from self.engine.check_model(model)
         yield from self.engine.check_one_group()
+        if self.router_replay and not model.has_experts:
+            yield Problem("router_replay", "needs a model with experts", value=True, accepted="false")
+        if self.router_replay and self.engine.prefix_cache:
+            reason = "is not supported with router_replay, which needs the experts of all tokens"
+            yield Problem("engine.prefix_cache", reason, value=True, accepted="false or null")
 
 
 def baseline_of(task: GrpoTask) -> Baseline:
@@ -260,7 +245,7 @@ def baseline_of(task: GrpoTask) -> Baseline:
 
 def scale_of(task: GrpoTask) -> Scale:
     """task.scale, or the default of baseline and loss."""
-    if task.scale is None and baseline_of(task) is Baseline.batch:
+    if task.scale is None and baseline_of(task) in (Baseline.batch, Baseline.critic):
         return Scale.batch
     return task.scale or (Scale.none if task.loss in (PolicyLoss.dr_grpo, PolicyLoss.rloo) else Scale.group)
 
@@ -273,7 +258,7 @@ def importance_of(task: GrpoTask) -> Importance | None:
 
 def is_kl_in_reward(task: GrpoTask) -> bool:
     """Whether the KL penalty is part of the reward; otherwise it is part of the loss."""
-    default = task.loss in (PolicyLoss.rloo, PolicyLoss.reinforce_pp)
+    default = task.loss in (PolicyLoss.rloo, PolicyLoss.reinforce_pp) or baseline_of(task) is Baseline.critic
     return task.kl.beta > 0 and (default if task.kl.in_reward is None else task.kl.in_reward)
 
 
