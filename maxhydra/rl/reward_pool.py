@@ -11,8 +11,8 @@ from typing import Any
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.reward import ENVIRONMENT, OnFault, Reward
-from maxhydra.rl.reward_process import LoadFailure, Score, SupervisorLink, supervise
-from maxhydra.rl.rewards import Sample
+from maxhydra.rl.reward_process import Call, LoadFailure, Score, SupervisorLink, supervise
+from maxhydra.rl.rewards import Sample, unit_indices
 from maxhydra.runtime.channel import broadcast, is_main
 
 log = logging.getLogger("maxhydra")
@@ -60,24 +60,33 @@ class RewardPool:
             self.close()
             raise
 
-    def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """The results of the samples, in order; a collective call."""
+    def score(self, samples: Sequence[Sample], *, group_size: int = 1) -> list[RewardResult]:
+        """The results of the samples, in order; `group_size` consecutive ones have the same prompt. A collective call."""
         results: list[RewardResult] = broadcast(
-            self._score(samples) if is_main() else None,
+            self._score(samples, group_size) if is_main() else None,
             encode=lambda items: [dataclasses.asdict(item) for item in items],
             decode=lambda items: [RewardResult(**item) for item in items],
         )
         return results
 
-    def _score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        if not self._workers:  # without terms, the environment alone gives rewards
-            return [self._result([]) for _ in samples]
+    def _score(self, samples: Sequence[Sample], group_size: int) -> list[RewardResult]:
+        terms = self._reward.terms
+        scores: list[list[Score]] = [[""] * len(terms) for _ in samples]
+        # Units of every term are distributed over the workers in turn.
         count = len(self._workers)
-        worker_scores = self._threads.map(
-            _Worker.score, self._workers, [samples[start::count] for start in range(count)]
-        )
-        scores = [iter(part) for part in worker_scores]
-        return [self._result(next(scores[index % count])) for index in range(len(samples))]
+        units = {name: unit_indices(term, len(samples), group_size) for name, term in terms.items()}
+        calls = [
+            [(name, [[samples[i] for i in unit] for unit in units[name][start::count]]) for name in terms]
+            for start in range(count)
+        ]
+        replies = [iter(part) for part in self._threads.map(_Worker.score, self._workers, calls)]
+        for column, name in enumerate(terms):
+            for start in range(count):
+                for unit in units[name][start::count]:
+                    for index, score in zip(unit, next(replies[start]), strict=True):
+                        scores[index][column] = score
+        # Without terms, the environment alone gives rewards.
+        return [self._result(row) for row in scores]
 
     def close(self) -> None:
         """Kill the processes, and everything that they have started, even if they are busy."""
@@ -127,18 +136,19 @@ class _Worker:
         except (EOFError, ConnectionError):
             raise RewardError("the supervisor of a reward process ended while it started; see stderr") from None
 
-    def score(self, samples: Sequence[Sample]) -> list[list[Score]]:
-        """For each sample, the value of each term or the reason why it failed."""
+    def score(self, calls: Sequence[Call]) -> list[list[Score]]:
+        """For each unit of each call, in order, the score of each sample or the reason why it failed."""
         try:
             assert self._link is not None
-            self._link.pipe.send(samples)
+            self._link.pipe.send(calls)
             scores: list[list[Score]] = self._receive()
         except (EOFError, OSError):
             # Only user code that kills processes other than its own gets here.
             with self._lock:
                 self._stop()
             self.start()
-            return [["crashed the supervisor of its process"] * len(self._reward.terms) for _ in samples]
+            reason = "crashed the supervisor of its process"
+            return [[reason] * len(unit) for _, units in calls for unit in units]
         return scores
 
     def _receive(self) -> Any:

@@ -225,7 +225,7 @@ class RolloutWorker:
         inputs = [self._reward_input(infos[index // samples], episode) for index, episode in enumerate(episodes)]
         results = [
             self._with_environment(result, episode)
-            for result, episode in zip(self._reward_pool.score(inputs), episodes, strict=True)
+            for result, episode in zip(self._reward_pool.score(inputs, group_size=samples), episodes, strict=True)
         ]
         parts = [slice(index * samples, (index + 1) * samples) for index in range(len(rows))]
         return [

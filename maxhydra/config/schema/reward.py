@@ -20,6 +20,12 @@ class RewardKind(Enum):
     reasoning_gym = "reasoning_gym"
 
 
+class Scope(Enum):
+    completion = "completion"
+    group = "group"
+    batch = "batch"
+
+
 class EnvironmentKind(Enum):
     none = "none"
     tools = "tools"
@@ -39,6 +45,9 @@ NEEDED = {
     RewardKind.overlong: ("target", "buffer"),
     RewardKind.function: ("function",),
 }
+
+# Kinds whose calls can run concurrently.
+CONCURRENT = (RewardKind.function,)
 
 
 @schema
@@ -60,8 +69,13 @@ class Term(Schema):
     buffer: int | None = option(None, ge=1)
     """overlong: length of the interval before target in which the score falls linearly from 0 to -1."""
     function: str | None = None
-    """function: `package.module:function`, called as function(text, prompt=, answer=, expected=, record=) -> number, in
-    a separate process."""
+    """function: `package.module:function`, called in a separate process. With scope=completion as function(text,
+    prompt=, answer=, expected=, record=) -> number, otherwise with a list in place of each value: function(texts,
+    prompts=, answers=, expected=, records=) -> one number per text."""
+    scope: Scope = Scope.completion
+    """function: what one call sees: a completion, all completions of a prompt, or all completions of a rollout."""
+    concurrency: int | None = option(None, ge=1)
+    """function: calls at a time of an `async def` function, in each reward process. null: the function is not async."""
 
     def check(self) -> Iterator[Problem]:
         needed = NEEDED.get(self.kind, ())
@@ -75,6 +89,10 @@ class Term(Schema):
             yield Problem("buffer", f"is over target={self.target}", value=self.buffer, accepted=f"1 to {self.target}")
         if self.function is not None and self.function.count(":") != 1:
             yield Problem("function", "is not a function", value=self.function, accepted="package.module:function")
+        if self.scope is not Scope.completion and self.kind is not RewardKind.function:
+            yield Problem("scope", f"is not used by kind={self.kind.value}", value=self.scope, accepted="completion")
+        if self.concurrency is not None and self.kind not in CONCURRENT:
+            yield Problem("concurrency", f"is not used by kind={self.kind.value}", self.concurrency, accepted="null")
         yield from pattern_problems("pattern", self.pattern, groups=0)
 
 
@@ -93,8 +111,9 @@ class Reward(Schema):
     pass_at: float = 1.0
     """Value of that term, before its weight, from which a completion counts as correct."""
     timeout: float = option(5.0, gt=0)
-    """Seconds that a term may take for one completion before its process is killed, with everything that it started.
-    Processes that a call leaves behind are killed at that age too; those started by importing the function stay."""
+    """Seconds that one call of a term may take before its process is killed, with everything that it started; a
+    concurrent call is cancelled alone. Processes that a call leaves behind are killed at that age too; those started
+    by importing the function stay."""
     memory_limit_gib: float | None = option(8.0, gt=0)
     """Memory that a reward process, and each process that it starts, may allocate. null: no limit."""
     workers: int = option(1, ge=1)
