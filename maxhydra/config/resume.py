@@ -90,7 +90,7 @@ FIXED_KEYS = (
     "data.overfit_batches",
     *("reward.terms*", "reward.answer", "reward.passes", "reward.pass_at"),
     *("task.name", "task.loss", "task.beta", "task.label_smoothing", "task.nll_weight", "task.margin"),
-    "task.reference",
+    *("task.reference", "task.centering"),
     *("environment.kind", "environment.function", "environment.tools", "environment.max_turns"),
     "environment.turn_tokens",
     *("task.group_size", "task.max_tokens", "task.clip.*", "task.kl.*", "task.scale", "task.mask_degenerate"),

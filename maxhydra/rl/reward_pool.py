@@ -61,7 +61,7 @@ class RewardPool:
             raise
 
     def score(self, samples: Sequence[Sample], *, group_size: int = 1) -> list[RewardResult]:
-        """The results of the samples, in order; `group_size` consecutive ones have the same prompt. A collective call."""
+        """The results of the samples; `group_size` consecutive ones have the same prompt. A collective call."""
         results: list[RewardResult] = broadcast(
             self._score(samples, group_size) if is_main() else None,
             encode=lambda items: [dataclasses.asdict(item) for item in items],

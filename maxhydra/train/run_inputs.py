@@ -25,7 +25,7 @@ from maxhydra.record.fingerprint import describe_change, fingerprint_files, is_u
 PARAMETERS, FULL_STATE, TEACHER = "checkpoint.load_parameters", "checkpoint.load_full_state", "task.teacher.weights"
 ACCEPT_INPUTS = "run.accept_changed_inputs"
 # Record types that are rendered with a chat template.
-TEMPLATED = ("chat", "preference", "prompts")
+TEMPLATED = ("chat", "preference", "prompts", "scored")
 
 Record = Mapping[str, Any]
 Records = dict[str, dict[str, Record]]

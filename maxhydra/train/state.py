@@ -284,7 +284,7 @@ class StateFactory:
 
         def build(base: Tree, extra_weights: Tree, seed: jax.Array) -> TrainState:
             trainable, frozen = split_trainable(self._init_weights(seed))
-            return self._build(merge_trees(trainable, base) if frozen else base, extra_weights, seed)
+            return self._build(merge_trees(base, trainable) if frozen else base, extra_weights, seed)
 
         create = jax.jit(build, out_shardings=self.shardings(), donate_argnums=(0, 1))
         return create(base, dict(self.extra_weights), jnp.uint32(seed))
