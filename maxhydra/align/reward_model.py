@@ -6,7 +6,6 @@ row; those of a pair have the prefix of their role.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,30 +15,9 @@ from maxhydra.align.loss import ROLES, interleave
 from maxhydra.config.schema.tasks.training import RewardLoss, RewardModelTask
 from maxhydra.data import Batch as DataBatch
 from maxhydra.data import BatchSpec, Row, make_batch
-from maxhydra.layers import Context
-from maxhydra.model import ModelDef
-from maxhydra.sharding import Sharder
-from maxhydra.train.loss import Batch, LossFn, Sums, Tree, add_aux_losses
+from maxhydra.train.loss import Batch, LossFn, SequenceScorer, Sums, Tree, add_aux_losses
 
 SEQUENCE = ("tokens", "positions", "last")
-
-
-@dataclasses.dataclass(frozen=True)
-class SequenceScorer:
-    """Scores of sequences at their last token."""
-
-    model: ModelDef
-    sharder: Sharder
-
-    def __call__(
-        self, weights: Tree, rows: Mapping[str, jax.Array], key: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
-        """Scores [B] in float32, and the aux outputs of the layers. Without a key, dropout is off."""
-        forward = self.model.forward(weights, rows["tokens"], Context.of_batch(rows, self.sharder, key))
-        # The score of every position: a sum over the hidden state, and no gather of it over a sharded length.
-        scores_BT = self.model.scores(weights, forward.hidden_BTD)
-        is_last_BT = jnp.arange(scores_BT.shape[1]) == rows["last"][:, None]
-        return jnp.sum(jnp.where(is_last_BT, scores_BT, 0), axis=1), forward.aux
 
 
 def reward_loss(scorer: SequenceScorer, task: RewardModelTask) -> LossFn:

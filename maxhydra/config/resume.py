@@ -64,6 +64,7 @@ FREE_KEYS = (
 )
 INPUT_KEYS = (
     *("checkpoint.load_parameters", "checkpoint.load_full_state", "task.teacher.weights"),
+    "reward.terms.*.weights",
     *("data.path", "data.eval_path", "data.sources.*.path", "data.sources.*.eval_path"),
     *("data.remap_from", "data.remap_to", "data.sources.*.remap_from", "data.sources.*.remap_to"),
     *("data.tokenizer.path", "data.tokenizer.chat_template"),

@@ -301,7 +301,7 @@ def _reply_to_calls(descriptor: int, reward: Reward) -> None:
     score_fns = {}
     for name, term in reward.terms.items():
         try:
-            score_fns[name] = build_unit_score(term)
+            score_fns[name] = build_unit_score(term, timeout=reward.timeout)
         except Exception as error:  # an import may raise anything
             send([name, f"cannot be loaded: {describe_error(error)}"])
             return
@@ -356,7 +356,9 @@ def _to_scores(values: Any, unit: Unit) -> list[Score]:
         return [f"returned {type(values).__name__} instead of a list of numbers"] * len(unit)
     if len(listed) != len(unit):
         return [f"returned {len(listed)} numbers for {len(unit)} completions"] * len(unit)
-    return [_to_number(value) for value in listed]
+    return [
+        f"raised {describe_error(value)}" if isinstance(value, Exception) else _to_number(value) for value in listed
+    ]
 
 
 def _to_number(value: object) -> Score:
@@ -372,6 +374,6 @@ def _to_number(value: object) -> Score:
 
 def describe_error(error: Exception) -> str:
     """An error on one line, with the file and line that raised it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    location = f" ({os.path.basename(last.filename)}:{last.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    location = "".join(f" ({os.path.basename(frame.filename)}:{frame.lineno})" for frame in frames)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{location}"

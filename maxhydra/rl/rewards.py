@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from maxhydra.config.schema.reward import RewardKind, Scope, Term
+from maxhydra.rl.judge import Judge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Sample:
     """The other columns of the prompt's record."""
     tokens: int
     """Length of the completion in tokens."""
+    ids: tuple[int, ...] = ()
+    """Token ids of prompt and completion, for reward models; reward processes do not receive them."""
 
 
 Score = Callable[[Sample], float]
@@ -57,10 +60,12 @@ def unit_indices(term: Term, count: int, group_size: int) -> list[range]:
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def build_unit_score(term: Term) -> UnitScore:
-    """The reward function of a term, over units."""
+def build_unit_score(term: Term, *, timeout: float) -> UnitScore:
+    """The reward function of a term, over units; `timeout` limits the seconds of a call."""
     if term.kind is RewardKind.function:
         return _function(term)
+    if term.kind is RewardKind.judge:
+        return _judge(term, timeout)
     score = BUILDERS[term.kind](term)
     return lambda unit: [score(sample) for sample in unit]
 
@@ -151,6 +156,20 @@ def _function(term: Term) -> UnitScore:
         return [await one(unit)]
 
     return awaited
+
+
+def _judge(term: Term, timeout: float) -> UnitScore:
+    """Ratings by a language model, or the win rates in a group."""
+    assert term.concurrency is not None
+    judge = Judge(term.judge, concurrency=term.concurrency, timeout=timeout)
+
+    async def score(unit: Sequence[Sample]) -> list[Any]:
+        first = unit[0]
+        if term.scope is Scope.group:
+            return await judge.win_rates(first.prompt, first.expected, [sample.text for sample in unit])
+        return [await judge.rate(first.prompt, first.expected, first.text)]
+
+    return score
 
 
 def _math(term: Term) -> Score:

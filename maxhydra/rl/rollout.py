@@ -265,6 +265,7 @@ class RolloutWorker:
             expected=info["answer"],
             record={**info["record"], **turns},
             tokens=episode.num_sampled,
+            ids=(*episode.prompt, *episode.tokens),
         )
 
     def _with_environment(self, result: RewardResult, episode: Episode) -> RewardResult:

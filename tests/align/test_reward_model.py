@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from maxhydra import model
-from maxhydra.align.reward_model import SequenceScorer, completion_row, reward_loss
+from maxhydra.align.reward_model import completion_row, reward_loss
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.model import Head
@@ -20,6 +20,7 @@ from maxhydra.convert.load import load_weights
 from maxhydra.convert.streaming import InMemoryArrays
 from maxhydra.model import ModelDef, merge_trees, parameter_counts, split_trainable
 from maxhydra.sharding import Sharder
+from maxhydra.train.loss import SequenceScorer
 from tests.model.test_lora import lora
 from tests.support.skips import import_optional
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from enum import Enum
 
-from maxhydra.config.declare import Schema, option, schema
+from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
 
 OnFault = Enum("OnFault", ["zero", "raise"])
@@ -14,8 +14,10 @@ class RewardKind(Enum):
     exact = "exact"
     format = "format"
     function = "function"
+    judge = "judge"
     length = "length"
     math = "math"
+    model = "model"
     overlong = "overlong"
     reasoning_gym = "reasoning_gym"
 
@@ -44,10 +46,40 @@ NEEDED = {
     RewardKind.length: ("target",),
     RewardKind.overlong: ("target", "buffer"),
     RewardKind.function: ("function",),
+    RewardKind.model: ("weights",),
 }
 
 # Kinds whose calls can run concurrently.
-CONCURRENT = (RewardKind.function,)
+CONCURRENT = (RewardKind.function, RewardKind.judge)
+
+
+@schema
+class Judge(Schema):
+    """A language model that rates completions, behind an OpenAI-compatible API."""
+
+    url: str | None = None
+    """Base URL of the API, such as http://localhost:8000/v1."""
+    model: str | None = None
+    """Name of the model in requests."""
+    rubric: str = "Reward responses that are correct, helpful and concise."
+    """What the judge rates, in its instructions."""
+    key_variable: str | None = None
+    """Environment variable that holds the API key. null: no key."""
+    max_tokens: int = option(512, ge=1)
+    """Maximum tokens of a reply, including its reasoning."""
+    temperature: float = option(0.0, ge=0)
+    """Sampling temperature of the judge."""
+    retries: int = option(3, ge=0)
+    """Further attempts after a failed connection, HTTP 408, 425, 429 or 5xx, or a reply without a rating. The waits
+    between them double from half a second, and count in reward.timeout."""
+
+    def check(self) -> Iterator[Problem]:
+        if self.url is not None and not re.match(r"https?://[^/]", self.url):
+            yield Problem("url", "is not an HTTP address", value=self.url, accepted="such as http://localhost:8000/v1")
+        if self.key_variable is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.key_variable):
+            # The value may be the key itself.
+            accepted = "such as OPENAI_API_KEY"
+            yield Problem("key_variable", "is not the name of an environment variable", value=None, accepted=accepted)
 
 
 @schema
@@ -57,8 +89,8 @@ class Term(Schema):
     kind: RewardKind = RewardKind.exact
     """exact: the answer equals the expected one, ignoring case and whitespace; math: it is equal as a mathematical
     expression; format: the completion matches a pattern; length: closeness to a number of tokens; overlong: a penalty
-    for long completions (Yu et al., 2025); function: a function of yours; reasoning_gym: the score of the prompt's
-    Reasoning Gym task."""
+    for long completions (Yu et al., 2025); function: a function of yours; model: the score of a reward model; judge:
+    the rating of a language model behind an HTTP API; reasoning_gym: the score of the prompt's Reasoning Gym task."""
     weight: float = 1.0
     """Weight of the term in the sum."""
     pattern: str | None = None
@@ -72,10 +104,17 @@ class Term(Schema):
     """function: `package.module:function`, called in a separate process. With scope=completion as function(text,
     prompt=, answer=, expected=, record=) -> number, otherwise with a list in place of each value: function(texts,
     prompts=, answers=, expected=, records=) -> one number per text."""
+    weights: str | None = None
+    """model: run of task=reward_model, its checkpoint, or Hugging Face folder of a sequence classifier with one label.
+    It must have the tokenizer of the policy, whose token ids it scores, at the last token of the completion."""
     scope: Scope = Scope.completion
-    """function: what one call sees: a completion, all completions of a prompt, or all completions of a rollout."""
+    """function: what one call sees: a completion, all completions of a prompt, or all completions of a rollout. judge:
+    completion rates each from 0 to 10 and divides by 10; group compares each pair of a group in both orders, and a
+    completion's score is its share of wins, with ties as half."""
     concurrency: int | None = option(None, ge=1)
-    """function: calls at a time of an `async def` function, in each reward process. null: the function is not async."""
+    """function: calls at a time of an `async def` function, in each reward process; null: the function is not async.
+    judge: completions or groups, and requests, at a time in each reward process."""
+    judge: Judge = section(Judge)
 
     def check(self) -> Iterator[Problem]:
         needed = NEEDED.get(self.kind, ())
@@ -89,11 +128,25 @@ class Term(Schema):
             yield Problem("buffer", f"is over target={self.target}", value=self.buffer, accepted=f"1 to {self.target}")
         if self.function is not None and self.function.count(":") != 1:
             yield Problem("function", "is not a function", value=self.function, accepted="package.module:function")
-        if self.scope is not Scope.completion and self.kind is not RewardKind.function:
-            yield Problem("scope", f"is not used by kind={self.kind.value}", value=self.scope, accepted="completion")
+        scopes = {RewardKind.function: tuple(Scope), RewardKind.judge: (Scope.completion, Scope.group)}
+        if self.scope not in (accepted := scopes.get(self.kind, (Scope.completion,))):
+            accepted_names = ", ".join(scope.value for scope in accepted)
+            yield Problem("scope", f"is not supported by kind={self.kind.value}", self.scope, accepted=accepted_names)
+        yield from self._judge_problems()
         if self.concurrency is not None and self.kind not in CONCURRENT:
             yield Problem("concurrency", f"is not used by kind={self.kind.value}", self.concurrency, accepted="null")
         yield from pattern_problems("pattern", self.pattern, groups=0)
+
+    def _judge_problems(self) -> Iterator[Problem]:
+        if self.kind is not RewardKind.judge:
+            if self.judge != Judge():
+                yield Problem("judge", f"is not used by kind={self.kind.value}", accepted="its defaults")
+            return
+        for path, value in (("judge.url", self.judge.url), ("judge.model", self.judge.model)):
+            if value is None:
+                yield Problem(path, "is needed by kind=judge", value=None)
+        if self.concurrency is None:
+            yield Problem("concurrency", "is needed by kind=judge", value=None, accepted="1 or more")
 
 
 @schema
