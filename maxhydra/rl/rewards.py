@@ -1,6 +1,6 @@
 """Reward functions: each kind of reward term is a function of a term that returns the scores of a unit of samples.
 
-A unit is what one call sees: a completion, all completions of a prompt, or all of a rollout.
+A unit is the input of one call: a completion, all completions of a prompt, or all of a rollout.
 
 A score is built once in every reward process; if an import fails there, the run ends before it starts. This module does
 not import jax, so that the processes start quickly.

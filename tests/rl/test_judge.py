@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.reward import Judge, Reward, RewardKind, Scope, Term
 from maxhydra.rl.judge import JudgeError, parse_better, parse_score
 from maxhydra.rl.reward_pool import RewardPool, RewardResult
+from tests.decode import test_openai_server as server
 from tests.rl.test_rewards import make_sample
 
 
@@ -66,15 +68,15 @@ def rating(responses: list[str]) -> str:
 
 
 @pytest.fixture
-def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def url() -> Iterator[str]:
     Stub.attempts, Stub.keys = Counter(), set()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
-    thread = threading.Thread(target=server.serve_forever)
+    stub = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
+    thread = threading.Thread(target=stub.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-    server.shutdown()
+    yield f"http://127.0.0.1:{stub.server_address[1]}/v1"
+    stub.shutdown()
     thread.join()
-    server.server_close()
+    stub.server_close()
 
 
 def judge(url: str, *texts: str, scope: Scope = Scope.completion, **fields: Any) -> list[RewardResult]:
@@ -128,8 +130,18 @@ def test_no_server_is_an_error_of_each_completion(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize(
     ("reply", "score"),
-    [("Score: 7", 7), ("score = 7.5 / 10", 7.5), ("Score: 2\nNo.\n**Score**: `8`", 8), ("6/10", 6), ("<b>9</b>", None)]
-    + [("Score: ten", None), ("Score: -1", None), ("", None), ("I scored 3 goals", None), ("10", 10)],
+    [
+        ("Score: 7", 7),
+        ("score = 7.5 / 10", 7.5),
+        ("Score: 2\nNo.\n**Score**: `8`", 8),
+        ("6/10", 6),
+        ("10", 10),
+        ("<b>9</b>", None),
+        ("Score: ten", None),
+        ("Score: -1", None),
+        ("I scored 3 goals", None),
+        ("", None),
+    ],
 )
 def test_scores_are_parsed(reply: str, score: float | None) -> None:
     if score is None:
@@ -161,19 +173,16 @@ def test_invalid_judges_are_rejected_and_a_key_is_not_shown() -> None:
 
 
 def test_our_own_server_understands_the_requests(
-    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The reply, words without a score, shows that the request was served and its reply read."""
-    from tests.decode import test_openai_server as server
-
-    path = tmp_path_factory.mktemp("chat") / "chat.jinja"
-    path.write_text(server.TEMPLATE)
-    data = compose([f"data.tokenizer.chat_template={path}"]).config.data
+    template = tmp_path / "chat.jinja"
+    template.write_text(server.TEMPLATE)
+    monkeypatch.setenv("MY_KEY", "secret")
+    data = compose([f"data.tokenizer.chat_template={template}"]).config.data
     prompts = server.PromptEncoder(data, vocab_size=320)
     with caplog.at_level(logging.WARNING, "maxhydra"), server.running(prompts, key="secret") as running:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("MY_KEY", "secret")
-            address = f"http://127.0.0.1:{running.port}/v1"
-            (result,) = judge(address, "four", model="tiny", key_variable="MY_KEY", retries=0, max_tokens=3, rubric="x")
+        address = f"http://127.0.0.1:{running.port}/v1"
+        (result,) = judge(address, "four", model="tiny", key_variable="MY_KEY", retries=0, max_tokens=3, rubric="x")
     assert result.errors == 1 and "has no score" in caplog.text
     assert any(word in caplog.text for word in server.WORDS)

@@ -62,7 +62,7 @@ class Judge(Schema):
     model: str | None = None
     """Name of the model in requests."""
     rubric: str = "Reward responses that are correct, helpful and concise."
-    """What the judge rates, in its instructions."""
+    """Criteria of the rating, which are part of the judge's instructions."""
     key_variable: str | None = None
     """Environment variable that holds the API key. null: no key."""
     max_tokens: int = option(512, ge=1)
@@ -108,7 +108,7 @@ class Term(Schema):
     """model: run of task=reward_model, its checkpoint, or Hugging Face folder of a sequence classifier with one label.
     It must have the tokenizer of the policy, whose token ids it scores, at the last token of the completion."""
     scope: Scope = Scope.completion
-    """function: what one call sees: a completion, all completions of a prompt, or all completions of a rollout. judge:
+    """function: input of one call: a completion, all completions of a prompt, or all completions of a rollout. judge:
     completion rates each from 0 to 10 and divides by 10; group compares each pair of a group in both orders, and a
     completion's score is its share of wins, with ties as half."""
     concurrency: int | None = option(None, ge=1)
