@@ -1,15 +1,15 @@
 """task=reward_model end to end: it starts at ln 2, learns the preference, resumes, and rewards completions of GRPO."""
 
-import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from maxhydra.align.reward_model import completion_row
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.data import Corpus, Data
+from maxhydra.config.schema.data import Corpus
 from maxhydra.data.record_types import Rejected, build_record_type
 from maxhydra.rl.reward_models import open_reward_models
 from maxhydra.sharding import Sharder
@@ -98,29 +98,25 @@ def test_all_problems_of_a_config_are_reported() -> None:
     assert paths == ["data.record_type", "train.z_loss", "train.sample.tokens"]
 
 
-def record_type_of(kind: str, columns: dict[str, str], seq_len: int = 16) -> tuple[Data, object]:
-    data = compose(["data=grain", "data.path=x.jsonl", f"data.record_type={kind}"]).config.data
-    corpus = Corpus(**{**{"source": "grain", "path": "x", "record_type": kind}, "columns": columns})
-    return data, build_record_type(corpus, data, seq_len)
+def record_type_of(kind: str, **columns: str) -> Any:
+    corpus = Corpus(source="grain", path="x", record_type=kind, columns=columns)  # type: ignore[call-arg]
+    return build_record_type(corpus, compose([]).config.data, seq_len=16)
 
 
 def test_scored_completions_and_margins_are_read() -> None:
-    _, scored = record_type_of("scored", {})
-    example, bad, long = scored.encode(  # type: ignore[attr-defined]
+    scored = record_type_of("scored")
+    example, bad, long = scored.encode(
         [
             {"prompt": "ab", "completion": "cd", "score": 0.25},
             {"prompt": "ab", "completion": "cd", "score": None},
             {"prompt": "ab" * 9, "completion": "cd", "score": 1},
         ]
     )
-    row = scored.row(example, 16)  # type: ignore[attr-defined]
+    row = scored.row(example, 16)
     assert row["score"] == 0.25 and completion_row(row)["last"] == 5, "BOS, four bytes and EOS"
     assert isinstance(bad, Rejected) and "score is None" in bad.reason
     assert isinstance(long, Rejected) and "more than train.seq_len=16" in long.reason
-    _, pairs = record_type_of("preference", {"margin": "gap"})
-    good, bad = pairs.encode(  # type: ignore[attr-defined]
-        [{"prompt": "a", "chosen": "b", "rejected": "c", "gap": gap} for gap in (2, "much")]
-    )
-    assert pairs.row(good, 8)["margin"] == 2  # type: ignore[attr-defined]
+    pairs = record_type_of("preference", margin="gap")
+    good, bad = pairs.encode([{"prompt": "a", "chosen": "b", "rejected": "c", "gap": gap} for gap in (2, "much")])
+    assert pairs.row(good, 8)["margin"] == 2
     assert isinstance(bad, Rejected) and "margin is 'much'" in bad.reason
-    assert json.dumps(good.margin) == "2.0"

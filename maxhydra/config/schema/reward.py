@@ -139,7 +139,7 @@ class Term(Schema):
 
     def _judge_problems(self) -> Iterator[Problem]:
         if self.kind is not RewardKind.judge:
-            if self.judge != Judge():
+            if self.judge != Judge():  # type: ignore[call-arg]
                 yield Problem("judge", f"is not used by kind={self.kind.value}", accepted="its defaults")
             return
         for path, value in (("judge.url", self.judge.url), ("judge.model", self.judge.model)):

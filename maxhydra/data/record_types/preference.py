@@ -105,7 +105,8 @@ class Preference(UnpackedRecordType):
             )
         # At least one token of the prompt remains, from which the first token of the response is predicted.
         cut = max(0, min(longest - self.seq_len, prompt - 1))
-        pair = Pair(*(_slice(document, cut, cut + self.seq_len + 1) for document in (chosen, rejected)))
+        chosen, rejected = (_slice(document, cut, cut + self.seq_len + 1) for document in (chosen, rejected))
+        pair = Pair(chosen, rejected)
         if any(not _has_loss(document) for document in (pair.chosen, pair.rejected)):
             return Rejected(f"has no token to train on after truncation to train.seq_len={self.seq_len}")
         return pair

@@ -39,10 +39,10 @@ class Scored(UnpackedRecordType):
             reason = f"has {len(document.tokens)} tokens, more than train.seq_len={self.seq_len}"
             return Rejected(f"{reason}; set data.packing.overlong=truncate to drop the start of the prompt")
         assert document.weights is not None
-        document = Document(document.tokens[cut:], document.weights[cut:])
-        if not document.weights[1:].any():
+        tokens, weights = document.tokens[cut:], document.weights[cut:]
+        if not weights[1:].any():
             return Rejected("the completion is empty")
-        return ScoredCompletion(document, score)
+        return ScoredCompletion(Document(tokens, weights), score)
 
     def _encode_messages(self, prompt: Any, completion: Any) -> Any:
         context, reply = (
