@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.align.loss import ROLES, interleave
-from maxhydra.config.schema.tasks.training import RewardLoss, RewardModelTask
+from maxhydra.config.schema.tasks.reward_model import RewardLoss, RewardModelTask
 from maxhydra.data import Batch as DataBatch
 from maxhydra.data import BatchSpec, Row, make_batch
 from maxhydra.train.loss import Batch, LossFn, SequenceScorer, Sums, Tree, add_aux_losses

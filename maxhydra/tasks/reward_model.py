@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from maxhydra import data
 from maxhydra.align.reward_model import CompletionBatches, reward_loss
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.schema.tasks.training import RewardLoss, RewardModelTask
+from maxhydra.config.schema.tasks.reward_model import RewardLoss, RewardModelTask
 from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import LoaderBatches, TrainingSetup, held_out_loss, plan_batches, plan_states, train

@@ -14,7 +14,7 @@ from maxhydra.align.reward_model import completion_row, reward_loss
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.model import Head
-from maxhydra.config.schema.tasks.training import RewardLoss, RewardModelTask
+from maxhydra.config.schema.tasks.reward_model import RewardLoss, RewardModelTask
 from maxhydra.convert.hf_write import find_family, write_hf
 from maxhydra.convert.load import load_weights
 from maxhydra.convert.streaming import InMemoryArrays

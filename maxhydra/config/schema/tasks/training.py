@@ -1,4 +1,4 @@
-"""Fields of the training tasks: task=dpo, reward_model, grpo and distill."""
+"""Fields of the training tasks: task=dpo, grpo and distill."""
 
 import math
 from collections.abc import Iterator
@@ -83,29 +83,6 @@ class DpoTask(Task):
         if self.loss in WITHOUT_REFERENCE:
             return Reference.none
         return Reference.adapter_off if adapter else Reference.cached
-
-
-class RewardLoss(Enum):
-    bradley_terry = "bradley_terry"
-    regression = "regression"
-
-
-@schema
-class RewardModelTask(Task):
-    """Trains a reward model, which scores a completion at its last token (model.head=score)."""
-
-    trains_mtp: ClassVar[bool] = False
-
-    loss: RewardLoss = RewardLoss.bradley_terry
-    """bradley_terry: -log sigmoid(chosen - rejected) of pairs (data.record_type=preference; Bradley and Terry, 1952),
-    with the margin in data.columns.margin subtracted from the difference, if there is one; regression: squared error of
-    scored completions (data.record_type=scored)."""
-    centering: float = option(0.0, ge=0)
-    """bradley_terry: weight of (chosen + rejected)^2, which keeps the rewards around 0 (Eisenstein et al., 2023)."""
-
-    def check(self) -> Iterator[Problem]:
-        if self.centering and self.loss is RewardLoss.regression:
-            yield Problem("centering", "is not used by loss=regression", value=self.centering, accepted="0")
 
 
 class PolicyLoss(Enum):
