@@ -26,7 +26,7 @@ from typing import Any
 
 from maxhydra.config.schema.reward import Reward, Term
 from maxhydra.record import processes
-from maxhydra.rl.rewards import Sample, UnitScore, build_unit_score
+from maxhydra.rl.rewards import Sample, UnitScore, build_unit_score, units_at_a_time
 
 # Seconds for a process to import the reward functions.
 START_TIMEOUT = 120.0
@@ -174,8 +174,8 @@ class _RewardProcess:
         """The scores of the samples of each unit; RewardProcessFailure if the process has to end."""
         self.sweep()
         term, units = call
-        seconds = call_seconds(self._reward.terms[term], len(units), self._reward.timeout)
         sizes = [len(unit) for unit in units]
+        seconds = call_seconds(self._reward.terms[term], sizes, self._reward.timeout)
         self._send(pickle.dumps(call))
         reply = self._receive(
             "exceeded reward.timeout=", self._reward.timeout, seconds, max_bytes=MAX_REPLY * sum(sizes)
@@ -282,9 +282,10 @@ def reply_sender(descriptor: int) -> Callable[[object], None]:
     return send
 
 
-def call_seconds(term: Term, units: int, timeout: float) -> float:
-    """Time limit of a call; concurrent units are started as earlier ones end."""
-    return timeout if term.concurrency is None else timeout * math.ceil(units / term.concurrency) + GRACE
+def call_seconds(term: Term, sizes: Sequence[int], timeout: float) -> float:
+    """Time limit of a call for units of these sizes; concurrent units are started as earlier ones end."""
+    at_a_time = units_at_a_time(term, max(sizes))
+    return timeout if at_a_time is None else timeout * math.ceil(len(sizes) / at_a_time) + GRACE
 
 
 def _is_scores(reply: object, sizes: Sequence[int]) -> bool:
@@ -310,11 +311,12 @@ def _reply_to_calls(descriptor: int, reward: Reward) -> None:
     with open(descriptor, "rb", closefd=False) as calls, asyncio.Runner() as runner:
         while True:
             term_name, units = pickle.load(calls)
-            score, concurrency = score_fns[term_name], reward.terms[term_name].concurrency
-            if concurrency is None:
+            score = score_fns[term_name]
+            at_a_time = units_at_a_time(reward.terms[term_name], max(map(len, units)))
+            if at_a_time is None:
                 send([_scores_of(unit, score, reward) for unit in units])
             else:
-                send(runner.run(_scores_of_all(units, score, reward, concurrency)))
+                send(runner.run(_scores_of_all(units, score, reward, at_a_time)))
 
 
 def _scores_of(unit: Unit, score: UnitScore, reward: Reward) -> list[Score]:
@@ -324,11 +326,9 @@ def _scores_of(unit: Unit, score: UnitScore, reward: Reward) -> list[Score]:
         return [_reason(error, reward)] * len(unit)
 
 
-async def _scores_of_all(
-    units: Sequence[Unit], score: UnitScore, reward: Reward, concurrency: int
-) -> list[list[Score]]:
+async def _scores_of_all(units: Sequence[Unit], score: UnitScore, reward: Reward, at_a_time: int) -> list[list[Score]]:
     """Scores of units that are awaited concurrently, each within its time limit."""
-    semaphore = asyncio.Semaphore(concurrency)
+    semaphore = asyncio.Semaphore(at_a_time)
 
     async def scores_of(unit: Unit) -> list[Score]:
         async with semaphore:

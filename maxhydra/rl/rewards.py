@@ -9,6 +9,7 @@ not import jax, so that the processes start quickly.
 import dataclasses
 import importlib
 import inspect
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,6 +59,17 @@ def unit_indices(term: Term, count: int, group_size: int) -> list[range]:
     """The units of a term among `count` samples, of which `group_size` consecutive ones have the same prompt."""
     size = {Scope.completion: 1, Scope.group: group_size, Scope.batch: max(count, 1)}[term.scope]
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def units_at_a_time(term: Term, unit_size: int) -> int | None:
+    """Number of units that are scored concurrently; None if the term is not concurrent.
+
+    A judge makes a request for each ordered pair of a group: more groups at a time would only share its requests, and
+    each would take longer.
+    """
+    if term.concurrency is None or term.kind is not RewardKind.judge or term.scope is Scope.completion:
+        return term.concurrency
+    return math.ceil(term.concurrency / max(1, unit_size * (unit_size - 1)))
 
 
 def build_unit_score(term: Term, *, timeout: float) -> UnitScore:

@@ -113,7 +113,7 @@ class Term(Schema):
     completion's score is its share of wins, with ties as half."""
     concurrency: int | None = option(None, ge=1)
     """function: calls at a time of an `async def` function, in each reward process; null: the function is not async.
-    judge: completions or groups, and requests, at a time in each reward process."""
+    judge: requests at a time in each reward process."""
     judge: Judge = section(Judge)
 
     def check(self) -> Iterator[Problem]:
