@@ -120,6 +120,10 @@ def _problems(
     if tokenizer is not None and (difference := _tokenizer_difference(tokenizer, config.data.tokenizer)):
         reason = f"has another tokenizer than the policy: {difference}"
         yield Problem(key, reason, value=location, accepted="a reward model with the policy's tokenizer")
+    if tokenizer is None and model_config.vocab_size != config.model.vocab_size:
+        sizes = f"a vocabulary of {model_config.vocab_size} instead of the policy's {config.model.vocab_size}"
+        reason = f"has no tokenizer files, and {sizes}"
+        yield Problem(key, reason, value=location, accepted="a reward model with the policy's tokenizer")
     if model_config.context_length <= config.train.seq_len:
         reason = (
             f"has a context_length of {model_config.context_length}, and rollouts have up to train.seq_len + 1 tokens"

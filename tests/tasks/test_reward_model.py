@@ -14,6 +14,7 @@ from maxhydra.data.record_types import Rejected, build_record_type
 from maxhydra.rl.reward_models import open_reward_models
 from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, reward_model
+from tests.rl.test_rewards import make_sample
 from tests.support.cli import SMALL, facts, losses, parameter_hash, rewind, run, run_ok
 from tests.tasks.test_dpo import write_pairs
 from tests.tasks.test_grpo import TASK, rows
@@ -67,6 +68,20 @@ def test_reward_models_score_completions_of_grpo(trained: Path) -> None:
     assert inputs["reward.terms.full.weights"]["step"] == 16
     refused = run("task=decode", *SMALL, "model.head=score", "checkpoint.load_parameters=outputs/it", cwd=trained)
     assert refused.returncode and "task=decode needs a language model" in refused.stderr
+
+
+@pytest.mark.slow
+def test_an_exported_reward_model_gives_the_same_scores(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained)
+    source = ["model.head=score", "checkpoint.load_parameters=outputs/it", "task.output=classifier"]
+    run_ok("task=convert", *[item for item in SMALL if item.startswith("model.")], *source, cwd=trained)
+    terms = "{run:{kind:model,weights:outputs/it},folder:{kind:model,weights:classifier}}"
+    config = compose([*TASK, f"+reward.terms={terms}"]).config
+    models = open_reward_models(config, Sharder.single(), rows=2)
+    samples = [make_sample("", ids=ids) for ids in ((5, 6, 7), (8, 9), (1, 2, 3, 4))]
+    scores = {name: score(samples) for name, score in models.items()}
+    assert scores["run"] == pytest.approx(scores["folder"], abs=1e-6) and len(set(scores["run"])) == 3
+    assert models["run"](samples[1:2]) == pytest.approx(scores["run"][1:2], abs=1e-6), "padding has no effect"
 
 
 @pytest.mark.slow
