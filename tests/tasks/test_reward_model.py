@@ -77,7 +77,7 @@ def test_an_exported_reward_model_gives_the_same_scores(trained: Path, monkeypat
     run_ok("task=convert", *[item for item in SMALL if item.startswith("model.")], *source, cwd=trained)
     terms = "{run:{kind:model,weights:outputs/it},folder:{kind:model,weights:classifier}}"
     config = compose([*TASK, f"+reward.terms={terms}"]).config
-    models = open_reward_models(config, Sharder.single(), rows=2)
+    models = open_reward_models(config, Sharder.from_config(config.mesh), rows=2)
     samples = [make_sample("", ids=ids) for ids in ((5, 6, 7), (8, 9), (1, 2, 3, 4))]
     scores = {name: score(samples) for name, score in models.items()}
     assert scores["run"] == pytest.approx(scores["folder"], abs=1e-6) and len(set(scores["run"])) == 3
