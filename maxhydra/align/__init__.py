@@ -1,1 +1,1 @@
-"""Preference optimization (DPO and variants): losses over completion pairs, and cached reference log-probs."""
+"""Preference optimization (DPO and variants) and reward models: losses over completions, cached reference log-probs."""

@@ -150,7 +150,7 @@ class PairScorer:
 
     def score(self, weights: Tree, batch: Batch, key: jax.Array | None, *, is_adapted: bool) -> ScoredTokens:
         """Like calling the scorer, and also returns the aux outputs of the layers."""
-        rows = {name: _interleave(batch, name) for name in ("tokens", "targets", "positions", "weights")}
+        rows = {name: interleave(batch, name) for name in ("tokens", "targets", "positions", "weights")}
         tokens = Scorer(self.model, self.sharder, self.chunk).score(weights, rows, key, is_adapted=is_adapted)
         return tokens._replace(logprobs=jnp.sum(rows["weights"] * tokens.logprobs, axis=1).reshape(-1, 2))
 
@@ -188,7 +188,7 @@ def _sums(pairs: Pairs, task: DpoTask) -> Sums:
     return {"loss": jnp.sum(losses(pairs, task)), "weight": jnp.sum(pairs.counts), **sums}
 
 
-def _interleave(batch: Batch, name: str) -> jax.Array:
+def interleave(batch: Batch, name: str) -> jax.Array:
     """A column of both completions as [2B, S], those of a pair adjacent, so that no row leaves its device."""
     both = jnp.stack([batch[f"{role}_{name}"] for role in ROLES], axis=1)
     return both.reshape(-1, *both.shape[2:])

@@ -54,6 +54,7 @@ FREE_KEYS = (
     *("data.workers", "data.prefetch", "data.cache", "data.fingerprint", "reward.workers", "reward.timeout"),
     *("environment.timeout", "environment.memory_limit_gib", "environment.concurrency"),
     *("reward.memory_limit_gib", "train.allow_no_learning", "train.checks"),
+    *(f"reward.terms.*.{key}" for key in ("concurrency", "judge.url", "judge.key_variable", "judge.retries")),
     # Reactions to faults that end a session: the next one may continue past them.
     *("train.on_nonfinite", "train.spike.*", "data.on_error", "data.max_characters", "reward.on_error"),
     *("watchdog.*", "profile.*", "statistics.*", "alerts.*"),
@@ -64,6 +65,7 @@ FREE_KEYS = (
 )
 INPUT_KEYS = (
     *("checkpoint.load_parameters", "checkpoint.load_full_state", "task.teacher.weights"),
+    "reward.terms.*.weights",
     *("data.path", "data.eval_path", "data.sources.*.path", "data.sources.*.eval_path"),
     *("data.remap_from", "data.remap_to", "data.sources.*.remap_from", "data.sources.*.remap_to"),
     *("data.tokenizer.path", "data.tokenizer.chat_template"),
@@ -88,9 +90,11 @@ FIXED_KEYS = (
     *("data.tokenizer.kind", "data.tokenizer.add_bos", "data.tokenizer.add_eos", "data.tokenizer.bos"),
     *("data.tokenizer.eos", "data.tokenizer.pad", "data.packing.*", "data.shuffle", "data.streams"),
     "data.overfit_batches",
-    *("reward.terms*", "reward.answer", "reward.passes", "reward.pass_at"),
+    *("reward.terms", "reward.answer", "reward.passes", "reward.pass_at"),
+    *(f"reward.terms.*.{key}" for key in ("kind", "weight", "pattern", "target", "buffer", "function", "scope")),
+    *(f"reward.terms.*.judge.{key}" for key in ("model", "rubric", "max_tokens", "temperature")),
     *("task.name", "task.loss", "task.beta", "task.label_smoothing", "task.nll_weight", "task.margin"),
-    "task.reference",
+    *("task.reference", "task.centering"),
     *("environment.kind", "environment.function", "environment.tools", "environment.max_turns"),
     "environment.turn_tokens",
     *("task.group_size", "task.max_tokens", "task.clip.*", "task.kl.*", "task.scale", "task.mask_degenerate"),

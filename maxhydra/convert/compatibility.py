@@ -44,9 +44,12 @@ def require_same(source: Source, model: config.Model) -> None:
 
 
 def changes_from_run(run: Path, model: config.Model) -> list[ConfigChange]:
-    """Keys in which a model differs from that of a run, other than KEYS_WITHOUT_EFFECT_ON_WEIGHTS."""
+    """Keys in which a model differs from that of a run, other than KEYS_WITHOUT_EFFECT_ON_WEIGHTS.
+
+    A reward model may start from a language model, whose head it replaces.
+    """
     changes = model_changes((run / "config.yaml").read_text(encoding="utf-8"), model)
-    patterns = KEYS_WITHOUT_EFFECT_ON_WEIGHTS
+    patterns = KEYS_WITHOUT_EFFECT_ON_WEIGHTS + (("head",) if model.head is config.Head.score else ())
     return [change for change in changes if not _matches(change.key.removeprefix("model."), patterns)]
 
 

@@ -26,6 +26,8 @@ LAYER_COUNTS = ("n_layer", "first_k_dense_replace")
 MAX_NESTING = 4
 # Larger integers overflow the arrays that are made of them; no setting of a published model is near it.
 MAX_SETTING = 2**62
+# Endings of the classes of transformers for language models, and for reward models.
+CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -76,7 +78,7 @@ def to_model_values(key: str, location: str, table: Table, settings: Settings) -
     """Values of the `model` section, as YAML would hold them."""
     try:
         _check_sizes(settings)
-        return table.to_model(settings)
+        return to_values(table, settings)
     except KeyError as error:
         reason = f"{CONFIG} lacks {error.args[0]}"
     except UnsupportedError as error:
@@ -84,6 +86,28 @@ def to_model_values(key: str, location: str, table: Table, settings: Settings) -
     except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         reason = f"{CONFIG} has values of the wrong type for its model_type: {error}"
     raise ConfigError(Problem(key, reason, value=location))
+
+
+def to_values(table: Table, settings: Settings) -> dict[str, Any]:
+    """Values of the `model` section; a sequence classifier has a score head, and must have one label."""
+    values = table.to_model(settings)
+    if not (settings.get("architectures") or [""])[0].endswith(CLASSIFIER):
+        return values
+    # transformers omits id2label for the default of two labels.
+    if (labels := len(settings["id2label"]) if settings.get("id2label") else 2) != 1:
+        raise UnsupportedError(f"a classifier of {labels} labels (supported: 1, a reward model)")
+    return {**values, "head": config.Head.score.value}
+
+
+def to_hf_settings(table: Table, model: config.Model) -> Settings | None:
+    """Inverse of `to_values`, with the class of the model; None if the family cannot represent it."""
+    settings, hf_class = table.to_settings(model), table.hf_types[table.model_type]
+    if settings is None or model.head is not config.Head.score:
+        return settings if settings is None else {"architectures": [hf_class], **settings}
+    if not hf_class.endswith(CAUSAL):
+        return None
+    classifier = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {"architectures": [hf_class.removesuffix(CAUSAL) + CLASSIFIER], **settings, **classifier}
 
 
 def _check_sizes(settings: Mapping[str, Any], prefix: str = "") -> None:

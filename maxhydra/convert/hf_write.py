@@ -11,7 +11,7 @@ import numpy as np
 from maxhydra.config import ConfigError, Problem
 from maxhydra.convert.compatibility import is_same
 from maxhydra.convert.hf import INDEX, SINGLE
-from maxhydra.convert.hf_config import build_model
+from maxhydra.convert.hf_config import build_model, to_hf_settings, to_values
 from maxhydra.convert.name_table import Table, all_tables
 from maxhydra.convert.param_map import ParamMapping, TensorIndex, map_params, unmapped_params
 from maxhydra.convert.streaming import Arrays
@@ -39,8 +39,8 @@ def _can_represent(table: Table, model: ModelDef) -> bool:
     if unmapped_params(table, model):
         return False
     try:
-        settings = table.to_settings(model.config)
-        round_trip = None if settings is None else build_model("", table.model_type, table.to_model(settings))
+        settings = to_hf_settings(table, model.config)
+        round_trip = None if settings is None else build_model("", table.model_type, to_values(table, settings))
     except (ConfigError, ValueError):
         return False
     return round_trip is not None and is_same(round_trip, model.config)
@@ -51,9 +51,8 @@ def write_hf(
 ) -> None:
     """Write the model into an existing empty folder; `extra` are additional keys of config.json."""
     settings = {
-        "architectures": [table.hf_types[table.model_type]],
         "model_type": table.model_type,
-        **(table.to_settings(model.config) or {}),
+        **(to_hf_settings(table, model.config) or {}),
         "dtype": dtype.name,
         "torch_dtype": dtype.name,
         **extra,

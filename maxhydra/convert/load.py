@@ -1,5 +1,6 @@
 """Load weights from any supported location: a maxhydra run, a Hugging Face or PEFT folder, or a GGUF file."""
 
+import dataclasses
 import logging
 import time
 from functools import partial
@@ -11,16 +12,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.config.schema.model import Head
 from maxhydra.config.schema.quantization import Quantization
 from maxhydra.convert.adapter_lineage import ACCEPTED, find_adapter_lineage
 from maxhydra.convert.gguf import gguf_source
 from maxhydra.convert.hf import hf_source
 from maxhydra.convert.hf_config import is_hf_folder
-from maxhydra.convert.orbax_io import find_checkpoint, read_format, read_parameters
+from maxhydra.convert.orbax_io import PARAMS, find_checkpoint, read_format, read_parameters, stored_shapes
 from maxhydra.convert.peft import PeftFolder, is_peft_folder, open_peft
 from maxhydra.convert.source import Source
 from maxhydra.convert.streaming import Arrays, FileArrays, InMemoryArrays, single_device_shardings, stream_weights
 from maxhydra.model import ModelDef, build, map_leaves, merge_adapter, merge_trees, split_trainable, store_weight
+from maxhydra.model.lora import SCORE
 from maxhydra.modelfiles import locate
 from maxhydra.sharding import is_axes
 
@@ -39,9 +42,12 @@ def load_weights(
     """Load the weights of the model's base in `dtype`, with these shardings; None puts them on the first device.
 
     Weights that the model stores quantized are quantized as soon as they are read; a checkpoint that is already
-    quantized is loaded unchanged. A run's adapter is merged into its base weights. A source that does not match the
+    quantized is loaded unchanged. A run's adapter is merged into its base weights. The head of a language model is
+    replaced by a score head of zeros if the model has one. A source that does not match the
     model raises ConfigError before device memory is allocated; `key` is the config field that names `source`.
     """
+    if model.config.head is Head.score and (head := source_head(key, source)) is not Head.score:
+        return _load_language_model(source, model, head, shardings=shardings, dtype=dtype, key=key)
     start = time.monotonic()
     base, quantize = model.base, partial(store_weight, model)
     shardings = single_device_shardings(base) if shardings is None else shardings
@@ -54,6 +60,38 @@ def load_weights(
         params = map_leaves(_load_run_or_peft(key, source, base, shardings=shardings, dtype=dtype), quantize)
     log.info("loaded weights of %s in %.1f s", source, time.monotonic() - start)
     return params
+
+
+def source_head(key: str, source: str) -> Head:
+    """The head of the weights in a location."""
+    path = locate(key, source)
+    if is_peft_folder(path):
+        return source_head(key, open_peft(key, source, path).base)
+    if (external := open_external(key, source)) is not None:
+        return external.model.head
+    names = stored_shapes(checkpoint := find_checkpoint(key, source), PARAMS)
+    if f"{SCORE}/kernel" in names:
+        return Head.score
+    if (lineage := find_adapter_lineage(key, checkpoint)) is not None:
+        return source_head(key, lineage.base)
+    return Head.separate if any(name.startswith("head/") for name in names) else Head.tied
+
+
+def _load_language_model(
+    source: str, model: ModelDef, head: Head, *, shardings: Tree, dtype: DTypeLike, key: str
+) -> Tree:
+    """Load a language model as a reward model."""
+    language_model = dataclasses.replace(model, config=dataclasses.replace(model.config, head=head))
+    shardings = single_device_shardings(model.base) if shardings is None else shardings
+    others = {name: tree for name, tree in shardings.items() if name != SCORE}
+    if head is Head.separate:
+        table = shardings["embedding"]["table"]
+        spec = PartitionSpec(*(*table.spec, None, None)[1::-1])
+        others["head"] = {"kernel": NamedSharding(table.mesh, spec)}
+    weights = load_weights(source, language_model, shardings=others, dtype=dtype, key=key)
+    weights.pop("head", None)
+    shape, sharding = model.base.shapes[SCORE]["kernel"].shape, shardings[SCORE]["kernel"]
+    return {**weights, SCORE: {"kernel": jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()}}
 
 
 def open_arrays(key: str, source: str, model: ModelDef, *, dtype: DTypeLike) -> Arrays:

@@ -99,6 +99,10 @@ class Weight:
         return "{expert}" in self.hf
 
 
+# The score head of a sequence classifier with one label, which has the same name in every family.
+SCORE = Weight("score/kernel", "score.weight", "cls.output.weight", singleton_axis=0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Gguf:
     """GGUF architectures and settings of a family."""

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxhydra.convert.name_table import Join, Table, Weight
+from maxhydra.convert.name_table import SCORE, Join, Table, Weight
 from maxhydra.model import ModelDef
 
 Shape = tuple[int, ...]
@@ -114,7 +114,7 @@ def map_params(table: Table, model: ModelDef) -> list[ParamMapping]:
     """Map every row of the table for which the model has parameters. See `unmapped_params` for the rest."""
     mappings = []
     for owner, shapes in _shapes_by_owner(model).items():
-        rows = table.layer if owner else table.non_layer
+        rows = table.layer if owner else (*table.non_layer, SCORE)
         mappings += [_map_row(row, owner, shapes, model) for row in rows if _has_params(shapes, row)]
     return mappings
 

@@ -2,7 +2,15 @@
 
 from maxhydra.layers.attention import Attention, AttentionSpec
 from maxhydra.layers.context import Context
-from maxhydra.layers.embedding import Embedding, Head, PerLayerEmbedding, PerLayerInput, PerLayerSpec, VocabularySpec
+from maxhydra.layers.embedding import (
+    Embedding,
+    Head,
+    PerLayerEmbedding,
+    PerLayerInput,
+    PerLayerSpec,
+    ScoreHead,
+    VocabularySpec,
+)
 from maxhydra.layers.experts import ExpertLinear
 from maxhydra.layers.gated_delta import DeltaSpec
 from maxhydra.layers.interfaces import (
@@ -66,6 +74,7 @@ __all__ = [
     "PerLayerSpec",
     "QuantRule",
     "RMSNorm",
+    "ScoreHead",
     "SequenceIndex",
     "VocabularySpec",
     "dropout",

@@ -1,4 +1,4 @@
-"""Embedding and LM head: token ids to vectors, and vectors to logits; per-layer embeddings.
+"""Embedding and head: token ids to vectors, and vectors to logits or a score; per-layer embeddings.
 
 With per-layer embeddings (Gemma 3n, 2025) every layer gets its own embedding of each token.
 
@@ -125,6 +125,21 @@ class Head(nnx.Module):
         return _largest(
             _HeadMatmul("...D,DV->...V", 0, self.format, is_single_device=True), hidden_BD, self.kernel, self.spec
         )
+
+
+class ScoreHead(nnx.Module):
+    """The head of a reward model: one number per token, in float32 and without a softcap.
+
+    It starts at zero, so that all rewards are equal at first.
+    """
+
+    def __init__(self, spec: VocabularySpec, make: ParamBuilder):
+        self.kernel = make.zeros((spec.emb_dim,), ("embed",))
+
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        """Scores [...] of hidden states [..., D]."""
+        # Not a matmul, whose precision would be that of the hardware's default.
+        return jnp.sum(hidden.astype(jnp.float32) * self.kernel[...].astype(jnp.float32), axis=-1)
 
 
 class _HeadMatmul(NamedTuple):

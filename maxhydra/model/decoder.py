@@ -34,6 +34,7 @@ from maxhydra.layers import (
     PerLayerEmbedding,
     PerLayerSpec,
     QuantRule,
+    ScoreHead,
     VocabularySpec,
     with_aux_losses,
 )
@@ -64,6 +65,8 @@ class DecoderSpec:
     vocabulary: VocabularySpec
     per_layer: PerLayerSpec | None
     is_tied: bool
+    has_score: bool
+    """Whether the head is that of a reward model."""
     norm: NormSpec
     unroll: int | None
     """Repetitions per iteration of the scan over them; None: see `unroll_on`."""
@@ -93,6 +96,7 @@ class DecoderSpec:
             vocabulary=VocabularySpec.of(model),
             per_layer=PerLayerSpec.of(model),
             is_tied=model.head is config.Head.tied,
+            has_score=model.head is config.Head.score,
             norm=NormSpec.of(model),
             unroll=None if model.scan_unroll is None else max(1, min(model.scan_unroll, repetitions)),
             is_unrollable=model.num_layers <= (UNROLLED_EXPERT_LAYERS if model.has_experts else UNROLLED_LAYERS),
@@ -169,7 +173,8 @@ class Decoder(nnx.Module):
         self.pattern = self._build_blocks(spec.pattern, make.stacked(spec.repetitions))
         self.remainder = self._build_blocks(spec.remainder, make)
         self.final_norm = spec.norm.build(spec.vocabulary.emb_dim, make)
-        self.head = None if spec.is_tied else Head(spec.vocabulary, make)
+        self.head = None if spec.is_tied or spec.has_score else Head(spec.vocabulary, make)
+        self.score = ScoreHead(spec.vocabulary, make) if spec.has_score else None
         scale = spec.vocabulary.init_scale
         self.mtp = _numbered([Mtp(block, make.below("mtp"), scale=scale) for block in spec.mtp])
 

@@ -1,7 +1,7 @@
 """Partition into trainable and frozen weights, base weights in their storage format, and merging of LoRA adapters.
 
-With an adapter only its weights and a value head are trained; without one all are. Trees are nested dicts with any
-leaves: arrays, shapes, axes, shardings. Storage formats are plain, NF4, INT8 and INT4.
+With an adapter only its weights and a value or score head are trained; without one all are. Trees are nested dicts with
+any leaves: arrays, shapes, axes, shardings. Storage formats are plain, NF4, INT8 and INT4.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,8 @@ from maxhydra.model.model_def import VALUE, ModelDef, parameter_count
 ADAPTER = "lora"
 # Key of a projection's amax history (layers/quant/training.py).
 HISTORY = "history"
+# Key of the head of a reward model, which is trained with an adapter too: it is not in the base weights.
+SCORE = "score"
 
 
 Tree = Any
@@ -30,7 +32,7 @@ def split_trainable(tree: Tree) -> tuple[Tree, Tree]:
     if not _has(weights, ADAPTER):
         return weights, {}
     trainable, frozen = (_part(weights, ADAPTER, within=within) for within in (True, False))
-    heads = {VALUE: frozen.pop(VALUE)} if VALUE in frozen else {}
+    heads = {name: frozen.pop(name) for name in (VALUE, SCORE) if name in frozen}
     return {**trainable, **heads}, frozen
 
 
@@ -40,8 +42,10 @@ def amax_histories(tree: Tree) -> Tree:
 
 
 def merge_trees(first: Tree, second: Tree) -> Tree:
-    """The union of two trees with disjoint leaves."""
-    common = {key: merge_trees(first[key], second[key]) for key in first if key in second}
+    """The union of two trees; a leaf of both is that of the first."""
+    common = {
+        key: merge_trees(first[key], second[key]) for key in first if key in second and isinstance(first[key], dict)
+    }
     return {**second, **first, **common}
 
 
@@ -103,8 +107,9 @@ def store_weight_slice(model: ModelDef, keys: tuple[str, ...], weight: jax.Array
 
 def parameter_counts(model: ModelDef) -> tuple[int, int]:
     """Number of weights of the model with its adapter, and of those that are trained."""
-    base, (trained, frozen) = parameter_count(model.base.shapes), split_trainable(model.shapes)
-    return (base + parameter_count(trained), parameter_count(trained)) if frozen else (base, base)
+    base, (trained, frozen) = model.base.shapes, split_trainable(model.shapes)
+    count = parameter_count(merge_trees(base, trained) if frozen else base)
+    return count, parameter_count(trained) if frozen else count
 
 
 def merge_adapter(model: ModelDef, weights: Tree, *, dtype: np.dtype) -> Tree:

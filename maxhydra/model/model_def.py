@@ -167,6 +167,12 @@ class ModelDef:
         """Soft-capped logits [B, T, V] of hidden states, in dtypes.logits."""
         return self._bind(params).logits(hidden, sharder)
 
+    def scores(self, params: Tree, hidden: jax.Array) -> jax.Array:
+        """Scores [...] of hidden states [..., D], for a model with model.head=score."""
+        head = self._bind(params).score
+        assert head is not None
+        return head(hidden)
+
     def lm_head(self, params: Tree, sharder: Sharder) -> LinearHead:
         """The head as a function that also takes parts of its weights; see `logits`.
 
@@ -287,7 +293,7 @@ def flops_per_token(model: config.Model, seq_len: int) -> float:
     logits, norms and activations are not counted, so an MFU based on this number is comparable between implementations.
     """
     spec = DecoderSpec.of(model)
-    head = model.emb_dim * model.vocab_size
+    head = model.emb_dim * (1 if spec.has_score else model.vocab_size)
     forward = 2 * head + sum(layer.forward_flops(seq_len) for layer in spec.layers)
     if model.mtp.depth:
         forward += model.mtp.depth * (spec.layers[-1].forward_flops(seq_len) + 2 * head + 4 * model.emb_dim**2)

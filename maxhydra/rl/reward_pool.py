@@ -1,18 +1,19 @@
 """A pool of processes that compute rewards, because reward code is user code that may raise, hang or crash."""
 
 import dataclasses
+import itertools
 import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.reward import ENVIRONMENT, OnFault, Reward
-from maxhydra.rl.reward_process import LoadFailure, Score, SupervisorLink, supervise
-from maxhydra.rl.rewards import Sample
+from maxhydra.config.schema.reward import ENVIRONMENT, OnFault, Reward, RewardKind
+from maxhydra.rl.reward_process import Call, LoadFailure, Score, SupervisorLink, supervise
+from maxhydra.rl.rewards import Sample, unit_indices
 from maxhydra.runtime.channel import broadcast, is_main
 
 log = logging.getLogger("maxhydra")
@@ -42,17 +43,24 @@ def pass_term(reward: Reward) -> str:
     return reward.passes or next(iter(reward.terms), ENVIRONMENT)
 
 
+# Scores of samples that are computed on the devices of the run, by all of its processes.
+DeviceScorer = Callable[[Sequence[Sample]], list[Score]]
+
+
 class RewardPool:
     """Scores completions. The constructor starts the processes; ConfigError if a term cannot be loaded.
 
     Of several processes of a run, only process 0 has workers: reward code may be random or depend on its host.
     """
 
-    def __init__(self, reward: Reward):
-        self._reward = reward
+    def __init__(self, reward: Reward, device_scorers: Mapping[str, DeviceScorer] | None = None):
+        """`device_scorers`: those of the terms that reward processes do not compute."""
+        self._reward, self._device_scorers = reward, device_scorers or {}
         self._pass_term = pass_term(reward)
         self._error_counts: Counter[str] = Counter()
-        self._workers = [_Worker(reward) for _ in range(reward.workers if is_main() and reward.terms else 0)]
+        self._terms = {name: term for name, term in reward.terms.items() if name not in self._device_scorers}
+        worker_reward = dataclasses.replace(reward, terms=self._terms, passes=None)
+        self._workers = [_Worker(worker_reward) for _ in range(reward.workers if is_main() and self._terms else 0)]
         self._threads = ThreadPoolExecutor(reward.workers, thread_name_prefix="reward")
         try:
             list(self._threads.map(_Worker.start, self._workers))
@@ -60,24 +68,39 @@ class RewardPool:
             self.close()
             raise
 
-    def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """The results of the samples, in order; a collective call."""
+    def score(self, samples: Sequence[Sample], *, group_size: int = 1) -> list[RewardResult]:
+        """The results of the samples; `group_size` consecutive ones have the same prompt. A collective call."""
+        device_scores = {name: score(samples) for name, score in self._device_scorers.items()}
         results: list[RewardResult] = broadcast(
-            self._score(samples) if is_main() else None,
+            self._score(samples, group_size, device_scores) if is_main() else None,
             encode=lambda items: [dataclasses.asdict(item) for item in items],
             decode=lambda items: [RewardResult(**item) for item in items],
         )
         return results
 
-    def _score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        if not self._workers:  # without terms, the environment alone gives rewards
-            return [self._result([]) for _ in samples]
+    def _score(
+        self, samples: Sequence[Sample], group_size: int, device_scores: Mapping[str, list[Score]]
+    ) -> list[RewardResult]:
+        scores = {**self._process_scores(samples, group_size), **device_scores}
+        # Without terms, the environment alone gives rewards.
+        return [self._result({name: scores[name][i] for name in self._reward.terms}) for i in range(len(samples))]
+
+    def _process_scores(self, samples: Sequence[Sample], group_size: int) -> dict[str, list[Score]]:
+        """The scores of each term that the workers compute; its units are distributed over them in turn."""
+        samples = [dataclasses.replace(sample, ids=()) for sample in samples]
+        scores: dict[str, list[Score]] = {name: [""] * len(samples) for name in self._terms}
         count = len(self._workers)
-        worker_scores = self._threads.map(
-            _Worker.score, self._workers, [samples[start::count] for start in range(count)]
-        )
-        scores = [iter(part) for part in worker_scores]
-        return [self._result(next(scores[index % count])) for index in range(len(samples))]
+        units = {name: unit_indices(term, len(samples), group_size) for name, term in self._terms.items()}
+        calls = [
+            [(name, [[samples[i] for i in unit] for unit in units[name][start::count]]) for name in units]
+            for start in range(count)
+        ]
+        replies = [iter(part) for part in self._threads.map(_Worker.score, self._workers, calls)]
+        for name, start in itertools.product(units, range(count)):
+            for unit in units[name][start::count]:
+                for index, score in zip(unit, next(replies[start]), strict=True):
+                    scores[name][index] = score
+        return scores
 
     def close(self) -> None:
         """Kill the processes, and everything that they have started, even if they are busy."""
@@ -85,17 +108,16 @@ class RewardPool:
             worker.end()
         self._threads.shutdown(wait=True)
 
-    def _result(self, scores: list[Score]) -> RewardResult:
-        named_scores = dict(zip(self._reward.terms, scores, strict=True))
-        for name, score in named_scores.items():
+    def _result(self, scores: Mapping[str, Score]) -> RewardResult:
+        for name, score in scores.items():
             if isinstance(score, str):
                 self._handle_error(f"reward.terms.{name} {score}")
-        values = {name: 0.0 if isinstance(score, str) else score for name, score in named_scores.items()}
+        values = {name: 0.0 if isinstance(score, str) else score for name, score in scores.items()}
         return RewardResult(
             terms=values,
             reward=math.fsum(self._reward.terms[name].weight * value for name, value in values.items()),
             is_correct=values.get(self._pass_term, -math.inf) >= self._reward.pass_at,
-            errors=sum(isinstance(score, str) for score in scores),
+            errors=sum(isinstance(score, str) for score in scores.values()),
         )
 
     def _handle_error(self, reason: str) -> None:
@@ -127,18 +149,19 @@ class _Worker:
         except (EOFError, ConnectionError):
             raise RewardError("the supervisor of a reward process ended while it started; see stderr") from None
 
-    def score(self, samples: Sequence[Sample]) -> list[list[Score]]:
-        """For each sample, the value of each term or the reason why it failed."""
+    def score(self, calls: Sequence[Call]) -> list[list[Score]]:
+        """For each unit of each call, in order, the score of each sample or the reason why it failed."""
         try:
             assert self._link is not None
-            self._link.pipe.send(samples)
+            self._link.pipe.send(calls)
             scores: list[list[Score]] = self._receive()
         except (EOFError, OSError):
             # Only user code that kills processes other than its own gets here.
             with self._lock:
                 self._stop()
             self.start()
-            return [["crashed the supervisor of its process"] * len(self._reward.terms) for _ in samples]
+            reason = "crashed the supervisor of its process"
+            return [[reason] * len(unit) for _, units in calls for unit in units]
         return scores
 
     def _receive(self) -> Any:
@@ -146,9 +169,11 @@ class _Worker:
         reply = self._link.pipe.recv()
         if isinstance(reply, LoadFailure):
             term = self._reward.terms[reply.term]
-            field = "function" if term.function is not None else "kind"
-            hint = "check that its folder is on PYTHONPATH" if term.function else "pip install 'maxhydra[rl]'"
-            value = term.function or term.kind.value
+            field, value, hint = "kind", term.kind.value, "pip install 'maxhydra[rl]'"
+            if term.function is not None:
+                field, value, hint = "function", term.function, "check that its folder is on PYTHONPATH"
+            elif term.kind is RewardKind.judge:
+                field, value, hint = "judge.key_variable", str(term.judge.key_variable), "export it before the command"
             raise ConfigError(Problem(f"reward.terms.{reply.term}.{field}", reply.reason, value=value, hint=hint))
         return reply
 

@@ -2,13 +2,14 @@
 
     run -- supervisor (this module, no user code) -- reward process (user code) -- whatever it starts
 
-The reward process computes one term of one completion at a time. The supervisor enforces the time limit of each call,
-and replaces a process that hangs, crashes or sends something else than a result, together with everything that it has
-started. It ends, with all of them, when the run closes its lifeline or dies.
+The reward process computes one term of one unit of completions at a time, or of several units concurrently. The
+supervisor enforces the time limit of each call, and replaces a process that hangs, crashes or sends something else than
+a result, together with everything that it has started. It ends, with all of them, when the run closes its lifeline or
+dies.
 """
 
+import asyncio
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -23,9 +24,9 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from maxhydra.config.schema.reward import Reward
+from maxhydra.config.schema.reward import Reward, Term
 from maxhydra.record import processes
-from maxhydra.rl.rewards import Sample, build_score
+from maxhydra.rl.rewards import Sample, UnitScore, build_unit_score, units_at_a_time
 
 # Seconds for a process to import the reward functions.
 START_TIMEOUT = 120.0
@@ -33,14 +34,19 @@ START_TIMEOUT = 120.0
 MAX_FAILURES = 3
 # Seconds between searches for processes that a finished call has left behind.
 SWEEP_INTERVAL = 1.0
-# Bytes of the longest reply: a number, or a reason on one line.
+# Bytes of the longest reply for a sample: a number, or a reason on one line.
 MAX_REPLY = 1 << 14
+# Seconds that concurrent calls may take beyond their time limits, each of which the reward process enforces.
+GRACE = 1.0
 
 CRASHED = "crashed its process"
 CORRUPTED = "wrote to the pipe of its process, which carries the results"
 
 Score = float | str
 """The value of a term, or the reason why it failed."""
+Unit = Sequence[Sample]
+Call = tuple[str, Sequence[Unit]]
+"""The name of a term and the units that it scores."""
 
 
 class SupervisorLink:
@@ -81,7 +87,7 @@ class LoadFailure(Exception):
 
 
 def supervise(pipe: Connection, lifeline: Connection, reward: Reward) -> None:
-    """Main of the supervisor: reply None once the terms are loaded, then score lists of samples until the run ends.
+    """Main of the supervisor: reply None once the terms are loaded, then score calls until the run ends.
 
     A term that cannot be loaded is replied as LoadFailure.
     """
@@ -98,7 +104,7 @@ def supervise(pipe: Connection, lifeline: Connection, reward: Reward) -> None:
                 process.sweep()
             if lifeline in ready:
                 return
-            pipe.send(_score_samples(process, pipe.recv(), reward))
+            pipe.send(_score_calls(process, pipe.recv(), reward))
     except LoadFailure as failure:
         pipe.send(failure)
     except (RunEnded, EOFError, ConnectionError):
@@ -110,20 +116,28 @@ def supervise(pipe: Connection, lifeline: Connection, reward: Reward) -> None:
         processes.kill_descendants()
 
 
-def _score_samples(process: "_RewardProcess", samples: Sequence[Sample], reward: Reward) -> list[list[Score]]:
-    """For each sample, the value of each term or the reason why it failed."""
-    failures = [0 for _ in reward.terms]
-    scores: list[list[Score]] = [[] for _ in samples]
-    for sample, (index, term) in itertools.product(range(len(samples)), enumerate(reward.terms)):
-        if failures[index] == MAX_FAILURES:
-            scores[sample].append(f"was skipped after {MAX_FAILURES} hangs or crashes in a batch")
-            continue
-        try:
-            scores[sample].append(process.call((samples[sample], term)))
-        except RewardProcessFailure as failure:
-            scores[sample].append(str(failure))
-            failures[index] += 1
-            process.start()
+def _score_calls(process: "_RewardProcess", calls: Sequence[Call], reward: Reward) -> list[list[Score]]:
+    """For each unit of each call, in order, the score of each sample or the reason why it failed."""
+    return [scores for term, units in calls for scores in _score_units(process, term, units, reward)]
+
+
+def _score_units(process: "_RewardProcess", term: str, units: Sequence[Unit], reward: Reward) -> list[list[Score]]:
+    """Units of a concurrent term are one call, others one call each."""
+    is_concurrent = reward.terms[term].concurrency is not None
+    scores: list[list[Score]] = []
+    failures = 0
+    for part in ([units] if units else []) if is_concurrent else [[unit] for unit in units]:
+        if failures == MAX_FAILURES:
+            reason: Score = f"was skipped after {MAX_FAILURES} hangs or crashes in a batch"
+        else:
+            try:
+                scores += process.call((term, part))
+                continue
+            except RewardProcessFailure as failure:
+                reason = str(failure)
+                failures += 1
+                process.start()
+        scores += [[reason] * len(unit) for unit in part]
     return scores
 
 
@@ -149,21 +163,27 @@ class _RewardProcess:
         child_end.close()
         self._socket.setblocking(False)
         try:
-            problem = self._receive("did not load within ", START_TIMEOUT)
+            problem = self._receive("did not load within ", START_TIMEOUT, START_TIMEOUT)
         except RewardProcessFailure as failure:
             raise LoadFailure(next(iter(self._reward.terms)), str(failure)) from None
         if problem is not None:
             raise LoadFailure(*problem)
         self._helpers = set(processes.descendants())
 
-    def call(self, work: tuple[Sample, str]) -> Score:
-        """The value of a term for a sample, or the reason why there is none; RewardProcessFailure if it has to end."""
+    def call(self, call: Call) -> list[list[Score]]:
+        """The scores of the samples of each unit; RewardProcessFailure if the process has to end."""
         self.sweep()
-        self._send(pickle.dumps(work))
-        reply = self._receive("exceeded reward.timeout=", self._reward.timeout)
-        if not isinstance(reply, (float, str)):
+        term, units = call
+        sizes = [len(unit) for unit in units]
+        seconds = call_seconds(self._reward.terms[term], sizes, self._reward.timeout)
+        self._send(pickle.dumps(call))
+        reply = self._receive(
+            "exceeded reward.timeout=", self._reward.timeout, seconds, max_bytes=MAX_REPLY * sum(sizes)
+        )
+        if not _is_scores(reply, sizes):
             raise RewardProcessFailure(CORRUPTED)
-        return reply
+        scores: list[list[Score]] = reply
+        return scores
 
     def sweep(self) -> None:
         """Kill what earlier calls have left behind, once it is older than the time limit of a call."""
@@ -193,12 +213,12 @@ class _RewardProcess:
             except OSError:
                 raise RewardProcessFailure(CRASHED) from None
 
-    def _receive(self, reason: str, seconds: float) -> Any:
-        """The content of one reply, which is a line of JSON."""
+    def _receive(self, reason: str, limit: float, seconds: float, *, max_bytes: int = MAX_REPLY) -> Any:
+        """The content of one reply, which is a line of JSON, within some seconds; `limit` is named if it is late."""
         assert self._socket is not None
         deadline, line = time.monotonic() + seconds, b""
         while not line.endswith(b"\n"):
-            self._wait(select.POLLIN, deadline, reason, seconds)
+            self._wait(select.POLLIN, deadline, reason, limit)
             try:
                 received = self._socket.recv(MAX_REPLY)
             except OSError:
@@ -206,7 +226,7 @@ class _RewardProcess:
             if not received:
                 raise RewardProcessFailure(CRASHED)
             line += received
-            if len(line) > MAX_REPLY:
+            if len(line) > max_bytes:
                 raise RewardProcessFailure(CORRUPTED)
         try:
             return json.loads(line)["reply"]
@@ -262,25 +282,83 @@ def reply_sender(descriptor: int) -> Callable[[object], None]:
     return send
 
 
+def call_seconds(term: Term, sizes: Sequence[int], timeout: float) -> float:
+    """Time limit of a call for units of these sizes; concurrent units are started as earlier ones end."""
+    at_a_time = units_at_a_time(term, max(sizes))
+    return timeout if at_a_time is None else timeout * math.ceil(len(sizes) / at_a_time) + GRACE
+
+
+def _is_scores(reply: object, sizes: Sequence[int]) -> bool:
+    return (
+        isinstance(reply, list)
+        and len(reply) == len(sizes)
+        and all(isinstance(scores, list) and len(scores) == size for scores, size in zip(reply, sizes, strict=True))
+        and all(isinstance(score, (float, str)) for scores in reply for score in scores)
+    )
+
+
 def _reply_to_calls(descriptor: int, reward: Reward) -> None:
     send = reply_sender(descriptor)
     score_fns = {}
     for name, term in reward.terms.items():
         try:
-            score_fns[name] = build_score(term)
+            score_fns[name] = build_unit_score(term, timeout=reward.timeout)
         except Exception as error:  # an import may raise anything
             send([name, f"cannot be loaded: {describe_error(error)}"])
             return
     send(None)
-    with open(descriptor, "rb", closefd=False) as calls:
+    # One event loop for all calls, so that a function can keep its connections.
+    with open(descriptor, "rb", closefd=False) as calls, asyncio.Runner() as runner:
         while True:
-            sample, term = pickle.load(calls)
+            term_name, units = pickle.load(calls)
+            score = score_fns[term_name]
+            at_a_time = units_at_a_time(reward.terms[term_name], max(map(len, units)))
+            if at_a_time is None:
+                send([_scores_of(unit, score, reward) for unit in units])
+            else:
+                send(runner.run(_scores_of_all(units, score, reward, at_a_time)))
+
+
+def _scores_of(unit: Unit, score: UnitScore, reward: Reward) -> list[Score]:
+    try:
+        return _to_scores(score(unit), unit)
+    except Exception as error:  # user code may raise anything; the run reports it
+        return [_reason(error, reward)] * len(unit)
+
+
+async def _scores_of_all(units: Sequence[Unit], score: UnitScore, reward: Reward, at_a_time: int) -> list[list[Score]]:
+    """Scores of units that are awaited concurrently, each within its time limit."""
+    semaphore = asyncio.Semaphore(at_a_time)
+
+    async def scores_of(unit: Unit) -> list[Score]:
+        async with semaphore:
             try:
-                send(_to_number(score_fns[term](sample)))
-            except MemoryError:
-                send(f"exceeded reward.memory_limit_gib={reward.memory_limit_gib}")
+                return _to_scores(await asyncio.wait_for(score(unit), reward.timeout), unit)
+            except TimeoutError:
+                return [f"exceeded reward.timeout={reward.timeout:g} s"] * len(unit)
             except Exception as error:  # user code may raise anything; the run reports it
-                send(f"raised {describe_error(error)}")
+                return [_reason(error, reward)] * len(unit)
+
+    return await asyncio.gather(*map(scores_of, units))
+
+
+def _reason(error: Exception, reward: Reward) -> str:
+    if isinstance(error, MemoryError):
+        return f"exceeded reward.memory_limit_gib={reward.memory_limit_gib}"
+    return f"raised {describe_error(error)}"
+
+
+def _to_scores(values: Any, unit: Unit) -> list[Score]:
+    """One score for each sample of the unit."""
+    try:
+        listed = list(values)
+    except TypeError:
+        return [f"returned {type(values).__name__} instead of a list of numbers"] * len(unit)
+    if len(listed) != len(unit):
+        return [f"returned {len(listed)} numbers for {len(unit)} completions"] * len(unit)
+    return [
+        f"raised {describe_error(value)}" if isinstance(value, Exception) else _to_number(value) for value in listed
+    ]
 
 
 def _to_number(value: object) -> Score:
@@ -296,6 +374,6 @@ def _to_number(value: object) -> Score:
 
 def describe_error(error: Exception) -> str:
     """An error on one line, with the file and line that raised it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    location = f" ({os.path.basename(last.filename)}:{last.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    location = "".join(f" ({os.path.basename(frame.filename)}:{frame.lineno})" for frame in frames)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{location}"

@@ -1,4 +1,6 @@
-"""Reward functions: each kind of reward term is a function of a term that returns the score of a sample.
+"""Reward functions: each kind of reward term is a function of a term that returns the scores of a unit of samples.
+
+A unit is the input of one call: a completion, all completions of a prompt, or all of a rollout.
 
 A score is built once in every reward process; if an import fails there, the run ends before it starts. This module does
 not import jax, so that the processes start quickly.
@@ -6,11 +8,14 @@ not import jax, so that the processes start quickly.
 
 import dataclasses
 import importlib
+import inspect
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from maxhydra.config.schema.reward import RewardKind, Term
+from maxhydra.config.schema.reward import RewardKind, Scope, Term
+from maxhydra.rl.judge import Judge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +33,13 @@ class Sample:
     """The other columns of the prompt's record."""
     tokens: int
     """Length of the completion in tokens."""
+    ids: tuple[int, ...] = ()
+    """Token ids of prompt and completion, for reward models; reward processes do not receive them."""
 
 
 Score = Callable[[Sample], float]
+# Scores of the samples of a unit; of a concurrent term, an awaitable. User code may return anything.
+UnitScore = Callable[[Sequence[Sample]], Any]
 
 
 def extract_answer(text: str, pattern: str | None) -> str | None:
@@ -46,8 +55,35 @@ def normalize(text: object) -> str:
     return " ".join(str(text).casefold().split())
 
 
+def unit_indices(term: Term, count: int, group_size: int) -> list[range]:
+    """The units of a term among `count` samples, of which `group_size` consecutive ones have the same prompt."""
+    size = {Scope.completion: 1, Scope.group: group_size, Scope.batch: max(count, 1)}[term.scope]
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def units_at_a_time(term: Term, unit_size: int) -> int | None:
+    """Number of units that are scored concurrently; None if the term is not concurrent.
+
+    A judge makes a request for each ordered pair of a group: more groups at a time would only share its requests, and
+    each would take longer.
+    """
+    if term.concurrency is None or term.kind is not RewardKind.judge or term.scope is Scope.completion:
+        return term.concurrency
+    return math.ceil(term.concurrency / max(1, unit_size * (unit_size - 1)))
+
+
+def build_unit_score(term: Term, *, timeout: float) -> UnitScore:
+    """The reward function of a term, over units; `timeout` limits the seconds of a call."""
+    if term.kind is RewardKind.function:
+        return _function(term)
+    if term.kind is RewardKind.judge:
+        return _judge(term, timeout)
+    score = BUILDERS[term.kind](term)
+    return lambda unit: [score(sample) for sample in unit]
+
+
 def build_score(term: Term) -> Score:
-    """The reward function of a term."""
+    """The reward function of a built-in term, over single samples."""
     return BUILDERS[term.kind](term)
 
 
@@ -95,16 +131,55 @@ def _overlong(term: Term) -> Score:
     return score
 
 
-def _function(term: Term) -> Score:
+def _function(term: Term) -> UnitScore:
     """A user-defined reward function, `module:function`."""
     assert term.function is not None
     module, name = term.function.split(":")
-    function: Callable[..., float] = getattr(importlib.import_module(module), name)
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    is_async = inspect.iscoroutinefunction(function)
+    if is_async != (term.concurrency is not None):
+        raise TypeError(
+            "is async, so concurrency must be a number of calls"
+            if is_async
+            else "is not async: concurrency must be null"
+        )
 
-    def score(sample: Sample) -> float:
+    def one(unit: Sequence[Sample]) -> Any:
+        (sample,) = unit
         return function(
             sample.text, prompt=sample.prompt, answer=sample.answer, expected=sample.expected, record=sample.record
         )
+
+    def several(unit: Sequence[Sample]) -> Any:
+        return function(
+            [sample.text for sample in unit],
+            prompts=[sample.prompt for sample in unit],
+            answers=[sample.answer for sample in unit],
+            expected=[sample.expected for sample in unit],
+            records=[sample.record for sample in unit],
+        )
+
+    if term.scope is not Scope.completion:
+        return several
+    if not is_async:
+        return lambda unit: [one(unit)]
+
+    async def awaited(unit: Sequence[Sample]) -> list[Any]:
+        return [await one(unit)]
+
+    return awaited
+
+
+def _judge(term: Term, timeout: float) -> UnitScore:
+    """Ratings by a language model, or the win rates in a group."""
+    assert term.concurrency is not None
+    judge = Judge(term.judge, concurrency=term.concurrency, timeout=timeout)
+
+    async def score(unit: Sequence[Sample]) -> list[Any]:
+        first = unit[0]
+        if term.scope is Scope.group:
+            return await judge.win_rates(first.prompt, first.expected, [sample.text for sample in unit])
+        return [await judge.rate(first.prompt, first.expected, first.text)]
 
     return score
 
@@ -142,7 +217,6 @@ def _reasoning_gym(term: Term) -> Score:
 BUILDERS: dict[RewardKind, Callable[[Term], Score]] = {
     RewardKind.exact: _exact,
     RewardKind.format: _format,
-    RewardKind.function: _function,
     RewardKind.length: _length,
     RewardKind.math: _math,
     RewardKind.overlong: _overlong,

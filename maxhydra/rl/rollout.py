@@ -145,7 +145,7 @@ class RolloutWorker:
             )
         inputs = [self._reward_input(infos[index // samples], episode) for index, episode in enumerate(episodes)]
         with self._scoring:
-            scores = self._reward_pool.score(inputs)
+            scores = self._reward_pool.score(inputs, group_size=samples)
         results = [self._with_environment(result, episode) for result, episode in zip(scores, episodes, strict=True)]
         parts = [slice(index * samples, (index + 1) * samples) for index in range(len(rows))]
         return [
@@ -185,6 +185,7 @@ class RolloutWorker:
             expected=info["answer"],
             record={**info["record"], **turns},
             tokens=episode.num_sampled,
+            ids=(*episode.prompt, *episode.tokens),
         )
 
     def _with_environment(self, result: RewardResult, episode: Episode) -> RewardResult:

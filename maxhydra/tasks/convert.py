@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from maxhydra import data, model
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.schema.model import Head
 from maxhydra.config.schema.quantization import STORED_KINDS
 from maxhydra.config.schema.tasks.inference import ConvertFormat, ConvertTask
 from maxhydra.convert.adapter_lineage import find_adapter_lineage
@@ -84,6 +85,9 @@ def _check_format(config: Config, task: ConvertTask) -> None:
 
 
 def _write_peft(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
+    if config.model.head is Head.score:
+        reason, hint = "is not part of a PEFT adapter", "task.format=hf merges the adapter and writes a classifier"
+        raise ConfigError(Problem("model.head", reason, value=config.model.head, hint=hint))
     lineage = find_adapter_lineage(KEY, source)
     if lineage is None:
         accepted = "a run that was trained with adapter=lora or adapter=qlora"

@@ -13,6 +13,7 @@ from maxhydra.rl.batches import AsynchronousBatches, RolloutBatches, make_logpro
 from maxhydra.rl.episodes import TurnEncoder
 from maxhydra.rl.evaluate import held_out_pass_rate
 from maxhydra.rl.loss import group_loss
+from maxhydra.rl.reward_models import open_reward_models
 from maxhydra.rl.reward_pool import RewardPool
 from maxhydra.rl.rollout import PolicyEngine, RolloutWorker
 from maxhydra.rl.setup import check, episode_runner, make_sharders, plan_prompts, prompt_loader, with_reference
@@ -49,7 +50,9 @@ def run(job: Job) -> Outcome:
     if job.run.writes and task.keep_rollouts:
         writers = {kind: RolloutWriter(job.run.path / FOLDER, kind, keep=task.keep_rollouts) for kind in KINDS}
     environments = episode_runner(config, task, encoder)
-    with closing(RewardPool(config.reward)) as reward_pool, environments as runner, closing(engine):
+    # As many sequences at a time as a forward pass of the trainer.
+    reward_models = open_reward_models(config, sharder, rows=spec.batch // config.train.grad_accum)
+    with closing(RewardPool(config.reward, reward_models)) as reward_pool, environments as runner, closing(engine):
         worker = RolloutWorker(engine, reward_pool, task, config.reward, runner)
         scorer = Scorer(policy, sharder, config.train.loss_chunk)
         logprob_fn = make_logprob_fn(scorer, task, parts=config.train.grad_accum)

@@ -210,6 +210,24 @@ class Scorer:
         return ScoredTokens(logprobs, forward.aux, None, forward.hidden_BTD)
 
 
+@dataclasses.dataclass(frozen=True)
+class SequenceScorer:
+    """Scores of sequences by a reward model, at their last token."""
+
+    model: ModelDef
+    sharder: Sharder
+
+    def __call__(
+        self, weights: Tree, rows: Mapping[str, jax.Array], key: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Scores [B] in float32, and the aux outputs of the layers. Without a key, dropout is off."""
+        forward = self.model.forward(weights, rows["tokens"], Context.of_batch(rows, self.sharder, key))
+        # The score of every position: a sum over the hidden state, and no gather of it over a sharded length.
+        scores_BT = self.model.scores(weights, forward.hidden_BTD)
+        is_last_BT = jnp.arange(scores_BT.shape[1]) == rows["last"][:, None]
+        return jnp.sum(jnp.where(is_last_BT, scores_BT, 0), axis=1), forward.aux
+
+
 def token_logprobs(
     logits_of: Callable[[jax.Array], jax.Array] | LinearHead,
     hidden: jax.Array,

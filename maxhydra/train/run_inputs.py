@@ -23,9 +23,10 @@ from maxhydra.data.tokenizers import template_files
 from maxhydra.record.fingerprint import describe_change, fingerprint_files, is_unchanged
 
 PARAMETERS, FULL_STATE, TEACHER = "checkpoint.load_parameters", "checkpoint.load_full_state", "task.teacher.weights"
+REWARD = "reward.terms.{}.weights"
 ACCEPT_INPUTS = "run.accept_changed_inputs"
 # Record types that are rendered with a chat template.
-TEMPLATED = ("chat", "preference", "prompts")
+TEMPLATED = ("chat", "preference", "prompts", "scored")
 
 Record = Mapping[str, Any]
 Records = dict[str, dict[str, Record]]
@@ -139,6 +140,11 @@ def pin_weights(config: Config, records: Mapping[str, Mapping[str, Record]]) -> 
     paths = {key: record["path"] for entries in records.values() for key, record in entries.items() if "path" in record}
     fields = {key.rpartition(".")[2]: paths[key] for key in (PARAMETERS, FULL_STATE) if key in paths}
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, **fields))
+    terms = {
+        name: dataclasses.replace(term, weights=paths.get(REWARD.format(name), term.weights))
+        for name, term in config.reward.terms.items()
+    }
+    config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, terms=terms))
     if isinstance(config.task, DistillTask) and TEACHER in paths:
         teacher = dataclasses.replace(config.task.teacher, weights=paths[TEACHER])
         return dataclasses.replace(config, task=dataclasses.replace(config.task, teacher=teacher))
@@ -153,7 +159,7 @@ def _by_kind(records: Iterable[tuple[Input, Record]]) -> Records:
 
 
 def _weights(config: Config) -> Iterator[WeightsInput]:
-    """The initial weights, as the frozen base of an adapter, as the reference, or only for a new run; the teacher."""
+    """The initial weights, as the frozen base of an adapter, as the reference, or only for a new run; other models."""
     has_adapter = config.adapter.kind is not AdapterKind.none
     has_reference = _needs_reference_weights(config)
     kind = "reference" if has_reference and not has_adapter else "base"
@@ -161,6 +167,9 @@ def _weights(config: Config) -> Iterator[WeightsInput]:
         yield WeightsInput(kind, PARAMETERS, location, is_reloaded=has_adapter or has_reference)
     if (location := config.checkpoint.load_full_state) is not None:
         yield WeightsInput("base", FULL_STATE, location, is_reloaded=False)
+    for name, term in config.reward.terms.items():
+        if term.weights is not None:
+            yield WeightsInput("reward", REWARD.format(name), term.weights, is_reloaded=True)
     if isinstance(config.task, DistillTask) and config.task.teacher.weights is not None:
         yield WeightsInput("teacher", TEACHER, config.task.teacher.weights, is_reloaded=True)
 

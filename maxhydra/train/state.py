@@ -286,7 +286,7 @@ class StateFactory:
             initial = self._init_weights(seed)
             trainable, frozen = split_trainable(initial)
             heads = {name: weights for name, weights in initial.items() if name not in base}
-            return self._build(merge_trees(trainable if frozen else heads, base), extra_weights, seed)
+            return self._build(merge_trees(base, trainable if frozen else heads), extra_weights, seed)
 
         create = jax.jit(build, out_shardings=self.shardings(), donate_argnums=(0, 1))
         return create(base, dict(self.extra_weights), jnp.uint32(seed))

@@ -21,7 +21,7 @@ from maxhydra.config.schema.config import Config
 from maxhydra.config.serialize import to_yaml
 from maxhydra.record.redact import HIDDEN
 
-TRAINING = ("dpo", "grpo", "distill")
+TRAINING = ("dpo", "reward_model", "grpo", "distill")
 TABLES = {"free": FREE_KEYS, "input": INPUT_KEYS, "fixed": FIXED_KEYS}
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.reward import OnFault, Reward, RewardKind, Term
+from maxhydra.config.schema.reward import OnFault, Reward, RewardKind, Scope, Term
 from maxhydra.rl.reward_pool import RewardError, RewardPool, RewardResult
 from maxhydra.rl.rewards import Sample, build_score, extract_answer
 from tests.support.cli import ROOT, environment
@@ -41,8 +41,12 @@ def score_texts(reward: Reward, *texts: str) -> list[RewardResult]:
         pool.close()
 
 
+def function_term(name: str, **fields: Any) -> Term:
+    return Term(kind=RewardKind.function, function=f"reward_functions:{name}", **fields)
+
+
 def function_reward(name: str, **changes: Any) -> Reward:
-    return Reward(terms={"own": Term(kind=RewardKind.function, function=f"reward_functions:{name}")}, **changes)
+    return Reward(terms={"own": function_term(name)}, **changes)
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +118,60 @@ def test_a_function_receives_the_whole_sample() -> None:
     finally:
         pool.close()
     assert result.is_correct
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_function_sees_a_group_or_the_batch(workers: int) -> None:
+    """Groups of two: the longer text of each wins. In the batch, all texts compete."""
+    terms = {
+        "group": function_term("rank", scope=Scope.group),
+        "later": function_term("rank_later", scope=Scope.group, concurrency=2),
+        "batch": function_term("rank", scope=Scope.batch, weight=0.0),
+        "one": function_term("vowels", weight=0.0),
+    }
+    samples = [make_sample(text) for text in ("a", "bb", "cccc", "eee")]
+    with closing(RewardPool(Reward(terms=terms, workers=workers))) as pool:
+        results = pool.score(samples, group_size=2)
+    assert [result.terms["group"] for result in results] == [0, 1, 1, 0]
+    assert [result.reward for result in results] == [0, 2, 2, 0]
+    assert [result.terms["batch"] for result in results] == pytest.approx([0, 1 / 3, 1, 2 / 3])
+    assert [result.terms["one"] for result in results] == [1, 0, 0, 3]
+
+
+def test_a_function_of_a_group_receives_lists() -> None:
+    samples = [make_sample("a", 3, record={"level": 2}), make_sample("b", 4, record={"level": 5})]
+    with closing(RewardPool(Reward(terms={"own": function_term("known_lists", scope=Scope.group)}))) as pool:
+        assert [result.reward for result in pool.score(samples, group_size=2)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("term", "expected", "reason"),
+    [
+        (function_term("too_few", scope=Scope.group), [0, 0, 1, 1], "returned 1 numbers for 2 completions"),
+        (function_term("nan_at_b", scope=Scope.group), [1, 0, 1, 1], "returned nan, not a finite number"),
+        (function_term("vowels_of_none", scope=Scope.batch), [0] * 4, "returned NoneType instead of a list of numbers"),
+        (function_term("concurrent", concurrency=2), [2, 0, 0, 2], "exceeded reward.timeout=0.5 s"),
+        (function_term("concurrent", concurrency=3), [3, 0, 0, 3], "raised RuntimeError: cannot judge c"),
+        (function_term("blocks", concurrency=4), [0] * 4, "exceeded reward.timeout=0.5 s"),
+    ],
+)
+def test_a_failure_costs_its_unit_only(
+    term: Term, expected: list[float], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.WARNING, "maxhydra"),
+        closing(RewardPool(Reward(terms={"own": term}, timeout=0.5))) as pool,
+    ):
+        results = pool.score([make_sample(text) for text in "abcd"], group_size=2)
+    assert [result.reward for result in results] == expected
+    assert sum(result.errors for result in results) == expected.count(0)
+    assert f"reward.terms.own {reason}" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "concurrency"), [("concurrent", None), ("vowels", 2)])
+def test_async_functions_need_a_concurrency_and_others_none(name: str, concurrency: int | None) -> None:
+    with pytest.raises(ConfigError, match="concurrency must be"):
+        RewardPool(Reward(terms={"own": function_term(name, concurrency=concurrency)}))
 
 
 @pytest.mark.parametrize(

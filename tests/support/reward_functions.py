@@ -1,5 +1,6 @@
 """User-defined reward functions, valid and faulty, referenced by import path."""
 
+import asyncio
 import contextlib
 import os
 import re
@@ -109,3 +110,52 @@ def _note_pid(record: dict[str, Any], child: subprocess.Popen) -> subprocess.Pop
     with open(record["pids"], "a") as file:
         file.write(f"{child.pid}\n")
     return child
+
+
+def rank(texts: list[str], **known: Any) -> list[float]:
+    """The share of the other texts that are shorter."""
+    return [sum(len(text) > len(other) for other in texts) / (len(texts) - 1) for text in texts]
+
+
+def known_lists(texts: list[str], *, prompts: list, answers: list, expected: list, records: list) -> list[float]:
+    lists = [prompts, answers, expected, [record["level"] for record in records]]
+    return [float(lists == [["x?"] * 2, texts, [3, 4], [2, 5]])] * len(texts)
+
+
+def too_few(texts: list[str], **known: Any) -> list[float]:
+    return [1.0] * (len(texts) - ("b" in texts))
+
+
+def nan_at_b(texts: list[str], **known: Any) -> list[float]:
+    return [float("nan") if text == "b" else 1.0 for text in texts]
+
+
+def vowels_of_none(texts: list[str], **known: Any) -> None:
+    pass
+
+
+running = most_running = 0
+
+
+async def concurrent(text: str, **known: Any) -> float:
+    """The largest number of calls at a time so far; b never returns, and c raises."""
+    global running, most_running
+    running += 1
+    most_running = max(most_running, running)
+    try:
+        await asyncio.sleep(60 if text == "b" else 0.05)
+    finally:
+        running -= 1
+    if text == "c":
+        raise RuntimeError("cannot judge c")
+    return most_running
+
+
+async def blocks(text: str, **known: Any) -> float:
+    time.sleep(60)
+    return 1.0
+
+
+async def rank_later(texts: list[str], **known: Any) -> list[float]:
+    await asyncio.sleep(0.01)
+    return rank(texts)

@@ -23,7 +23,9 @@ from maxhydra.record.storage import is_remote
 # Tasks whose batches do not depend on the weights, so that each replica can train on its own rows of them.
 DILOCO_TASKS = ("pretrain", "sft", "plan")
 
-TRAINING_TASKS = ("pretrain", "sft", "dpo", "grpo", "distill")
+TRAINING_TASKS = ("pretrain", "sft", "dpo", "reward_model", "grpo", "distill")
+# Tasks of models with a score head.
+SCORE_TASKS = ("reward_model", "convert", "inspect")
 # Tasks whose engine can be profiled.
 ENGINE_TASKS = ("decode", "serve")
 # Tasks that describe a training run without running it.
@@ -115,6 +117,13 @@ class Config(Schema):
         yield from self._evaluation_problems()
         yield from self._storage_problems()
         yield from self._statistics_problems()
+        is_score, name = self.model.head is Head.score, self.task.name
+        if is_score and name not in SCORE_TASKS:
+            reason = f"is the head of a reward model, and task={name} needs a language model"
+            yield Problem("model.head", reason, value=self.model.head, accepted="tied, separate")
+        if not is_score and name == "reward_model":
+            reason = "is not the head of a reward model"
+            yield Problem("model.head", reason, value=self.model.head, accepted="score")
         for problem in self.task.check_model(self.model):
             yield dataclasses.replace(problem, path=f"task.{problem.path}")
         # Adapter weights are float32 whatever the dtype of the frozen weights.

@@ -72,7 +72,8 @@ ROLES = {
     "text": ("text",),
     "tokens": ("tokens",),
     "chat": ("messages",),
-    "preference": ("prompt", "chosen", "rejected"),
+    "preference": ("prompt", "chosen", "rejected", "margin"),
+    "scored": ("prompt", "completion", "score"),
     "prompts": ("prompt", "answer"),
     "teacher": ("tokens", "teacher_ids", "teacher_logits"),
 }

@@ -115,6 +115,7 @@ class Dtype(Enum):
 class Head(Enum):
     tied = "tied"
     separate = "separate"
+    score = "score"
 
 
 class RematPolicy(Enum):
@@ -274,7 +275,8 @@ class Model(Schema):
     kinds: dict[str, Kind] = option({})
     """Layer kinds by name."""
     head: Head = Head.separate
-    """LM head: separate weights, or those of the embedding (tied)."""
+    """LM head: separate weights, or those of the embedding (tied). score: one number per token instead of logits, for
+    task=reward_model; it starts at zero unless the loaded weights have it."""
     norm: Norm = Norm.rms
     """rms: RMSNorm (Zhang and Sennrich, 2019); rms_plus_one: the same with a scale of 1 + w, w
     initialized to zero; layer: LayerNorm (Ba et al., 2016), with a bias."""

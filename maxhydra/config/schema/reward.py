@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from enum import Enum
 
-from maxhydra.config.declare import Schema, option, schema
+from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
 
 OnFault = Enum("OnFault", ["zero", "raise"])
@@ -14,10 +14,18 @@ class RewardKind(Enum):
     exact = "exact"
     format = "format"
     function = "function"
+    judge = "judge"
     length = "length"
     math = "math"
+    model = "model"
     overlong = "overlong"
     reasoning_gym = "reasoning_gym"
+
+
+class Scope(Enum):
+    completion = "completion"
+    group = "group"
+    batch = "batch"
 
 
 class EnvironmentKind(Enum):
@@ -38,7 +46,40 @@ NEEDED = {
     RewardKind.length: ("target",),
     RewardKind.overlong: ("target", "buffer"),
     RewardKind.function: ("function",),
+    RewardKind.model: ("weights",),
 }
+
+# Kinds whose calls can run concurrently.
+CONCURRENT = (RewardKind.function, RewardKind.judge)
+
+
+@schema
+class Judge(Schema):
+    """A language model that rates completions, behind an OpenAI-compatible API."""
+
+    url: str | None = None
+    """Base URL of the API, such as http://localhost:8000/v1."""
+    model: str | None = None
+    """Name of the model in requests."""
+    rubric: str = "Reward responses that are correct, helpful and concise."
+    """Criteria of the rating, which are part of the judge's instructions."""
+    key_variable: str | None = None
+    """Environment variable that holds the API key. null: no key."""
+    max_tokens: int = option(512, ge=1)
+    """Maximum tokens of a reply, including its reasoning."""
+    temperature: float = option(0.0, ge=0)
+    """Sampling temperature of the judge."""
+    retries: int = option(3, ge=0)
+    """Further attempts after a failed connection, HTTP 408, 425, 429 or 5xx, or a reply without a rating. The waits
+    between them double from half a second, and count in reward.timeout."""
+
+    def check(self) -> Iterator[Problem]:
+        if self.url is not None and not re.match(r"https?://[^/]", self.url):
+            yield Problem("url", "is not an HTTP address", value=self.url, accepted="such as http://localhost:8000/v1")
+        if self.key_variable is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.key_variable):
+            # The value may be the key itself.
+            accepted = "such as OPENAI_API_KEY"
+            yield Problem("key_variable", "is not the name of an environment variable", value=None, accepted=accepted)
 
 
 @schema
@@ -48,8 +89,8 @@ class Term(Schema):
     kind: RewardKind = RewardKind.exact
     """exact: the answer equals the expected one, ignoring case and whitespace; math: it is equal as a mathematical
     expression; format: the completion matches a pattern; length: closeness to a number of tokens; overlong: a penalty
-    for long completions (Yu et al., 2025); function: a function of yours; reasoning_gym: the score of the prompt's
-    Reasoning Gym task."""
+    for long completions (Yu et al., 2025); function: a function of yours; model: the score of a reward model; judge:
+    the rating of a language model behind an HTTP API; reasoning_gym: the score of the prompt's Reasoning Gym task."""
     weight: float = 1.0
     """Weight of the term in the sum."""
     pattern: str | None = None
@@ -60,8 +101,20 @@ class Term(Schema):
     buffer: int | None = option(None, ge=1)
     """overlong: length of the interval before target in which the score falls linearly from 0 to -1."""
     function: str | None = None
-    """function: `package.module:function`, called as function(text, prompt=, answer=, expected=, record=) -> number, in
-    a separate process."""
+    """function: `package.module:function`, called in a separate process. With scope=completion as function(text,
+    prompt=, answer=, expected=, record=) -> number, otherwise with a list in place of each value: function(texts,
+    prompts=, answers=, expected=, records=) -> one number per text."""
+    weights: str | None = None
+    """model: run of task=reward_model, its checkpoint, or Hugging Face folder of a sequence classifier with one label.
+    It must have the tokenizer of the policy, whose token ids it scores, at the last token of the completion."""
+    scope: Scope = Scope.completion
+    """function: input of one call: a completion, all completions of a prompt, or all completions of a rollout. judge:
+    completion rates each from 0 to 10 and divides by 10; group compares each pair of a group in both orders, and a
+    completion's score is its share of wins, with ties as half."""
+    concurrency: int | None = option(None, ge=1)
+    """function: calls at a time of an `async def` function, in each reward process; null: the function is not async.
+    judge: requests at a time in each reward process."""
+    judge: Judge = section(Judge)
 
     def check(self) -> Iterator[Problem]:
         needed = NEEDED.get(self.kind, ())
@@ -75,7 +128,25 @@ class Term(Schema):
             yield Problem("buffer", f"is over target={self.target}", value=self.buffer, accepted=f"1 to {self.target}")
         if self.function is not None and self.function.count(":") != 1:
             yield Problem("function", "is not a function", value=self.function, accepted="package.module:function")
+        scopes = {RewardKind.function: tuple(Scope), RewardKind.judge: (Scope.completion, Scope.group)}
+        if self.scope not in (accepted := scopes.get(self.kind, (Scope.completion,))):
+            accepted_names = ", ".join(scope.value for scope in accepted)
+            yield Problem("scope", f"is not supported by kind={self.kind.value}", self.scope, accepted=accepted_names)
+        yield from self._judge_problems()
+        if self.concurrency is not None and self.kind not in CONCURRENT:
+            yield Problem("concurrency", f"is not used by kind={self.kind.value}", self.concurrency, accepted="null")
         yield from pattern_problems("pattern", self.pattern, groups=0)
+
+    def _judge_problems(self) -> Iterator[Problem]:
+        if self.kind is not RewardKind.judge:
+            if self.judge != Judge():  # type: ignore[call-arg]
+                yield Problem("judge", f"is not used by kind={self.kind.value}", accepted="its defaults")
+            return
+        for path, value in (("judge.url", self.judge.url), ("judge.model", self.judge.model)):
+            if value is None:
+                yield Problem(path, "is needed by kind=judge", value=None)
+        if self.concurrency is None:
+            yield Problem("concurrency", "is needed by kind=judge", value=None, accepted="1 or more")
 
 
 @schema
@@ -93,8 +164,9 @@ class Reward(Schema):
     pass_at: float = 1.0
     """Value of that term, before its weight, from which a completion counts as correct."""
     timeout: float = option(5.0, gt=0)
-    """Seconds that a term may take for one completion before its process is killed, with everything that it started.
-    Processes that a call leaves behind are killed at that age too; those started by importing the function stay."""
+    """Seconds that one call of a term may take before its process is killed, with everything that it started; a
+    concurrent call is cancelled alone. Processes that a call leaves behind are killed at that age too; those started
+    by importing the function stay."""
     memory_limit_gib: float | None = option(8.0, gt=0)
     """Memory that a reward process, and each process that it starts, may allocate. null: no limit."""
     workers: int = option(1, ge=1)

@@ -359,6 +359,7 @@ LAYERS = ("side_loss", "moe/*", "mtp_loss")
 SPEED = ("tokens_per_second", "tflops_per_device", "mfu")
 LIKELIHOOD = (EVAL_LOSS, "eval/perplexity", "eval/tokens")
 PAIRS = ("accuracy", "logprob_chosen", "logprob_rejected", "reward_chosen", "reward_rejected", "reward_margin")
+REWARDS = ("accuracy", "reward_chosen", "reward_rejected", "reward_margin", "reward_mean", "absolute_error")
 POLICY = ("clip_share", "entropy", "kl", "sampler_error", "importance_weight", "value_loss", "explained_variance")
 ANSWERS = ("answers/*", "groups/*", "reward/*", "environment/*", "rollout/*", *POLICY)
 GRADES = ("eval/error", "eval/reward", "eval/pass@*", "eval/maj@*", "eval/prompts", "eval/tokens")
@@ -367,6 +368,7 @@ LOGGED = {
     "pretrain": (*TRAINED, *LIKELIHOOD),
     "sft": (*TRAINED, *LIKELIHOOD),
     "dpo": (*TRAINED, *PAIRS, EVAL_LOSS, "eval/tokens", *(f"eval/{name}" for name in PAIRS)),
+    "reward_model": (*TRAINED, *REWARDS, EVAL_LOSS, "eval/tokens", *(f"eval/{name}" for name in REWARDS)),
     "grpo": (*TRAINED, *ANSWERS, *GRADES),
     "bench": ("loss", "step_time", *SPEED),
     "distill": (*TRAINED, "cross_entropy", "divergence", "features", *LIKELIHOOD, "eval/kl"),

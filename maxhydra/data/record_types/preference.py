@@ -3,6 +3,9 @@
 chosen and rejected are text or messages. The prompt is a separate column, text or messages, or else the common prefix
 of both: the same messages, or the same tokens. Messages may start with the prompt even if it also has a column. Texts
 are tokenized separately from their prompt, as at inference; messages are rendered as one conversation.
+
+data.columns.margin names a column with a number by which the reward of chosen should exceed that of rejected; rows then
+have a column `margin`.
 """
 
 import dataclasses
@@ -29,6 +32,7 @@ EXPECTED = (
 class Pair:
     chosen: Document
     rejected: Document
+    margin: float = 0.0
 
 
 class Preference(UnpackedRecordType):
@@ -45,7 +49,11 @@ class Preference(UnpackedRecordType):
             return rejection
         if missing := [name for name, document in zip(RESPONSES, documents, strict=True) if not _has_loss(document)]:
             return Rejected(f"{missing[0]} has no token to train on: it is empty, or a prefix of the other response")
-        return self._fit(*documents)
+        pair = self._fit(*documents)
+        if "margin" not in self.corpus.columns or isinstance(pair, Rejected):
+            return pair
+        margin = number_of(column_of(record, self.corpus, "margin"), "margin")
+        return margin if isinstance(margin, Rejected) else dataclasses.replace(pair, margin=margin)
 
     def _encode_messages(self, prompt: Any, responses: list[Any]) -> list[Any]:
         context = [] if prompt is None else _as_messages(prompt, "user")
@@ -97,17 +105,27 @@ class Preference(UnpackedRecordType):
             )
         # At least one token of the prompt remains, from which the first token of the response is predicted.
         cut = max(0, min(longest - self.seq_len, prompt - 1))
-        pair = Pair(*(_slice(document, cut, cut + self.seq_len + 1) for document in (chosen, rejected)))
+        chosen, rejected = (_slice(document, cut, cut + self.seq_len + 1) for document in (chosen, rejected))
+        pair = Pair(chosen, rejected)
         if any(not _has_loss(document) for document in (pair.chosen, pair.rejected)):
             return Rejected(f"has no token to train on after truncation to train.seq_len={self.seq_len}")
         return pair
 
     def row(self, example: Any, seq_len: int) -> Row:
-        return {
+        margin = {"margin": np.array(example.margin, np.float32)} if "margin" in self.corpus.columns else {}
+        return margin | {
             f"{response}_{name}": column
             for response in RESPONSES
-            for name, column in _columns(getattr(example, response), seq_len).items()
+            for name, column in padded_columns(getattr(example, response), seq_len).items()
         }
+
+
+def number_of(value: Any, role: str) -> Any:
+    """Return a finite number, or a Rejected."""
+    if isinstance(value, Rejected):
+        return value
+    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    return float(value) if is_number and np.isfinite(value) else Rejected(f"{role} is {value!r:.80}, not a number")
 
 
 def _first_rejection(values: Sequence[Any]) -> Rejected | None:
@@ -166,7 +184,7 @@ def _slice(document: Document, start: int, stop: int) -> Document:
     return Document(document.tokens[start:stop], document.weights[start:stop])
 
 
-def _columns(document: Document, seq_len: int) -> Row:
+def padded_columns(document: Document, seq_len: int) -> Row:
     """Padded tokens, targets, positions and weights of one sequence."""
     count = document.num_targets
     assert document.weights is not None

@@ -2,7 +2,8 @@
 
 A record fits every record type: `text` (23+48=71); `prompt`, a user message, and `answer`; `messages`, the prompt with
 the answer as the assistant's message; `tool_messages`, in which the assistant calls a calculator before it answers one
-of four problems; `chosen` and `rejected`, a right and a wrong assistant message after the prompt.
+of four problems; `chosen` and `rejected`, a right and a wrong assistant message after the prompt; `guess`, a wrong one
+that is off by any number up to 99.
 
 The two problems with the same operands and operator, in either order, are adjacent: if one is held out, the other is
 not trained on. The held-out problems depend only on digits, operators and eval_fraction, so all runs on the same
@@ -66,7 +67,8 @@ class Problems:
         wrong = answer + ERRORS[np.random.default_rng((SEED, index)).integers(len(ERRORS))]
         question = f"{left}{symbol}{right}="
         prompt = [{"role": "user", "content": question}]
-        chosen, rejected = ([{"role": "assistant", "content": str(value)}] for value in (answer, wrong))
+        values = (answer, wrong, _guess(answer, index))
+        chosen, rejected, guess = ([{"role": "assistant", "content": str(value)}] for value in values)
         return {
             "text": f"{question}{answer}",
             "prompt": prompt,
@@ -75,7 +77,15 @@ class Problems:
             "tool_messages": [*prompt, *(_tool_turns(question, answer) if index % 8 < 2 else []), *chosen],
             "chosen": chosen,
             "rejected": rejected,
+            "guess": guess,
         }
+
+
+def _guess(answer: int, index: int) -> int:
+    """A wrong answer whose error is log-uniform from 1 to 99, so that a reward model learns from coarse to fine."""
+    generator = np.random.default_rng((SEED, index, 1))
+    error = int(100 ** generator.uniform()) * int(generator.choice((-1, 1)))
+    return answer + (error if answer + error >= min(answer, 0) else -error)
 
 
 def _tool_turns(question: str, answer: int) -> list[dict[str, object]]:
