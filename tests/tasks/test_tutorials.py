@@ -15,7 +15,7 @@ import pytest
 
 from tests.support import compile_cache as compiling
 from tests.support import fork_server as warm
-from tests.support.cli import ROOT, environment
+from tests.support.cli import ROOT, environment, forked_jobs
 
 # Sizes for commands that do not set them. An experiment has its own sequence length. The sample, which takes longer to
 # compile than the training step, is left out; tests/tasks/test_interrupt.py has one.
@@ -72,7 +72,7 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
     script.write_text(SCRIPT.format(program=program, **{name: " ".join(each) for name, each in sizes.items()}))
     script.chmod(0o755)
-    env = environment()
+    env = environment(**forked_jobs())
     env["PATH"] = f"{binaries}:{Path(sys.executable).parent}:{env['PATH']}"
     # The commands set the number of devices themselves.
     env["XLA_FLAGS"] = f"{compiling.xla_flags()} {compiling.SINGLE_THREAD}"
