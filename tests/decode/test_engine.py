@@ -190,10 +190,14 @@ ENGINES = {
     "one batch": {"max_batch": 32},
     "few slots and pages": {"max_batch": 5, "cache_tokens": 320},
     "short chunks, no prefix cache": {"prefill_chunk": 7, "prefix_cache": False},
-    "two groups of devices": {"axes": {"data": 2, "tensor": 2}},
     "four groups, few slots and pages": {"axes": {"fsdp": 4}, "max_batch": 10, "cache_tokens": 640},
-    "separate prefill device": {"axes": {"data": 2}, "prefill_axes": {}, "max_batch": 5, "cache_tokens": 320},
-    "separate prefill mesh": {"axes": {"data": 2, "tensor": 2}, "prefill_axes": {"fsdp": 2, "tensor": 2}, "burst": 4},
+    "separate prefill mesh, few slots and pages": {
+        "axes": {"data": 2, "tensor": 2},
+        "prefill_axes": {"fsdp": 2, "tensor": 2},
+        "burst": 4,
+        "max_batch": 6,
+        "cache_tokens": 320,
+    },
     "eight devices, multi-step": {"axes": {"data": 2, "fsdp": 2, "tensor": 2}, "burst": 4, "deterministic": True},
 }
 

@@ -22,7 +22,8 @@ from tests.support.cli import ROOT, environment, forked_jobs
 SIZES = ["train.sample.tokens=0", "train.per_device_batch_size=8", "model.scan_unroll=1"]
 SIZES_OF_EXPERIMENT = ["train.eval_batches=1"]
 SIZES_WITHOUT_EXPERIMENT = ["train.seq_len=32", "train.eval_batches=0"]
-SIZES_OF_DECODE = ["task.sampling.max_tokens=8"]
+# Without optimizations, a step over a large cache takes longer than its compilation.
+SIZES_OF_DECODE = ["task.sampling.max_tokens=8", "task.engine.cache_tokens=512"]
 SIZES_OF_TOKENIZE = ["task.workers=1"]
 # Adds the sizes to a command line of overrides, and not to one of a subcommand.
 SCRIPT = """#!/bin/sh
