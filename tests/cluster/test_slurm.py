@@ -185,6 +185,7 @@ def test_jobs_of_an_array_are_requeued_individually(scheduler: dict[str, str], t
     assert "max_requeues=2" in (folders[2] / "console.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_search_prunes_bad_jobs(scheduler: dict[str, str], tmp_path: Path) -> None:
     """With a fake worker that writes runs as training does, and saves on SIGTERM."""
     worker = write_program(tmp_path / "worker", sys.executable, SEARCH_WORKER)

@@ -80,6 +80,7 @@ def start(axes=None, params=None, eos=(EOS,), profiler=None, prefill_axes=None, 
     return Engine(model, placed, ByteTokenizer(), settings, **meshes, eos=eos, profiler=profiler)
 
 
+@pytest.mark.slow
 def test_iterations_are_profiled_when_due_and_on_request(tmp_path) -> None:
     profiler = Profiler(Profile(steps=[2, 3], length=2), tmp_path)
     engine = start(profiler=profiler)
@@ -258,6 +259,7 @@ def test_in_any_batch_a_request_gets_the_tokens_it_gets_alone(sizes):
     assert stats["tokens_written"] == sum(len(completion.tokens) for completion in completions)
 
 
+@pytest.mark.slow
 def test_groups_of_devices_hold_their_own_pages_which_never_move():
     """The KV cache is split over all devices, and no collective has an operand with a page."""
     engine = start({"data": 2, "fsdp": 2, "tensor": 2}, cache_tokens=8 * 4 * 13, cache_dtype=CacheDtype.int8)
@@ -300,6 +302,7 @@ def test_sequences_are_spread_over_groups_and_a_request_must_fit_into_one():
     engine.close()
 
 
+@pytest.mark.slow
 def test_separate_prefill_devices_do_not_delay_decoding():
     """While the weights of the prefill devices are being computed, a running sequence finishes; a cancelled one leaves
     no state."""
