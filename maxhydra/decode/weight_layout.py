@@ -10,6 +10,7 @@ every layer is unrolled.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,16 +58,22 @@ def flattened(model: ModelDef, layout: Projection) -> ModelDef:
     return dataclasses.replace(model, config=flat)
 
 
-def unstacked(model: ModelDef, params: Tree) -> Iterator[Tree]:
-    """Yield the weights of every layer, first to last; each is sliced lazily."""
+def unstacked(model: ModelDef, params: Tree) -> Iterator[tuple[str, Tree, int | None]]:
+    """Yield every layer, first to last: the number of the first layer of its kind, its weights or the stack that
+    contains them, and its position in the stack."""
     config = model.config
     places = _in_order(params.get("pattern", {}))
     repetitions = (config.num_layers - len(config.prefix)) // len(config.pattern) if places else 0
-    yield from _in_order(params.get("prefix", {}))
+    number = 0
+    for layer in _in_order(params.get("prefix", {})):
+        yield str(number), layer, None
+        number += 1
     for repetition in range(repetitions):
-        for place in places:
-            yield jax.tree.map(lambda stack, at=repetition: stack[at], place)
-    yield from _in_order(params.get("remainder", {}))
+        for index, place in enumerate(places):
+            yield str(number + index), place, repetition
+    number += repetitions * len(places)
+    for index, layer in enumerate(_in_order(params.get("remainder", {}))):
+        yield str(number + index), layer, None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +85,19 @@ class _Flat:
     joins: bool
 
     def keep(self, params: Tree) -> Tree:
-        """Convert layer by layer, so that peak memory is two copies of all weights plus one layer."""
+        """Convert layer by layer, so that peak memory is two copies of all weights plus one layer.
+
+        One program converts all layers of a stack; operation by operation, each weight would need several.
+        """
         axes = self.flat.axes
         packed_params = {name: _map(_turned, axes[name], part) for name, part in params.items() if name not in LAYERS}
         layers = enumerate(unstacked(self.model, params))
-        packed_params["prefix"] = {str(n): self._kept_layer(str(n), layer) for n, layer in layers}
+        packed_params["prefix"] = {str(n): self._convert_layer(*layer) for n, layer in layers}
         return packed_params
+
+    @functools.cached_property
+    def _convert_layer(self) -> Callable[[str, Tree, int | None], Tree]:
+        return jax.jit(self._stored_layer, static_argnums=0)
 
     def use(self, packed_params: Tree) -> Tree:
         axes = self.flat.axes
@@ -95,8 +109,10 @@ class _Flat:
         }
         return params
 
-    def _kept_layer(self, number: str, layer: Tree) -> Tree:
+    def _stored_layer(self, number: str, layer: Tree, position: jax.Array | None) -> Tree:
         axes = self.flat.axes["prefix"][number]
+        if position is not None:
+            layer = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, position, keepdims=False), layer)
         turned = _map(_turned, axes, layer)
         return _joined(turned, self.flat.shapes["prefix"][number], axes) if self.joins else turned
 

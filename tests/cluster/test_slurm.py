@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from maxhydra.cli import main
-from tests.support import compile_cache, fork_server
 from tests.support.cli import SMALL, facts, losses, run, run_ok, start, start_silent
 from tests.support.polling import wait_for
 from tests.support.slurm import cluster, require
@@ -59,11 +58,6 @@ def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
         yield extra
 
 
-def fast_python(folder: Path) -> str:
-    """Override for a `python -m maxhydra` that runs in the fork server, without importing everything first."""
-    return f"hydra.launcher.python={fork_server.write_python(folder / 'python', compile_cache.PREFIX)}"
-
-
 def write_program(path: Path, interpreter: str, text: str) -> Path:
     path.write_text(f"#!{interpreter}\n{text}")
     path.chmod(0o755)
@@ -102,7 +96,7 @@ def sessions(folder: Path) -> list[str]:
 def test_three_jobs_outlive_their_controller(scheduler: dict[str, str], tmp_path: Path) -> None:
     """The controller is killed while jobs wait and run; the next finds all of them, and none is lost or duplicated."""
     seeds = "run.seed=1,2,3"
-    launcher = [*LAUNCHER, "hydra.launcher.array_parallelism=2", fast_python(tmp_path)]
+    launcher = [*LAUNCHER, "hydra.launcher.array_parallelism=2"]
     arguments = [*launcher, *TRAIN, "train.steps=4", "run.name=three", seeds]
     sweep = tmp_path / "outputs" / "three"
     controller = start_silent(*arguments, cwd=tmp_path, **scheduler)
@@ -127,7 +121,7 @@ def test_three_jobs_outlive_their_controller(scheduler: dict[str, str], tmp_path
 def test_two_preempted_nodes_equal_one_process(scheduler: dict[str, str], tmp_path: Path) -> None:
     """Detached; SIGUSR1 makes it save, as before a time limit; it is requeued, and finishes without a controller."""
     arguments = [*TRAIN, "train.steps=80", "mesh.fsdp=2", "train.per_device_batch_size=4", "checkpoint.every=1000"]
-    launcher = [*LAUNCHER, "hydra.launcher.nodes=2", "hydra.launcher.detach=true", fast_python(tmp_path)]
+    launcher = [*LAUNCHER, "hydra.launcher.nodes=2", "hydra.launcher.detach=true"]
     done = run_ok(*launcher, *arguments, "run.name=two", cwd=tmp_path, **scheduler)
     identity = re.search(r"job 0: slurm (\d+) ", done.stdout)
     assert identity is not None, done.stdout
@@ -153,7 +147,7 @@ def test_a_cancelled_sweep_can_be_resumed(
 ) -> None:
     """Running jobs save and exit, queued ones leave the queue, the controller exits; and all of it can be resumed."""
     arguments = [*TRAIN, "train.steps=300", "checkpoint.every=1000", "run.name=off"]
-    launcher = [*LAUNCHER, "hydra.launcher.array_parallelism=1", fast_python(tmp_path)]
+    launcher = [*LAUNCHER, "hydra.launcher.array_parallelism=1"]
     with open(tmp_path / "console", "w") as console, open(os.devnull) as null:
         streams = (null, console, console)
         controller = start(*launcher, *arguments, "run.seed=1,2", cwd=tmp_path, streams=streams, **scheduler)
@@ -191,6 +185,7 @@ def test_jobs_of_an_array_are_requeued_individually(scheduler: dict[str, str], t
     assert "max_requeues=2" in (folders[2] / "console.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_search_prunes_bad_jobs(scheduler: dict[str, str], tmp_path: Path) -> None:
     """With a fake worker that writes runs as training does, and saves on SIGTERM."""
     worker = write_program(tmp_path / "worker", sys.executable, SEARCH_WORKER)

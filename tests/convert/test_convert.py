@@ -105,6 +105,7 @@ def test_a_hugging_face_folder_gives_the_same_logits(case, tmp_path: Path) -> No
     assert_same_logits(model, params, reference)
 
 
+@pytest.mark.slow
 def test_weights_are_sharded_over_the_mesh(tmp_path: Path) -> None:
     """On four devices, bfloat16 to bfloat16: bit-identical to one device."""
     hf_model(dtype=torch.bfloat16).save_pretrained(tmp_path)

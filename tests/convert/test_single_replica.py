@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxhydra.convert.orbax_io import read_trees
@@ -60,6 +61,7 @@ def compare_reads(folder: Path) -> None:
     (folder / f"{jax.process_index()}.json").write_text(json.dumps(report))
 
 
+@pytest.mark.slow
 def test_one_of_two_processes_reads_for_both(tmp_path: Path) -> None:
     processes = start_processes(2, str(tmp_path), cwd=tmp_path, module="tests.convert.test_single_replica")
     codes = [process.wait(60) for process in processes]

@@ -23,7 +23,8 @@ from tests.support.skips import import_optional
 openai = import_optional("openai", extra="test")
 
 MODEL = [override for override in SMALL if override.startswith("model.")]
-DECODE = ["task=decode", "checkpoint.load_parameters=outputs/run", "task.engine.max_batch=4", *MODEL]
+ENGINE = ["task.engine.max_batch=4", "task.engine.cache_tokens=4096"]
+DECODE = ["task=decode", "checkpoint.load_parameters=outputs/run", *ENGINE, *MODEL]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 SECONDS = 120
 

@@ -80,6 +80,7 @@ def start(axes=None, params=None, eos=(EOS,), profiler=None, prefill_axes=None, 
     return Engine(model, placed, ByteTokenizer(), settings, **meshes, eos=eos, profiler=profiler)
 
 
+@pytest.mark.slow
 def test_iterations_are_profiled_when_due_and_on_request(tmp_path) -> None:
     profiler = Profiler(Profile(steps=[2, 3], length=2), tmp_path)
     engine = start(profiler=profiler)
@@ -190,10 +191,14 @@ ENGINES = {
     "one batch": {"max_batch": 32},
     "few slots and pages": {"max_batch": 5, "cache_tokens": 320},
     "short chunks, no prefix cache": {"prefill_chunk": 7, "prefix_cache": False},
-    "two groups of devices": {"axes": {"data": 2, "tensor": 2}},
     "four groups, few slots and pages": {"axes": {"fsdp": 4}, "max_batch": 10, "cache_tokens": 640},
-    "separate prefill device": {"axes": {"data": 2}, "prefill_axes": {}, "max_batch": 5, "cache_tokens": 320},
-    "separate prefill mesh": {"axes": {"data": 2, "tensor": 2}, "prefill_axes": {"fsdp": 2, "tensor": 2}, "burst": 4},
+    "separate prefill mesh, few slots and pages": {
+        "axes": {"data": 2, "tensor": 2},
+        "prefill_axes": {"fsdp": 2, "tensor": 2},
+        "burst": 4,
+        "max_batch": 6,
+        "cache_tokens": 320,
+    },
     "eight devices, multi-step": {"axes": {"data": 2, "fsdp": 2, "tensor": 2}, "burst": 4, "deterministic": True},
 }
 
@@ -254,6 +259,7 @@ def test_in_any_batch_a_request_gets_the_tokens_it_gets_alone(sizes):
     assert stats["tokens_written"] == sum(len(completion.tokens) for completion in completions)
 
 
+@pytest.mark.slow
 def test_groups_of_devices_hold_their_own_pages_which_never_move():
     """The KV cache is split over all devices, and no collective has an operand with a page."""
     engine = start({"data": 2, "fsdp": 2, "tensor": 2}, cache_tokens=8 * 4 * 13, cache_dtype=CacheDtype.int8)
@@ -296,6 +302,7 @@ def test_sequences_are_spread_over_groups_and_a_request_must_fit_into_one():
     engine.close()
 
 
+@pytest.mark.slow
 def test_separate_prefill_devices_do_not_delay_decoding():
     """While the weights of the prefill devices are being computed, a running sequence finishes; a cancelled one leaves
     no state."""

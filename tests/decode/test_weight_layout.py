@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxhydra.config.schema import model as config
-from maxhydra.decode.weight_layout import choose_weight_layout
+from maxhydra.decode.weight_layout import _Flat, choose_weight_layout, flattened
 from maxhydra.layers import Context, DenseCacheSpec
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder
@@ -44,3 +44,12 @@ def test_a_layout_changes_nothing(platform: str, rows: int) -> None:
     arranged = choose_weight_layout(plain, Sharder.single(), platform)
     found = logits(arranged.model, arranged.use(arranged.keep(params)), tokens)
     np.testing.assert_allclose(found, logits(plain, params, tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_of_a_stack_share_a_program() -> None:
+    plain = model()
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plain.shapes)
+    flat = _Flat(plain, flattened(plain, config.Projection.outputs_first), joins=False)
+    flat.keep(params)
+    # One program for the prefix, and one for the layers of each of the two places in the pattern.
+    assert flat._convert_layer._cache_size() == 3

@@ -66,9 +66,9 @@ def environment(devices: int = 1, **extra: str) -> dict[str, str]:
     return {**inherited, **compile_cache.cache_variables(), **settings, **extra}
 
 
-def forked_jobs(folder: Path) -> dict[str, str]:
-    """Variables with which a command starts its jobs in the fork server. Killing such a job has no effect."""
-    return {fork_server.PYTHON_VARIABLE: str(fork_server.write_python(folder / "python", compile_cache.PREFIX))}
+def forked_jobs() -> dict[str, str]:
+    """Variables with which a command starts its jobs in the fork server."""
+    return {fork_server.PYTHON_VARIABLE: str(fork_server.write_python(compile_cache.PREFIX))}
 
 
 def command(*overrides: str) -> list[str]:
@@ -78,14 +78,14 @@ def command(*overrides: str) -> list[str]:
 def start(
     *arguments: str, cwd: Path, streams: Sequence[IO[str]], devices: int = 1, module: str = "maxhydra", **extra: str
 ) -> fork_server.Command:
-    """Start `python -m MODULE ARGUMENTS...` with the given stdin, stdout and stderr.
+    """Start `python -m MODULE ARGUMENTS...` with the given stdin, stdout and stderr; its jobs are forked as well.
 
     A later override replaces an earlier one of the same key, so that tests can change a value of SMALL.
     """
     arguments = tuple(last_of_each_key(arguments))
     late = {name for name in {*extra} - {*CLUSTER_VARIABLES} if name.startswith("JAX_")}
     assert not late, f"jax reads {late} on import, which the fork server has already done"
-    files, variables = [stream.fileno() for stream in streams], environment(devices, **extra)
+    files, variables = [stream.fileno() for stream in streams], environment(devices, **forked_jobs(), **extra)
     address = fork_server.server_address(compile_cache.PREFIX)
     return fork_server.Command(address, arguments, folder=str(cwd), environment=variables, streams=files, module=module)
 

@@ -59,11 +59,10 @@ def write_script(path: Path, prefix: str) -> Path:
     return _write_executable(path, f'exec {_client(prefix)} "$@"\n')
 
 
-def write_python(path: Path, prefix: str) -> Path:
-    """Write a script that acts as `python`, but runs `python -m maxhydra` in the server.
-
-    Killing it does not kill the command.
-    """
+@functools.cache
+def write_python(prefix: str) -> Path:
+    """Write a script that acts as `python`, but runs `python -m maxhydra` in the server."""
+    path = Path(server_address(prefix)).with_name("python")
     is_maxhydra = '[ "$1 $2" = "-m maxhydra" ]'
     return _write_executable(
         path, f'if {is_maxhydra}; then shift 2; exec {_client(prefix)} "$@"; fi\nexec "{sys.executable}" "$@"\n'
@@ -92,8 +91,11 @@ class Command:
         environment: Mapping[str, str],
         streams: Sequence[int] = STREAMS,
         module: str = "maxhydra",
+        ends_with_client: bool = False,
     ):
+        """`ends_with_client`: kill the command when this process ends."""
         request = {"module": module, "arguments": list(arguments), "folder": folder, "environment": dict(environment)}
+        request["ends_with_client"] = ends_with_client
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(address)
         socket.send_fds(self._connection, [b"\n"], list(streams))
@@ -157,6 +159,8 @@ def _supervise(connection: socket.socket) -> dict[str, Any]:
             os.close(stream)
         return request
     connection.sendall(f"{process}\n".encode())
+    if request["ends_with_client"]:
+        _kill_after_client(process, connection)
     _, status, usage = os.wait4(process, 0)
     if TIMES_VARIABLE in os.environ:
         with open(os.environ[TIMES_VARIABLE], "a") as times:
@@ -164,6 +168,17 @@ def _supervise(connection: socket.socket) -> dict[str, Any]:
     with contextlib.suppress(BrokenPipeError):
         connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
+
+
+def _kill_after_client(process: int, connection: socket.socket) -> None:
+    """Return when the command has ended; kill it if the client ends first."""
+    poll, end = select.poll(), os.pidfd_open(process)
+    poll.register(end, select.POLLIN)
+    # Reports only the end of the connection: the client has sent its whole request.
+    poll.register(connection, 0)
+    if end not in dict(poll.poll()):
+        os.kill(process, signal.SIGKILL)
+    os.close(end)
 
 
 class _Replaced(BaseException):
@@ -243,6 +258,19 @@ def _exit(code: int | str | None) -> None:
     os._exit(code if isinstance(code, int) else bool(code))
 
 
+def _run_as_client(address: str, *arguments: str) -> None:
+    """Run a command in the server and end as it ends; a launcher or scheduler knows only this process."""
+    command = Command(address, arguments, folder=os.getcwd(), environment=os.environ, ends_with_client=True)
+    for forwarded in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(forwarded, lambda number, _: command.signal(number))
+    code = command.wait()
+    if code < 0:
+        if code != -signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
     if len(sys.argv) == 2:
         _prepare()
@@ -252,8 +280,4 @@ if __name__ == "__main__":
             _exit(error.code)
         _exit(None)
     else:
-        command = Command(sys.argv[1], sys.argv[2:], folder=os.getcwd(), environment=os.environ)
-        # Forward signals: a scheduler knows only this process.
-        for forwarded in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(forwarded, lambda number, _: command.signal(number))
-        sys.exit(command.wait())
+        _run_as_client(*sys.argv[1:])

@@ -159,9 +159,10 @@ def environment_of(name: str) -> list[str]:
 
 @pytest.mark.slow
 def test_failing_environments_are_counted_and_training_proceeds(tmp_path: Path) -> None:
-    """Of 64 environments 4 hang, 4 crash and 4 return invalid messages."""
+    """Of 64 environments 4 hang, 4 crash and 4 return invalid messages; the engine is not deterministic."""
     arguments = [*environment_of("TwelveOf64"), "environment.timeout=2", "train.per_device_batch_size=64"]
     arguments += ["train.steps=2", "train.eval_batches=1", "task.engine.cache_tokens=8192", "task.engine.max_batch=64"]
+    arguments += ["task.engine.deterministic=false"]
     extra = {"PYTHONPATH": PATHS, "TICKETS": str(tmp_path / "tickets")}
     done = run_ok(*arguments, "run.name=it", cwd=tmp_path, **extra)
     folder = tmp_path / "outputs" / "it"
@@ -180,17 +181,16 @@ def test_failing_environments_are_counted_and_training_proceeds(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_resumed_run_repeats_its_episodes(tmp_path: Path) -> None:
-    arguments = [*environment_of("Echo"), *function_reward("vowels"), "train.steps=4", "checkpoint.every=2"]
+    arguments = [*environment_of("Echo"), *function_reward("vowels"), "train.steps=2", "checkpoint.every=1"]
     run_ok(*arguments, "run.name=whole", cwd=tmp_path, PYTHONPATH=PATHS)
     whole = tmp_path / "outputs" / "whole"
-    folder = rewind(whole, 2, "killed")
+    folder = rewind(whole, 1, "killed")
     run_ok(*arguments, "run.name=killed", cwd=tmp_path, PYTHONPATH=PATHS)
     assert losses(folder) == losses(whole) and rows(folder, "reward/mean") == rows(whole, "reward/mean")
-    assert parameter_hash(folder, 4) == parameter_hash(whole, 4)
+    assert parameter_hash(folder, 2) == parameter_hash(whole, 2)
     terms = [rows(whole, f"reward/term/{name}") for name in ("own", "environment")]
     np.testing.assert_allclose(rows(whole, "reward/mean"), np.sum(terms, axis=0))
-    run_ok(*arguments, "run.name=free", "task.engine.deterministic=false", cwd=tmp_path, PYTHONPATH=PATHS)
-    assert rows(tmp_path / "outputs" / "free", "environment/turns") == [3] * 4
+    assert rows(whole, "environment/turns") == [3] * 2
 
 
 ASYNCHRONOUS = ["task.max_staleness=2", "task.engine.deterministic=false", "train.steps=8", "run.name=it"]

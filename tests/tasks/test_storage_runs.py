@@ -18,8 +18,9 @@ from tests.support.object_store import BUCKET, KEY, SECRET, S3Server
 
 MODEL = [override for override in SMALL if override.startswith("model.")]
 URL = f"s3://{BUCKET}/runs"
-STEPS = 400
-RUN = [*SMALL, f"train.steps={STEPS}", "checkpoint.every=50", "train.eval_batches=0", "optimizer/schedule=constant"]
+STEPS, EVERY = 150, 25
+RUN = [*SMALL, f"train.steps={STEPS}", f"checkpoint.every={EVERY}", "train.eval_batches=0"]
+RUN += ["optimizer/schedule=constant"]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def test_a_run_killed_during_an_upload(server: S3Server, whole: Path, tmp_path: 
     faults.seconds = 0.0
     here.run_ok(*arguments)
     assert faults.failed > 0
-    assert stored_steps("killed") == [STEPS - 100, STEPS - 50, STEPS]
+    assert stored_steps("killed") == [STEPS - 2 * EVERY, STEPS - EVERY, STEPS]
     copy = here.working_copy("killed")
     assert losses(copy) == losses(whole)
     assert parameter_hash(copy, STEPS) == parameter_hash(whole, STEPS)
@@ -130,6 +131,7 @@ def test_another_host_continues_from_the_store(server: S3Server, whole: Path, tm
     assert "moved" in report.read_text()
     weights, prompt = f"checkpoint.load_parameters={URL}/moved", "task.prompt=ROMEO:"
     greedy = [*MODEL, "task=decode", "task.sampling.max_tokens=4", "task.sampling.temperature=0", prompt]
+    greedy += ["task.engine.cache_tokens=256"]
     local = f"checkpoint.load_parameters={second.working_copy('moved')}"
     assert second.run_ok(*greedy, weights) == second.run_ok(*greedy, local)
     second.run_ok(*MODEL, "task=convert", weights, "task.output=exported")

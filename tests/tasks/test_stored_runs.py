@@ -23,7 +23,7 @@ from maxhydra.config.serialize import from_yaml
 from maxhydra.convert.orbax_io import read_parameters
 from maxhydra.runs.rerun import rerun_arguments
 from tests.stored import make
-from tests.support.cli import facts, forked_jobs, losses, run_ok
+from tests.support.cli import facts, losses, run_ok
 
 RATES = ("rates/0_learning_rate=0.01", "rates/1_learning_rate=0.001")
 SEARCH = (
@@ -262,11 +262,10 @@ def test_a_new_run_starts_from_the_weights(stored: Path) -> None:
 def test_sweeps_are_resumed(own: Path) -> None:
     shutil.rmtree(own / "outputs" / RATES[1])
     before = facts(own / "outputs" / RATES[0])
-    jobs = forked_jobs(own)
-    run_ok("sweep", "resume", "rates", cwd=own, **jobs)
+    run_ok("sweep", "resume", "rates", cwd=own)
     assert facts(own / "outputs" / RATES[0]) == before
     assert facts(own / "outputs" / RATES[1])["status"] == "finished"
-    run_ok("sweep", "resume", "search", "--trials", "3", cwd=own, **jobs)
+    run_ok("sweep", "resume", "search", "--trials", "3", cwd=own)
     assert len(list((own / "outputs" / "search").glob("*/run.json"))) == 3
 
 

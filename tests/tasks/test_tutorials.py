@@ -15,14 +15,15 @@ import pytest
 
 from tests.support import compile_cache as compiling
 from tests.support import fork_server as warm
-from tests.support.cli import ROOT, environment
+from tests.support.cli import ROOT, environment, forked_jobs
 
 # Sizes for commands that do not set them. An experiment has its own sequence length. The sample, which takes longer to
 # compile than the training step, is left out; tests/tasks/test_interrupt.py has one.
 SIZES = ["train.sample.tokens=0", "train.per_device_batch_size=8", "model.scan_unroll=1"]
 SIZES_OF_EXPERIMENT = ["train.eval_batches=1"]
 SIZES_WITHOUT_EXPERIMENT = ["train.seq_len=32", "train.eval_batches=0"]
-SIZES_OF_DECODE = ["task.sampling.max_tokens=8"]
+# Without optimizations, a step over a large cache takes longer than its compilation.
+SIZES_OF_DECODE = ["task.sampling.max_tokens=8", "task.engine.cache_tokens=512"]
 SIZES_OF_TOKENIZE = ["task.workers=1"]
 # Adds the sizes to a command line of overrides, and not to one of a subcommand.
 SCRIPT = """#!/bin/sh
@@ -72,7 +73,7 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
     script.write_text(SCRIPT.format(program=program, **{name: " ".join(each) for name, each in sizes.items()}))
     script.chmod(0o755)
-    env = environment()
+    env = environment(**forked_jobs())
     env["PATH"] = f"{binaries}:{Path(sys.executable).parent}:{env['PATH']}"
     # The commands set the number of devices themselves.
     env["XLA_FLAGS"] = f"{compiling.xla_flags()} {compiling.SINGLE_THREAD}"

@@ -67,6 +67,7 @@ def layer_of(tree: Any, part: str, index: int) -> np.ndarray:
     return np.concatenate([np.asarray(x)[index].ravel() for x in jax.tree.leaves(tree["pattern"]["0"][part])])
 
 
+@pytest.mark.slow
 def test_parameters_gradients_and_updates() -> None:
     values, after, states, config = recorded()
     before, data = initial(states), batch(states.sharder)

@@ -17,7 +17,7 @@ from maxhydra.runtime.detect import hardware_options
 from maxhydra.tune.space import Axis, Candidate, apply_candidate, axes
 from maxhydra.tune.trial import bench_config, digest, experiment
 from maxhydra.tune.tuner import OutOfTime, eliminate, grid, needs_less, one_by_one
-from tests.support.cli import facts, forked_jobs, kill_when, run_ok, run_processes
+from tests.support.cli import facts, kill_when, run_ok, run_processes
 
 SPACE = [Axis("a", ("a=0", "a=1", "a=2")), Axis("b", ("b=0", "b=1")), Axis("c", ("c=0", "c=1", "c=2"))]
 
@@ -205,7 +205,7 @@ def test_a_search_survives_crashes_and_a_kill_and_its_experiment_runs(tmp_path: 
 @pytest.mark.slow
 def test_a_search_in_two_processes_times_the_candidates_on_the_devices_of_both(tmp_path: Path) -> None:
     given = ["task=tune", *SMALL, "task.space=['train.per_device_batch_size=2,1']", "task.search=grid", "task.steps=1"]
-    run_processes(2, *given, "task.finalists=1", "run.name=it", cwd=tmp_path, timeout=600, **forked_jobs(tmp_path))
+    run_processes(2, *given, "task.finalists=1", "run.name=it", cwd=tmp_path, timeout=600)
     trials = [json.loads(line) for line in (tmp_path / "outputs" / "it" / "tune.jsonl").read_text().splitlines()]
     config, key = compose(given).config, "train.per_device_batch_size"
     # A value of the config itself is the same candidate.
