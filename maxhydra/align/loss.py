@@ -1,6 +1,8 @@
 """Preference losses of a batch of completion pairs, chosen (c) and rejected (r).
 
 s is the log-prob of a completion, n its number of tokens, m = s / n; h = s - s_ref is its log-ratio to the reference.
+
+With loss=kto a pair is a labeled completion (c), and the completion of another prompt (r), which estimates the KL.
 """
 
 import dataclasses
@@ -42,6 +44,8 @@ class Completions:
 class Pairs:
     chosen: Completions
     rejected: Completions
+    labels: jax.Array | None = None
+    """kto: [B], 1 for a desirable completion, 0 for another."""
 
     @property
     def counts(self) -> jax.Array:
@@ -97,17 +101,26 @@ def _cpo(pairs: Pairs, task: DpoTask) -> jax.Array:
 def _kto_pair(pairs: Pairs, task: DpoTask) -> jax.Array:
     """The mean of 1 - sigmoid(beta (h_c - z_r)) and 1 - sigmoid(beta (z_c - h_r)).
 
-    z = max(0, mean h) over the pairs of a forward pass estimates the KL to the reference, for chosen completions from
-    the rejected ones and vice versa; as in the paper, it has no gradient.
+    z estimates the KL to the reference, for chosen completions from the rejected ones and vice versa.
     """
-    count = jnp.maximum(jnp.sum(pairs.counts), 1)
-
-    def divergence(completions: Completions) -> jax.Array:
-        return jax.lax.stop_gradient(jnp.maximum(jnp.sum(pairs.counts * completions.ratio) / count, 0))
-
-    chosen = jax.nn.sigmoid(task.beta * (pairs.chosen.ratio - divergence(pairs.rejected)))
-    rejected = jax.nn.sigmoid(task.beta * (divergence(pairs.chosen) - pairs.rejected.ratio))
+    chosen = jax.nn.sigmoid(task.beta * (pairs.chosen.ratio - _kl(pairs, pairs.rejected)))
+    rejected = jax.nn.sigmoid(task.beta * (_kl(pairs, pairs.chosen) - pairs.rejected.ratio))
     return 1 - (chosen + rejected) / 2
+
+
+def _kto(pairs: Pairs, task: DpoTask) -> jax.Array:
+    """1 - sigmoid(beta (h_c - z)), for an undesirable completion 1 - sigmoid(beta (z - h_c)); times its weight."""
+    assert pairs.labels is not None
+    is_desirable = pairs.labels > 0
+    weights = jnp.where(is_desirable, task.desirable_weight, task.undesirable_weight)
+    distance = task.beta * (pairs.chosen.ratio - _kl(pairs, pairs.rejected))
+    return weights * (1 - jax.nn.sigmoid(jnp.where(is_desirable, distance, -distance)))
+
+
+def _kl(pairs: Pairs, completions: Completions) -> jax.Array:
+    """max(0, mean h) over a forward pass, an estimate of the KL to the reference; as in the paper, without gradient."""
+    count = jnp.maximum(jnp.sum(pairs.counts), 1)
+    return jax.lax.stop_gradient(jnp.maximum(jnp.sum(pairs.counts * completions.ratio) / count, 0))
 
 
 LOSSES: dict[PreferenceLoss, Callable[[Pairs, DpoTask], jax.Array]] = {
@@ -117,6 +130,7 @@ LOSSES: dict[PreferenceLoss, Callable[[Pairs, DpoTask], jax.Array]] = {
     PreferenceLoss.simpo: _simpo,
     PreferenceLoss.cpo: _cpo,
     PreferenceLoss.kto_pair: _kto_pair,
+    PreferenceLoss.kto: _kto,
 }
 
 
@@ -167,7 +181,8 @@ def preference_loss(scorer: PairScorer, task: DpoTask, reference: Reference) -> 
         else:
             reference_logprobs = jnp.zeros_like(logprobs)
         tokens = [jnp.sum(batch[f"{role}_weights"], axis=1) for role in ROLES]
-        pairs = Pairs(*(Completions(logprobs[:, i], reference_logprobs[:, i], tokens[i]) for i in range(2)))
+        chosen, rejected = (Completions(logprobs[:, i], reference_logprobs[:, i], tokens[i]) for i in range(2))
+        pairs = Pairs(chosen, rejected, batch.get("label"))
         return add_aux_losses(_sums(pairs, task), aux)
 
     return loss
@@ -176,6 +191,11 @@ def preference_loss(scorer: PairScorer, task: DpoTask, reference: Reference) -> 
 def _sums(pairs: Pairs, task: DpoTask) -> Sums:
     """Sums over pairs of the loss, accuracy, rewards and log-probs."""
     chosen, rejected = rewards(pairs.chosen, task), rewards(pairs.rejected, task)
+    if pairs.labels is not None:
+        kl = _kl(pairs, pairs.rejected)
+        margin = jnp.where(pairs.labels > 0, 1, -1) * (chosen - task.beta * kl)
+        metrics = {"accuracy": margin > 0, "reward_margin": margin, "kl": jnp.broadcast_to(kl, margin.shape)}
+        return _summed(pairs, task, metrics)
     metrics = {
         "accuracy": chosen > rejected,
         "reward_margin": chosen - rejected,
@@ -184,6 +204,10 @@ def _sums(pairs: Pairs, task: DpoTask) -> Sums:
         "logprob_chosen": pairs.chosen.logprobs,
         "logprob_rejected": pairs.rejected.logprobs,
     }
+    return _summed(pairs, task, metrics)
+
+
+def _summed(pairs: Pairs, task: DpoTask, metrics: dict[str, jax.Array]) -> Sums:
     sums = {name: jax.lax.stop_gradient(jnp.sum(pairs.counts * values)) for name, values in metrics.items()}
     return {"loss": jnp.sum(losses(pairs, task)), "weight": jnp.sum(pairs.counts), **sums}
 

@@ -36,7 +36,7 @@ FREE_KEYS = (
     # Reports and evaluations.
     *("train.log_every", "train.progress", "train.sample.*", "train.eval_every", "train.eval_start"),
     *("train.eval_batches", "train.target_eval_loss", "train.early_stop.*", "task.evaluation.*"),
-    "task.keep_rollouts",
+    *("task.keep_rollouts", "task.on_policy.keep_rollouts"),
     *("checkpoint.mode", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_best", "checkpoint.best_metric"),
     *("checkpoint.persist_every", "checkpoint.local_every", "checkpoint.local_folder", "checkpoint.peer_copies"),
     *("checkpoint.max_overhead", "checkpoint.single_replica"),
@@ -51,6 +51,9 @@ FREE_KEYS = (
     *("task.engine.max_batch", "task.engine.cache_tokens", "task.engine.page_size", "task.engine.max_context"),
     *("task.engine.prefill_chunk", "task.engine.burst", "task.engine.warm_up", "task.engine.prefix_cache"),
     "task.engine.prefill_devices",
+    *("task.on_policy.engine.max_batch", "task.on_policy.engine.cache_tokens", "task.on_policy.engine.page_size"),
+    *("task.on_policy.engine.max_context", "task.on_policy.engine.prefill_*", "task.on_policy.engine.burst"),
+    *("task.on_policy.engine.warm_up", "task.on_policy.engine.prefix_cache"),
     *("data.workers", "data.prefetch", "data.cache", "data.fingerprint", "reward.workers", "reward.timeout"),
     *("environment.timeout", "environment.memory_limit_gib", "environment.concurrency"),
     *("reward.memory_limit_gib", "train.allow_no_learning", "train.checks"),
@@ -89,12 +92,12 @@ FIXED_KEYS = (
     *("data.sources", *(f"data.sources.*.{key}" for key in _CORPUS_KEYS)),
     *("data.tokenizer.kind", "data.tokenizer.add_bos", "data.tokenizer.add_eos", "data.tokenizer.bos"),
     *("data.tokenizer.eos", "data.tokenizer.pad", "data.packing.*", "data.shuffle", "data.streams"),
-    "data.overfit_batches",
+    *("data.overfit_batches", "data.loss_on", "data.thinking"),
     *("reward.terms", "reward.answer", "reward.passes", "reward.pass_at"),
     *(f"reward.terms.*.{key}" for key in ("kind", "weight", "pattern", "target", "buffer", "function", "scope")),
     *(f"reward.terms.*.judge.{key}" for key in ("model", "rubric", "max_tokens", "temperature")),
     *("task.name", "task.loss", "task.beta", "task.label_smoothing", "task.nll_weight", "task.margin"),
-    *("task.reference", "task.centering"),
+    *("task.desirable_weight", "task.undesirable_weight", "task.reference", "task.centering"),
     *("environment.kind", "environment.function", "environment.tools", "environment.max_turns"),
     "environment.turn_tokens",
     *("task.group_size", "task.max_tokens", "task.clip.*", "task.kl.*", "task.scale", "task.mask_degenerate"),
@@ -104,7 +107,8 @@ FIXED_KEYS = (
     *("task.engine.cache_dtype", "task.engine.deterministic"),
     *("task.teacher.model", "task.teacher.overrides", "task.divergence", "task.alpha", "task.alpha_end"),
     *("task.beta_end", "task.temperature", "task.temperature_end", "task.course", "task.features.*"),
-    "task.init_layers",
+    *("task.init_layers", "task.on_policy.fraction", "task.on_policy.max_tokens", "task.on_policy.temperature"),
+    *("task.on_policy.engine.cache_dtype", "task.on_policy.engine.deterministic"),
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.compose.provenance import parse_yaml
 from maxhydra.config.migrations import migrate_config
-from maxhydra.config.schema.quantization import Adapter, AdapterKind
+from maxhydra.config.schema.quantization import Adapter, AdapterInit, AdapterKind
 from maxhydra.config.serialize import read_run_facts
 from maxhydra.config.yaml_files import read_yaml_text
 from maxhydra.convert.hf_config import is_hf_folder
@@ -138,7 +138,8 @@ def find_adapter_lineage(key: str, source: str | Path) -> AdapterLineage | None:
     fields = settings.get("adapter", {"kind": "none"})
     if run is None or fields["kind"] == AdapterKind.none.value:
         return None
-    adapter = Adapter(**{**fields, "kind": AdapterKind(fields["kind"])})
+    init = AdapterInit(fields.get("init", AdapterInit.normal.value))
+    adapter = Adapter(**{**fields, "kind": AdapterKind(fields["kind"]), "init": init})
     base = settings["checkpoint"]["load_parameters"]
     if base is None and (full_state := settings["checkpoint"]["load_full_state"]) is not None:
         # The run resumed another adapter run, whose base it shares.

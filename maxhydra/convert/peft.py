@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.quantization import Adapter, AdapterKind
+from maxhydra.config.schema.quantization import Adapter, AdapterInit, AdapterKind
 from maxhydra.convert.name_table import Table
 from maxhydra.convert.param_map import Keys, ParamMapping, map_params
 from maxhydra.model import ModelDef
@@ -22,13 +23,13 @@ from maxhydra.record.atomic_io import read_json
 Tree = Any
 # PEFT's prefix of the wrapped model's tensor names.
 PREFIX = "base_model.model."
+# Our names of an adapter's arrays, and PEFT's.
+SUFFIXES = {"a": ".lora_A.weight", "b": ".lora_B.weight", "magnitude": ".lora_magnitude_vector"}
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # PEFT settings that change what an adapter computes, with the values for which it is plain LoRA.
 PLAIN_LORA: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "use_rslora": (False, None),
-    "use_dora": (False, None),
     "fan_in_fan_out": (False, None),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
@@ -79,6 +80,9 @@ class PeftFolder:
             alpha=float(self.settings["lora_alpha"]),
             dropout=float(self.settings.get("lora_dropout") or 0.0),
             targets=targets,
+            rank_stabilized=bool(self.settings.get("use_rslora")),
+            dora=bool(self.settings.get("use_dora")),
+            b_rate_ratio=1.0,
         )
 
     def trained(self, model: ModelDef, table: Table) -> Tree:
@@ -88,7 +92,7 @@ class PeftFolder:
         for mapping in map_params(table, model):
             lora_names = self._lora_names(mapping)
             if lora_names and len(mapping.keys) == 1:
-                used |= {name for pair in lora_names.values() for name in pair}
+                used |= {name for names in lora_names.values() for name in names}
                 self._put(tree, mapping, lora_names)
         if extra := sorted(set(self.tensors) - used):
             raise self.problem(f"contains {extra[0]}, which the model has no parameter for")
@@ -97,23 +101,30 @@ class PeftFolder:
     def problem(self, reason: str) -> ConfigError:
         return ConfigError(Problem(self.key, reason, value=self.location))
 
-    def _lora_names(self, mapping: ParamMapping) -> dict[tuple[int, ...], tuple[str, str]]:
-        """Index in the mapping's parameters -> names of lora_A and lora_B, for the tensors that have them."""
+    @property
+    def _suffixes(self) -> dict[str, str]:
+        """PEFT's names of the arrays of an adapter."""
+        return SUFFIXES if self.settings.get("use_dora") else {name: SUFFIXES[name] for name in ("a", "b")}
+
+    def _lora_names(self, mapping: ParamMapping) -> dict[tuple[int, ...], list[str]]:
+        """Index in the mapping's parameters -> names of the adapter's tensors, for the parameters that have one."""
         lora_names = {}
         for tensor in mapping.tensors:
             stem = PREFIX + mapping.tensor_name(tensor).removesuffix(".weight")
-            names = f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
+            names = [stem + suffix for suffix in self._suffixes.values()]
             if all(name in self.tensors for name in names):
                 lora_names[tensor.index] = names
         return lora_names
 
-    def _put(self, tree: Tree, mapping: ParamMapping, lora_names: dict[tuple[int, ...], tuple[str, str]]) -> None:
-        """Insert A and B of a mapping; layers without an adapter get zeros, which add nothing."""
+    def _put(self, tree: Tree, mapping: ParamMapping, lora_names: dict[tuple[int, ...], list[str]]) -> None:
+        """Insert the adapter of a mapping; layers without one get zeros, which add nothing."""
         (shape,), inputs, rank = mapping.layout.shapes, mapping.row.inputs, self.settings["r"]
-        a = np.zeros((*mapping.stack_shape, *shape[:inputs], rank), np.float32)
-        b = np.zeros((*mapping.stack_shape, rank, *shape[inputs:]), np.float32)
-        for index, (name_a, name_b) in lora_names.items():
-            for array, name in ((a, name_a), (b, name_b)):
+        shapes = {"a": (*shape[:inputs], rank), "b": (rank, *shape[inputs:]), "magnitude": shape[inputs:]}
+        arrays = {name: np.zeros((*mapping.stack_shape, *shapes[name]), np.float32) for name in self._suffixes}
+        if "magnitude" in arrays and len(lora_names) < math.prod(mapping.stack_shape):
+            raise self.problem(f"has DoRA in only some layers of {mapping.row.hf}; it must be in all or none")
+        for index, names in lora_names.items():
+            for array, name in zip(arrays.values(), names, strict=True):
                 stored = self.tensors[name].T
                 if stored.size != array[index].size:
                     raise self.problem(f"{name} has shape {list(stored.T.shape)}, which does not fit the model")
@@ -121,7 +132,7 @@ class PeftFolder:
         node = tree
         for key in (*mapping.keys[0][:-1], ADAPTER):
             node = node.setdefault(key, {})
-        node |= {"a": a, "b": b}
+        node |= arrays
 
 
 def open_peft(key: str, location: str, folder: Path) -> PeftFolder:
@@ -157,21 +168,32 @@ def _projection_name(keys: Keys, kinds: list[str]) -> str:
 def write_peft(folder: Path, model: ModelDef, trained: Tree, *, table: Table, base: str) -> None:
     """Write an adapter into an existing empty folder. `trained`: its weights; `base`: location of the base weights."""
     adapter = model.adapter
-    assert adapter is not None
+    assert adapter is not None and adapter.rank is not None and adapter.alpha is not None
+    # PEFT changes the base weights for PiSSA. To leave them unchanged, [a, start_a] and [b, -start_b] are one adapter
+    # of twice the rank and the same scale.
+    is_doubled, growth = adapter.init is AdapterInit.pissa, math.sqrt(2) if adapter.rank_stabilized else 2
     modules: list[str] = []
     tensors: dict[str, np.ndarray] = {}
     for mapping in map_params(table, model.base):
-        for name, a, b in _lora_weights(trained, mapping):
-            modules.append(name.removesuffix(".weight"))
-            rank = a.shape[-1]
-            tensors[f"{PREFIX}{modules[-1]}.lora_A.weight"] = np.ascontiguousarray(a.reshape(-1, rank).T)
-            tensors[f"{PREFIX}{modules[-1]}.lora_B.weight"] = np.ascontiguousarray(b.reshape(rank, -1).T)
+        for tensor, arrays in _lora_weights(trained, mapping):
+            modules.append(tensor.removesuffix(".weight"))
+            rank = len(arrays["b"])
+            matrices: dict[str, np.ndarray] = {
+                "a": arrays["a"].reshape(-1, rank).T,
+                "b": arrays["b"].reshape(rank, -1).T,
+            }
+            if "magnitude" in arrays:
+                matrices["magnitude"] = arrays["magnitude"].ravel()
+            for name, matrix in matrices.items():
+                tensors[f"{PREFIX}{modules[-1]}{SUFFIXES[name]}"] = np.ascontiguousarray(matrix)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
+        "r": adapter.rank * (2 if is_doubled else 1),
+        "lora_alpha": adapter.alpha * (growth if is_doubled else 1),
+        "use_rslora": adapter.rank_stabilized,
+        "use_dora": adapter.dora,
         "lora_dropout": adapter.dropout,
         "target_modules": modules,
         "bias": "none",
@@ -182,8 +204,8 @@ def write_peft(folder: Path, model: ModelDef, trained: Tree, *, table: Table, ba
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
 
 
-def _lora_weights(trained: Tree, mapping: ParamMapping) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Yield tensor name, A and B for each tensor of a mapping that has an adapter."""
+def _lora_weights(trained: Tree, mapping: ParamMapping) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """Yield tensor name, and a, b and magnitude (DoRA), for each tensor of a mapping that has an adapter."""
     nodes = [_lookup(trained, (*keys[:-1], ADAPTER)) for keys in mapping.keys]
     if not any(nodes):
         return
@@ -192,8 +214,12 @@ def _lora_weights(trained: Tree, mapping: ParamMapping) -> Iterator[tuple[str, n
         reason = f"cannot represent the adapter of {mapping.keys[0][-2]}: in this family it is part of {row.hf}"
         hint = "use task.format=hf, which writes the merged weights"
         raise ConfigError(Problem("task.format", reason, value="peft", hint=hint))
-    a, b = np.asarray(nodes[0]["a"]), np.asarray(nodes[0]["b"])
-    yield from ((mapping.tensor_name(tensor), a[tensor.index], b[tensor.index]) for tensor in mapping.tensors)
+    for tensor in mapping.tensors:
+        arrays = {name: np.asarray(stack)[tensor.index] for name, stack in nodes[0].items()}
+        if "start_a" in arrays:
+            arrays["a"] = np.concatenate([arrays["a"], arrays.pop("start_a")], axis=-1)
+            arrays["b"] = np.concatenate([arrays["b"], -arrays.pop("start_b")], axis=0)
+        yield mapping.tensor_name(tensor), arrays
 
 
 def _lookup(tree: Tree, keys: tuple[str, ...]) -> Tree:

@@ -67,12 +67,15 @@ class Generation(Extension):
         return f"{_OPEN}{caller()}{_CLOSE}"
 
 
+Spans = list[tuple[int, int]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Rendered:
     """A rendered conversation, and the character span of each turn that has loss."""
 
     text: str
-    turns: list[tuple[int, int]]
+    turns: Spans
 
 
 class ChatTemplateError(Exception):
@@ -119,20 +122,34 @@ class ChatTemplate:
         text = self._render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         return _strip_delimiters(text).text
 
-    def render(self, messages: Sequence[Message]) -> Rendered:
+    def render(self, messages: Sequence[Message], tools: Tools = None) -> Rendered:
         """Render a conversation and locate the assistant's turns. ChatTemplateError if that is impossible."""
         messages = _check_messages(messages)
-        self._reject_special_tokens(messages)
-        rendered = _strip_delimiters(self._render(messages, add_generation_prompt=False))
+        self._reject_special_tokens([*messages, *(tools or ())])
+        rendered = _strip_delimiters(self._render(messages, add_generation_prompt=False, tools=tools))
         if self._has_generation_blocks:
             return rendered
+        if tools:
+            raise ChatTemplateError(f"the record has tools; {GENERATION_HINT}")
         return Rendered(rendered.text, list(self._turns(messages, rendered.text)))
 
-    def encode(self, messages: Any, *, known: int = 0, max_characters: int | None = None) -> Document | Rejected:
-        """Tokenize a conversation, with loss on the assistant's turns after the first `known` messages."""
+    def encode(
+        self,
+        messages: Any,
+        *,
+        known: int = 0,
+        max_characters: int | None = None,
+        tools: Tools = None,
+        select: Callable[[Rendered], Spans] = lambda rendered: rendered.turns,
+    ) -> Document | Rejected:
+        """Tokenize a conversation, with loss on the assistant's turns after the first `known` messages.
+
+        `select` returns the spans that have loss instead of these turns.
+        """
         try:
-            rendered = self.render(messages)
-            turns = rendered.turns[self._turns_within(messages, known, len(rendered.turns)) :]
+            rendered = self.render(messages, tools)
+            later = rendered.turns[self._turns_within(messages, known, len(rendered.turns)) :]
+            turns = select(Rendered(rendered.text, later))
         except ChatTemplateError as error:
             return Rejected(str(error))
         if max_characters is not None and len(rendered.text) > max_characters:

@@ -23,6 +23,7 @@ REQUIRED_COLUMNS = {
     "text": ("text",),
     "chat": ("messages",),
     "preference": ("chosen", "rejected"),
+    "labeled": ("prompt", "completion"),
     "prompts": ("prompt",),
 }
 

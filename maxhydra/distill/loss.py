@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config.schema.tasks.training import Course, DistillTask, Divergence, FeatureLoss, Features
+from maxhydra.config.schema.tasks.distill import Course, DistillTask, Divergence, FeatureLoss, Features
 from maxhydra.data import BatchSpec
 from maxhydra.distill.teacher import OnlineTeacher
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
-from maxhydra.train import LoaderBatches, TrainState, map_sequence_chunks
+from maxhydra.train import BatchSource, TrainState, map_sequence_chunks
 from maxhydra.train.loss import Batch, LossFn, Sums, Tree, add_aux_losses, target_logprobs
 from maxhydra.train.step import sequences_in
 
@@ -44,20 +44,36 @@ def values_at(task: DistillTask, step: jax.Array, steps: int) -> dict[str, jax.A
 
 
 @dataclasses.dataclass(frozen=True)
-class ScheduledBatches(LoaderBatches):
-    """Loader batches with a column [B] for each scheduled value, computed on the device from the state's step."""
+class ScheduledBatches:
+    """Batches with a column [B] for each scheduled value, computed on the device from the state's step.
 
+    A column that the batches of the source already have is kept.
+    """
+
+    source: BatchSource
     task: DistillTask
     spec: BatchSpec
     steps: int
 
     def peek(self) -> Mapping[str, Any]:
-        batch = super().peek()
-        return {**batch, **self._columns(jnp.zeros((), jnp.int32), sequences_in(batch))}
+        batch = self.source.peek()
+        return {**self._columns(jnp.zeros((), jnp.int32), sequences_in(batch)), **batch}
 
     def take(self, step: int, state: TrainState) -> Batch:
-        batch = super().take(step, state)
-        return {**batch, **self._columns(state.step, sequences_in(batch))}
+        batch = self.source.take(step, state)
+        return {**self._columns(state.step, sequences_in(batch)), **batch}
+
+    def state(self) -> dict[str, Any]:
+        return self.source.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.source.restore(state)
+
+    def metrics(self) -> dict[str, float]:
+        return self.source.metrics()
+
+    def close(self) -> None:
+        self.source.close()
 
     @cached_property
     def _columns(self) -> Any:

@@ -14,10 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from maxhydra import model
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.errors import show
-from maxhydra.config.schema.data import Packing
+from maxhydra.config.schema.data import Data, Packing
+from maxhydra.config.schema.data import Tokenizer as TokenizerConfig
 from maxhydra.config.schema.hardware import Mesh as MeshConfig
 from maxhydra.config.schema.model import Model
-from maxhydra.config.schema.tasks.training import Teacher
+from maxhydra.config.schema.tasks.distill import Teacher
 from maxhydra.config.serialize import from_yaml
 from maxhydra.convert.adapter_lineage import run_folder
 from maxhydra.convert.compatibility import changes_from_run
@@ -25,9 +26,10 @@ from maxhydra.convert.load import load_weights
 from maxhydra.data import BatchSpec, make_batch
 from maxhydra.data.packing import plan_rows
 from maxhydra.data.rows import Document, pack_rows
-from maxhydra.data.tokenizers import smallest_id_dtype
+from maxhydra.data.tokenizers import load_tokenizer, smallest_id_dtype
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
+from maxhydra.modelfiles import local_path
 from maxhydra.runtime.channel import broadcast
 from maxhydra.sharding import Sharder, remeshed
 from maxhydra.train import map_sequence_chunks
@@ -71,8 +73,46 @@ def plan_teacher(config: Config, teacher: Teacher, student: Sharder) -> OnlineTe
     if teacher_model.context_length < config.train.seq_len:
         reason = f"exceeds the teacher's context_length={teacher_model.context_length}"
         raise ConfigError(Problem("train.seq_len", reason, value=config.train.seq_len))
+    check_tokenizer(config.data, teacher)
     sharder = student if mesh is None else Sharder.from_config(mesh, remeshed(mesh, student.mesh.devices))
     return OnlineTeacher(model.build(teacher_model), sharder)
+
+
+def check_tokenizer(data: Data, teacher: Teacher) -> None:
+    """Raise ConfigError if a token id is another token for the teacher than for the student.
+
+    The teacher's tokenizer is that of its run, or the one in its folder; if neither exists, nothing is compared.
+    """
+    stored = _stored_tokenizer(teacher)
+    if stored is None or (stored.kind, stored.path) == (data.tokenizer.kind, data.tokenizer.path):
+        return
+    student = load_tokenizer(data)
+    other = load_tokenizer(dataclasses.replace(data, tokenizer=stored))
+    names = student.special_token_ids.keys() & other.special_token_ids.keys()
+    special = {name: (other.special_token_ids[name], student.special_token_ids[name]) for name in sorted(names)}
+    differences = [f"{name} is id {a} there and {b} here" for name, (a, b) in special.items() if a != b]
+    for id in range(min(student.vocab_size, other.vocab_size)) if not differences else ():
+        if (a := other.decode([id])) != (b := student.decode([id])):
+            differences.append(f"id {id} is {a!r} there and {b!r} here")
+            break
+    if differences:
+        reason = f"has another tokenizer than the student: {differences[0]}"
+        hint = "use the teacher's tokenizer: data.tokenizer.kind and data.tokenizer.path"
+        raise ConfigError(Problem("task.teacher.weights", reason, value=teacher.weights, hint=hint))
+
+
+def _stored_tokenizer(teacher: Teacher) -> TokenizerConfig | None:
+    """The tokenizer of the teacher's run or folder; None if it is unknown or its files are missing."""
+    assert teacher.weights is not None
+    if (run := run_folder(teacher.weights)) is None:
+        folder = local_path("task.teacher.weights", teacher.weights)
+        return TokenizerConfig(kind="hf", path=str(folder)) if (folder / "tokenizer.json").is_file() else None
+    content = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+    assert isinstance(content, dict)
+    stored = content.get("data", {}).get("tokenizer", {})
+    kind, path = stored.get("kind", TokenizerConfig.kind), stored.get("path")
+    is_missing = path is not None and kind != "tiktoken" and not Path(path).expanduser().exists()
+    return None if is_missing else TokenizerConfig(kind=kind, path=path)
 
 
 def _resolve(teacher: Teacher) -> tuple[Model, MeshConfig | None]:

@@ -54,6 +54,10 @@ class LoraSpec:
     targets: tuple[str, ...]
     over_nf4: bool
     """Whether the base kernels of all projections are quantized to NF4 (QLoRA)."""
+    has_magnitude: bool = False
+    """Whether the norms of the columns are trained separately (DoRA)."""
+    has_start: bool = False
+    """Whether a and b start at other values than 0, whose update is subtracted (PiSSA)."""
 
     @classmethod
     def of(cls, adapter: config.Adapter | None) -> "LoraSpec | None":
@@ -64,10 +68,12 @@ class LoraSpec:
         assert adapter.dropout is not None and adapter.targets is not None
         return cls(
             rank=adapter.rank,
-            scale=adapter.alpha / adapter.rank,
+            scale=adapter.alpha / (math.sqrt(adapter.rank) if adapter.rank_stabilized else adapter.rank),
             dropout=adapter.dropout,
             targets=tuple(adapter.targets),
             over_nf4=adapter.kind is config.AdapterKind.qlora,
+            has_magnitude=adapter.dora,
+            has_start=adapter.init is config.AdapterInit.pissa,
         )
 
     def adds_to(self, name: str) -> bool:
@@ -101,21 +107,53 @@ def dropout(x: jax.Array, key: jax.Array | None, *, rate: float) -> jax.Array:
 
 
 class Lora(nnx.Module):
-    """scale * b(a(dropout(x))) of rank r (Hu et al., 2021). b starts at zero, so training starts at the base model."""
+    """scale * b(a(dropout(x))) of rank r (Hu et al., 2021). b starts at zero, so training starts at the base model.
 
-    def __init__(self, a: nnx.Param, b: nnx.Param, spec: LoraSpec, *, number: int):
-        """`number`: index of the projection in its layer, which gives it its own dropout key."""
+    PiSSA starts with other values; their update is subtracted here instead of from the kernel, so that the kernel
+    stays that of the base model.
+    """
+
+    def __init__(
+        self,
+        a: nnx.Param,
+        b: nnx.Param,
+        spec: LoraSpec,
+        *,
+        number: int,
+        magnitude: nnx.Param | None = None,
+        start: tuple[nnx.Param, nnx.Param] | None = None,
+    ):
+        """`number`: index of the projection in its layer, which gives it its own dropout key.
+
+        `magnitude`: norms of the columns (DoRA). `start`: a and b at the start of training (PiSSA), which are constant.
+        """
         self.a, self.b = a, b
         self.spec, self.number = spec, number
+        self.magnitude = magnitude
+        self.start_a: nnx.Param | None = None if start is None else start[0]
+        self.start_b: nnx.Param | None = None if start is None else start[1]
 
     def __call__(self, x: jax.Array, ctx: Context, matmul_spec: MatmulSpec, *, inputs: int) -> jax.Array:
-        x = dropout(x, ctx.key(self.number), rate=self.spec.dropout)
-        low_rank = _matmul(x, self.a[...], matmul_spec, inputs=inputs)
-        return self.spec.scale * _matmul(low_rank, self.b[...], matmul_spec, inputs=1)
+        def update(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+            return _matmul(_matmul(x, a, matmul_spec, inputs=inputs), b, matmul_spec, inputs=1)
+
+        delta = update(dropout(x, ctx.key(self.number), rate=self.spec.dropout), self.a[...], self.b[...])
+        if self.start_a is not None and self.start_b is not None:
+            delta -= update(x, *map(jax.lax.stop_gradient, (self.start_a[...], self.start_b[...])))
+        return self.spec.scale * delta
 
     def matrix(self) -> jax.Array:
-        """The update of the kernel, scale * a @ b."""
-        return self.spec.scale * jnp.tensordot(self.a[...], self.b[...], axes=1)
+        """The update of the kernel, scale * a @ b, less its value at the start."""
+        delta = jnp.tensordot(self.a[...], self.b[...], axes=1)
+        if self.start_a is not None and self.start_b is not None:
+            delta -= jax.lax.stop_gradient(jnp.tensordot(self.start_a[...], self.start_b[...], axes=1))
+        return self.spec.scale * delta
+
+    def column_ratio(self, kernel: jax.Array, *, inputs: int) -> jax.Array:
+        """magnitude / norm of the columns of kernel + update, [*outputs]. The norm has no gradient, as in DoRA."""
+        assert self.magnitude is not None
+        merged = jax.lax.stop_gradient(kernel.astype(jnp.float32) + self.matrix())
+        return self.magnitude[...] / column_norms(merged, inputs=inputs)
 
 
 class Linear(nnx.Module):
@@ -223,13 +261,27 @@ class Linear(nnx.Module):
             kernel = straight_through(rounding(self.format, inputs=self.inputs, name=self.name), kernel)
         if self.lora is None or not ctx.is_adapted:
             return kernel
-        return kernel + self.lora.matrix().astype(kernel.dtype)
+        merged = kernel + self.lora.matrix().astype(kernel.dtype)
+        if self.lora.magnitude is None:
+            return merged
+        return merged * self.lora.column_ratio(kernel, inputs=self.inputs).astype(kernel.dtype)
 
     def add_lora(self, out: jax.Array, x: jax.Array, ctx: Context) -> jax.Array:
         """out = x @ kernel, plus the LoRA update if an adapter is active."""
         if self.lora is None or not ctx.is_adapted:
             return out
-        return out + self.lora(x, ctx, self.matmul_spec, inputs=self.inputs)
+        update = self.lora(x, ctx, self.matmul_spec, inputs=self.inputs)
+        if self.lora.magnitude is None:
+            return out + update
+        kernel = self.kernel.unpacked(jnp.float32) if isinstance(self.kernel, Int8) else self.weight(self.stored)
+        ratio = self.lora.column_ratio(kernel, inputs=self.inputs).astype(out.dtype)
+        bias = jnp.zeros((), out.dtype) if self.bias is None else self.bias[...].astype(out.dtype)
+        return ratio * (out - bias + update) + bias
+
+
+def column_norms(kernel: jax.Array, *, inputs: int) -> jax.Array:
+    """Norms [*outputs] of the columns of a kernel [*inputs, *outputs], over all inputs of an output."""
+    return jnp.sqrt(jnp.sum(jnp.square(kernel), axis=tuple(range(inputs))))
 
 
 def project_together(projections: Sequence[Linear], x: jax.Array, ctx: Context) -> list[jax.Array]:

@@ -190,8 +190,15 @@ class ParamBuilder:
         a_axes, b_axes = (*axes[: len(inputs)], None), (None, *axes[len(inputs) :])
         std = (3 * math.prod(inputs)) ** -0.5
         a = self._normal(key, inputs, (spec.rank,), a_axes, std=std, dtype=jnp.dtype(jnp.float32))
-        b = jnp.zeros((*self._stack, spec.rank, *outputs), jnp.float32)
-        return Lora(a, nnx.Param(b, axes=self._stack_axes + b_axes), spec, number=number)
+
+        def zeros(shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
+            return nnx.Param(jnp.zeros((*self._stack, *shape), jnp.float32), axes=self._stack_axes + axes)
+
+        b = zeros((spec.rank, *outputs), b_axes)
+        # model/lora.py replaces these zeros, which depend on the base weights.
+        magnitude = zeros(outputs, axes[len(inputs) :]) if spec.has_magnitude else None
+        start = (zeros((*inputs, spec.rank), a_axes), zeros((spec.rank, *outputs), b_axes)) if spec.has_start else None
+        return Lora(a, b, spec, number=number, magnitude=magnitude, start=start)
 
     def _normal(
         self,

@@ -2,6 +2,7 @@
 
 from maxhydra.model.lora import (
     amax_histories,
+    fit_adapter,
     map_leaves,
     merge_adapter,
     merge_trees,
@@ -26,6 +27,7 @@ __all__ = [
     "active_parameters",
     "amax_histories",
     "build",
+    "fit_adapter",
     "flops_per_token",
     "map_leaves",
     "merge_adapter",

@@ -4,7 +4,9 @@ With an adapter only its weights and a value or score head are trained; without 
 any leaves: arrays, shapes, axes, shardings. Storage formats are plain, NF4, INT8 and INT4.
 """
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,11 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.layers import LoraSpec
+from maxhydra.layers.linear import column_norms
 from maxhydra.layers.quant import int4, int8, nf4
 from maxhydra.model.model_def import VALUE, ModelDef, parameter_count
 
 # Key of a projection's LoRA weights.
 ADAPTER = "lora"
+# Paths of arrays of an adapter that are not trained, and of those that are not decayed, as regular expressions.
+CONSTANT = (f"/{ADAPTER}/start_[ab]$",)
+UNDECAYED = (f"/{ADAPTER}/magnitude$",)
 # Key of a projection's amax history (layers/quant/training.py).
 HISTORY = "history"
 # Key of the head of a reward model, which is trained with an adapter too: it is not in the base weights.
@@ -108,8 +114,11 @@ def store_weight_slice(model: ModelDef, keys: tuple[str, ...], weight: jax.Array
 def parameter_counts(model: ModelDef) -> tuple[int, int]:
     """Number of weights of the model with its adapter, and of those that are trained."""
     base, (trained, frozen) = model.base.shapes, split_trainable(model.shapes)
-    count = parameter_count(merge_trees(base, trained) if frozen else base)
-    return count, parameter_count(trained) if frozen else count
+    if not frozen:
+        return parameter_count(base), parameter_count(base)
+    leaves = jax.tree_util.tree_leaves_with_path(trained)
+    constant = parameter_count([leaf for path, leaf in leaves if path[-1].key.startswith("start_")])
+    return parameter_count(merge_trees(base, trained)) - constant, parameter_count(trained) - constant
 
 
 def merge_adapter(model: ModelDef, weights: Tree, *, dtype: np.dtype) -> Tree:
@@ -127,11 +136,60 @@ def merge_adapter(model: ModelDef, weights: Tree, *, dtype: np.dtype) -> Tree:
         if isinstance(kernel, dict):
             kernel = nf4.dequantized(kernel, shapes["kernel"].shape, stacked=stacked, dtype=np.dtype(np.float32))
         if ADAPTER in node:
-            kernel = kernel.astype(jnp.float32) + spec.scale * _low_rank_update(**node[ADAPTER], stacked=stacked)
+            kernel = _merged(kernel.astype(jnp.float32), node[ADAPTER], spec.scale, stacked=stacked)
         others = {name: walk(node[name], shapes[name], (*keys, name)) for name in shapes if name != "kernel"}
         return {"kernel": kernel.astype(dtype), **others}
 
     return walk(weights, model.base.shapes, ())
+
+
+def fit_adapter(model: ModelDef, weights: Tree) -> Tree:
+    """Weights whose fresh adapter has the values that derive from the base weights: column norms, singular vectors."""
+    spec = LoraSpec.of(model.adapter)
+    if spec is None or not (spec.has_magnitude or spec.has_start):
+        return weights
+
+    def walk(node: Tree, shapes: Tree, keys: tuple[str, ...]) -> Tree:
+        if not isinstance(node, dict) or ADAPTER not in node:
+            is_leaf = not isinstance(node, dict) or isinstance(shapes, jax.ShapeDtypeStruct)
+            return node if is_leaf else {name: walk(node[name], shapes[name], (*keys, name)) for name in node}
+        kernel, stacked = node["kernel"], _is_stacked(keys)
+        if isinstance(kernel, dict):
+            kernel = nf4.dequantized(kernel, shapes["kernel"].shape, stacked=stacked, dtype=np.dtype(np.float32))
+        inputs = node[ADAPTER]["a"].ndim - 1 - stacked
+        fit = partial(_fitted, spec=spec, inputs=inputs)
+        fitted = jax.lax.map(fit, kernel.astype(jnp.float32)) if stacked else fit(kernel.astype(jnp.float32))
+        return {**node, ADAPTER: {**node[ADAPTER], **fitted}}
+
+    return walk(weights, model.base.shapes, ())
+
+
+def _fitted(kernel: jax.Array, spec: LoraSpec, *, inputs: int) -> dict[str, jax.Array]:
+    """Arrays of an adapter that start with values of its kernel [*inputs, *outputs]."""
+    fitted = {"magnitude": column_norms(kernel, inputs=inputs)} if spec.has_magnitude else {}
+    if not spec.has_start:
+        return fitted
+    rows, columns = kernel.shape[:inputs], kernel.shape[inputs:]
+    u, values, v = jnp.linalg.svd(kernel.reshape(math.prod(rows), -1), full_matrices=False)
+    rank = min(spec.rank, len(values))
+    roots, rest = jnp.sqrt(values[:rank] / spec.scale), spec.rank - rank
+    a = jnp.pad(u[:, :rank] * roots, ((0, 0), (0, rest))).reshape(*rows, spec.rank)
+    b = jnp.pad(roots[:, None] * v[:rank], ((0, rest), (0, 0))).reshape(spec.rank, *columns)
+    return {**fitted, "a": a, "b": b, "start_a": a, "start_b": b}
+
+
+def _merged(kernel: jax.Array, adapter: Tree, scale: float, *, stacked: bool) -> jax.Array:
+    """A kernel with its adapter, in float32."""
+    update = _low_rank_update(adapter["a"], adapter["b"], stacked=stacked)
+    if "start_a" in adapter:
+        update -= _low_rank_update(adapter["start_a"], adapter["start_b"], stacked=stacked)
+    merged = kernel + scale * update
+    if "magnitude" not in adapter:
+        return merged
+    norms = partial(column_norms, inputs=adapter["a"].ndim - 1 - stacked)
+    ratio = adapter["magnitude"] / (jax.vmap(norms) if stacked else norms)(merged)
+    inputs = range(int(stacked), adapter["a"].ndim - 1)
+    return merged * jnp.expand_dims(ratio, tuple(inputs))
 
 
 def _low_rank_update(a: jax.Array, b: jax.Array, *, stacked: bool) -> jax.Array:

@@ -8,8 +8,8 @@ on the number of applied updates in the state, so a step whose new state is disc
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -106,6 +106,18 @@ class Optimizer:
         return jax.tree.map(lambda is_trained, n, o: n if is_trained else o, self.is_trained, new, old)
 
 
+@dataclasses.dataclass(frozen=True)
+class PathRules:
+    """Parameters that are treated differently, as regular expressions on their paths."""
+
+    constant: Sequence[str] = ()
+    """Not trained."""
+    undecayed: Sequence[str] = ()
+    """Without weight decay, in addition to those of the config."""
+    rate_ratios: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Learning rate relative to that of the other parameters."""
+
+
 def build(
     config: OptimizerConfig,
     *,
@@ -113,23 +125,30 @@ def build(
     shapes: Tree,
     axes: Tree,
     is_unrolled: bool = False,
-    unused: Sequence[str] = (),
+    rules: PathRules = PathRules(),
 ) -> Optimizer:
     """Build the optimizer for parameters with these shapes and logical axes, over a run of `steps` steps.
 
-    `is_unrolled`: the layer loop is unrolled, so gradients of stacked layers are computed layer by layer. `unused`:
-    subtrees that the loss does not use; their gradients are 0, and without weight decay they do not change.
+    `is_unrolled`: the layer loop is unrolled, so gradients of stacked layers are computed layer by layer.
     """
     names = paths(shapes)
     check_patterns(config.trainable, config.no_decay, jax.tree.leaves(names))
     axes_of = axes_by_path(axes)
     transforms = [("scale", _SCALINGS[config.kind](config, axes_of))]
     if config.weight_decay > 0:
-        decayed = jax.tree.map(
-            lambda path: not matches_any(config.no_decay, path) and path.partition("/")[0] not in unused, names
-        )
+        undecayed = (*config.no_decay, *rules.undecayed)
+        decayed = jax.tree.map(lambda path: not matches_any(undecayed, path), names)
         transforms.append(("decay", optax.add_decayed_weights(config.weight_decay, mask=decayed)))
-    labels = jax.tree.map(lambda path: "trained" if matches_any(config.trainable, path) else "frozen", names)
+    transforms += [
+        (f"ratio_{number}", optax.masked(optax.scale(ratio), jax.tree.map(partial(matches_any, [pattern]), names)))
+        for number, (pattern, ratio) in enumerate(rules.rate_ratios.items())
+    ]
+
+    def label(path: str) -> str:
+        is_trained = matches_any(config.trainable, path) and not matches_any(rules.constant, path)
+        return "trained" if is_trained else "frozen"
+
+    labels = jax.tree.map(label, names)
     inner = optax.partition({"trained": optax.named_chain(*transforms), "frozen": optax.set_to_zero()}, labels)
     learning_rate = schedule(config.schedule, peak=config.learning_rate, steps=steps)
     is_per_layer = jax.tree.map(

@@ -1,18 +1,32 @@
 """Distillation: train a student on a teacher's next-token distributions in addition to the tokens themselves."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 
 from maxhydra import data
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.schema.data import LossOn, Overlong, PackingMethod, Thinking
 from maxhydra.config.schema.quantization import AdapterKind
-from maxhydra.config.schema.tasks.training import DistillTask
+from maxhydra.config.schema.tasks.distill import DistillTask
+from maxhydra.data import BatchSpec
+from maxhydra.decode.open import reject_stages
+from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.distill.loss import TEACHER, ScheduledBatches, StudentTeacher, distillation_loss, held_out_divergence
+from maxhydra.distill.on_policy import OnPolicyBatches, Sampled
 from maxhydra.distill.teacher import OnlineTeacher, check_layers, init_from_teacher, plan_teacher
 from maxhydra.model import ModelDef, flops_per_token
+from maxhydra.record.rollout_store import RolloutWriter
+from maxhydra.record.rollouts import FOLDER, TRAIN
+from maxhydra.rl.rollout import PolicyEngine, unfiltered_sampling
+from maxhydra.rl.setup import prompt_loader
 from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import (
+    BatchSource,
+    LoaderBatches,
+    StateFactory,
     TrainingSetup,
     final_sample,
     held_out_loss,
@@ -20,6 +34,7 @@ from maxhydra.train import (
     plan_states,
     train,
 )
+from maxhydra.train.loss import Tree
 
 NEEDS_DEVICES = KEEPS_RUN = TRAINS = True
 
@@ -45,23 +60,54 @@ def run(job: Job) -> Outcome:
         states = plan_states(config, sharder, extra_weights={TEACHER: weights})
 
     comparison = StudentTeacher(states.model, sharder, teacher, task.features, config.train.loss_chunk)
-    training = TrainingSetup(
-        states=states,
-        loss=distillation_loss(comparison, task),
-        spec=spec,
-        batches=ScheduledBatches(data.train_loader(config.data, spec), task, spec, steps=config.train.steps),
-        evaluate=held_out_loss(
-            held_out_divergence(comparison),
-            lambda: data.eval_batches(config.data, spec),
-            limit=config.train.eval_batches,
-            parts=config.train.grad_accum,
-        ),
-        initial=initial,
-        passes=_passes(config, teacher),
-    )
-    result = train(training, config, run=job.run, machine=job.machine)
+    with _batches(job, task, states, spec) as batches:
+        training = TrainingSetup(
+            states=states,
+            loss=distillation_loss(comparison, task),
+            spec=spec,
+            batches=ScheduledBatches(batches, task, spec, steps=config.train.steps),
+            evaluate=held_out_loss(
+                held_out_divergence(comparison),
+                lambda: data.eval_batches(config.data, spec),
+                limit=config.train.eval_batches,
+                parts=config.train.grad_accum,
+            ),
+            initial=initial,
+            passes=_passes(config, teacher),
+        )
+        result = train(training, config, run=job.run, machine=job.machine)
     facts = {"end_step": result.step, **final_sample(config, states, result)}
     return Outcome(result.status, result.reason, result.metrics, facts)
+
+
+@contextmanager
+def _batches(job: Job, task: DistillTask, states: StateFactory, spec: BatchSpec) -> Iterator[BatchSource]:
+    """Batches of the data, some of them with completions of the student as task.on_policy says."""
+    config, on_policy, sharder = job.config, task.on_policy, states.sharder
+    if not on_policy.fraction:
+        yield LoaderBatches(data.train_loader(config.data, spec))
+        return
+    reject_stages(sharder, "mesh.stage")
+    prompts = PromptEncoder(config.data, vocab_size=config.model.vocab_size)
+    sampling = unfiltered_sampling(on_policy.max_tokens, on_policy.temperature)
+    engine = PolicyEngine(
+        states.model,
+        prompts.tokenizer,
+        on_policy.engine,
+        sharder=sharder,
+        eos=prompts.eos_ids,
+        seed=config.run.seed,
+    )
+
+    def sample(weights: Tree, ids: Sequence[Sequence[int]], number: int) -> Sequence[Sampled]:
+        return engine.generate(weights, ids, sampling, samples=1, number=number)
+
+    writer = None
+    if job.run.writes and on_policy.keep_rollouts:
+        writer = RolloutWriter(job.run.path / FOLDER, TRAIN, keep=on_policy.keep_rollouts)
+    loader = prompt_loader(config, dataclasses.replace(spec, sharding=sharder.sharding((None, None))))
+    with closing(engine):
+        yield OnPolicyBatches(loader, spec, on_policy, sample, tokenizer=prompts.tokenizer, writer=writer)
 
 
 def _passes(config: Config, teacher: OnlineTeacher | None) -> float:
@@ -76,10 +122,27 @@ def _problems(config: Config, task: DistillTask) -> Iterator[Problem]:
     is_online = task.teacher.weights is not None
     for name, corpus in config.data.corpora().items():
         path = f"data.sources.{name}" if name else "data"
-        if corpus.record_type in ("preference", "prompts") or (corpus.record_type == "teacher") == is_online:
+        if corpus.record_type in ("preference", "labeled", "prompts") or (corpus.record_type == "teacher") == is_online:
             accepted = "text, tokens, chat" if is_online else "teacher"
             reason = "does not match task.teacher.weights"
             yield Problem(f"{path}.record_type", reason, value=corpus.record_type, accepted=accepted)
+        elif task.on_policy.fraction and corpus.record_type != "chat":
+            reason = "has no prompts to complete, which task.on_policy.fraction needs"
+            yield Problem(f"{path}.record_type", reason, value=corpus.record_type, accepted="chat")
+    packing = config.data.packing
+    if task.on_policy.fraction and packing.method is not PackingMethod.none:
+        reason = (
+            "packs conversations, but task.on_policy.fraction needs a sequence for each, with space for a completion"
+        )
+        yield Problem("data.packing.method", reason, value=packing.method, accepted="none")
+    if task.on_policy.fraction and packing.overlong is Overlong.split:
+        reason = "splits conversations from their prompts, which task.on_policy.fraction needs"
+        yield Problem("data.packing.overlong", reason, value=packing.overlong, accepted="truncate, drop")
+    masks = {"loss_on": (config.data.loss_on, LossOn.all), "thinking": (config.data.thinking, Thinking.mask)}
+    for name, (value, unsupported) in masks.items():
+        if task.on_policy.fraction and value is unsupported:
+            reason = "hides where the last assistant turn starts, which task.on_policy.fraction samples anew"
+            yield Problem(f"data.{name}", reason, value=value, accepted=f"any but {unsupported.value}")
     yield from config.train.no_z_loss(task="distill")
     if task.init_layers is not None and config.checkpoint.load_parameters is not None:
         reason = "cannot be combined with checkpoint.load_parameters"

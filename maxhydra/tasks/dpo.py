@@ -11,8 +11,9 @@ from maxhydra.align.loss import PairScorer, passes, preference_loss
 from maxhydra.align.reference import ReferenceCache, fill_reference_cache
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.quantization import AdapterKind
-from maxhydra.config.schema.tasks.training import DpoTask, Reference
+from maxhydra.config.schema.tasks.training import DpoTask, PreferenceLoss, Reference
 from maxhydra.data import BatchSpec, Row
+from maxhydra.data.record_types.labeled import with_mismatched
 from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import (
@@ -45,6 +46,8 @@ def run(job: Job) -> Outcome:
     assemble: data.Assemble[data.Batch] = data.make_batch
     if reference is Reference.cached:
         assemble = _open_reference_cache(job, spec, states).batch
+    if task.loss is PreferenceLoss.kto:
+        assemble = _mismatched_first(assemble, spec)
     loss = preference_loss(scorer, task, reference)
     training = TrainingSetup(
         states=states,
@@ -64,6 +67,14 @@ def run(job: Job) -> Outcome:
     return Outcome(result.status, result.reason, result.metrics, facts)
 
 
+def _mismatched_first(assemble: data.Assemble[data.Batch], spec: BatchSpec) -> data.Assemble[data.Batch]:
+    """Builds batches that also have completions of other prompts, for the KL of KTO."""
+    if len(spec.local_rows(spec.batch)) < 2:
+        reason = "gives a process a single completion, but loss=kto pairs prompts with completions of others"
+        raise ConfigError(Problem("train.per_device_batch_size", reason, value=spec.batch, accepted="2 or more"))
+    return lambda rows, spec, size: assemble(with_mismatched(rows), spec, size)
+
+
 def _open_reference_cache(job: Job, spec: BatchSpec, states: StateFactory) -> ReferenceCache:
     """The reference log-probs of every pair that the run will use."""
     config, sharder = job.config, states.sharder
@@ -75,10 +86,11 @@ def _open_reference_cache(job: Job, spec: BatchSpec, states: StateFactory) -> Re
         ),
         out_shardings=sharder.sharding((None, None)),
     )
+    is_labeled = isinstance(config.task, DpoTask) and config.task.loss is PreferenceLoss.kto
     with closing(_all_rows(config, spec)) as batches:
         fill_reference_cache(
             cache,
-            batches,
+            map(with_mismatched, batches) if is_labeled else batches,
             spec,
             load_weights=lambda: starting_weights(states, config.checkpoint, config.run.seed),
             logprobs=logprobs,
@@ -97,8 +109,12 @@ def _all_rows(config: Config, spec: BatchSpec) -> Generator[list[Row], None, Non
 
 
 def _problems(config: Config, reference: Reference) -> Iterator[Problem]:
-    hint = "each record needs `chosen` and `rejected`, and a `prompt` unless they start with it"
-    yield from config.data.other_shapes("preference", task="dpo", hint=hint)
+    if isinstance(config.task, DpoTask) and config.task.loss is PreferenceLoss.kto:
+        hint = "each record needs `prompt`, `completion` and `label`, true or false"
+        yield from config.data.other_shapes("labeled", task="dpo task.loss=kto", hint=hint)
+    else:
+        hint = "each record needs `chosen` and `rejected`, and a `prompt` unless they start with it"
+        yield from config.data.other_shapes("preference", task="dpo", hint=hint)
     yield from config.train.no_z_loss(task="dpo")
     if reference is Reference.adapter_off and config.adapter.kind is AdapterKind.none:
         reason = "needs an adapter that can be switched off"

@@ -15,7 +15,8 @@ from typing import Any
 from maxhydra.config import Config, Problem
 from maxhydra.config.schema.data import Fingerprint as FingerprintMethod
 from maxhydra.config.schema.quantization import AdapterKind
-from maxhydra.config.schema.tasks.training import DistillTask, DpoTask, GrpoTask, Reference
+from maxhydra.config.schema.tasks.distill import DistillTask
+from maxhydra.config.schema.tasks.training import DpoTask, GrpoTask, Reference
 from maxhydra.convert.adapter_lineage import describe_weights_change, find_pinned, weights_record
 from maxhydra.data.sources import input_files as corpus_files
 from maxhydra.data.tokenizers import input_files as tokenizer_files
@@ -26,7 +27,7 @@ PARAMETERS, FULL_STATE, TEACHER = "checkpoint.load_parameters", "checkpoint.load
 REWARD = "reward.terms.{}.weights"
 ACCEPT_INPUTS = "run.accept_changed_inputs"
 # Record types that are rendered with a chat template.
-TEMPLATED = ("chat", "preference", "prompts", "scored")
+TEMPLATED = ("chat", "preference", "labeled", "scored", "prompts")
 
 Record = Mapping[str, Any]
 Records = dict[str, dict[str, Record]]

@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxhydra import model, optim
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.quantization import QAT, STORED_KINDS, TRAINING_KINDS, AdapterKind
-from maxhydra.model import ModelDef, amax_histories, merge_trees, split_trainable
-from maxhydra.optim import Optimizer, state_axes
+from maxhydra.model import ModelDef, amax_histories, fit_adapter, merge_trees, split_trainable
+from maxhydra.model.lora import ADAPTER, CONSTANT, UNDECAYED
+from maxhydra.optim import Optimizer, PathRules, state_axes
 from maxhydra.sharding import LogicalAxes, Sharder, is_axes
 from maxhydra.train.loss import Tree
 
@@ -180,7 +181,7 @@ class StateFactory:
 
     def _build(self, weights: Tree, extra_weights: Tree, seed: jax.Array) -> TrainState:
         training_key = jax.random.split(jax.random.key(seed))[1]
-        params, frozen = split_trainable(weights)
+        params, frozen = split_trainable(fit_adapter(self.model, weights))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
@@ -344,7 +345,7 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         axes=axes,
         # Gradient accumulation is a loop that adds up whole layer stacks.
         is_unrolled=decoder.is_unrolled_on(sharder) and config.train.grad_accum == 1,
-        unused=() if config.task.trains_mtp else ("mtp",),
+        rules=_path_rules(config),
     )
     return StateFactory(
         decoder,
@@ -354,6 +355,16 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         shards_over_data=config.mesh.shard_state_over_data,
         offloads_moments=config.optimizer.offload,
         offloads_params=config.optimizer.offload_weights,
+    )
+
+
+def _path_rules(config: Config) -> PathRules:
+    """Arrays of an adapter, and layers that the loss does not use: without decay those do not change."""
+    ratio = config.adapter.b_rate_ratio
+    return PathRules(
+        constant=CONSTANT,
+        undecayed=[*UNDECAYED, *([] if config.task.trains_mtp else ["^mtp/"])],
+        rate_ratios={} if ratio == 1 else {f"/{ADAPTER}/b$": ratio},
     )
 
 

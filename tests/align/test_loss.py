@@ -112,6 +112,35 @@ def test_padding_rows_change_nothing(case: dict[str, Any]) -> None:
         np.testing.assert_allclose(gradient, np.append(expected, [0, 0, 0]), rtol=1e-6, atol=1e-7)
 
 
+def test_kto_of_labeled_completions() -> None:
+    """The lines of TRL's KTOTrainer._compute_loss, which has no function for them; z from mismatched completions."""
+    labels = np.array([1, 0, 1, 1, 0, 0, 1], np.float32)
+    task = DpoTask(loss=PreferenceLoss.kto, beta=0.2, desirable_weight=1.3, undesirable_weight=0.7)
+    assert not list(task.check())
+
+    def our_loss(c: jax.Array, r: jax.Array, padding: int = 0) -> jax.Array:
+        arrays = [c, VALUES["c_ref"], TOKENS["c"], r, VALUES["r_ref"], TOKENS["r"], labels]
+        padded = [jnp.concatenate([jnp.asarray(x), jnp.zeros(padding)]) for x in arrays]
+        return losses(Pairs(Completions(*padded[:3]), Completions(*padded[3:6]), padded[6]), task)
+
+    # Mismatched completions that have become likelier, so that z is not 0.
+    mismatched = VALUES["r_ref"] + np.linspace(-1, 4, B, dtype=np.float32)
+    c, kl_logps = (torch.tensor(x, requires_grad=True) for x in (VALUES["c"], mismatched))
+    is_chosen = torch.tensor(labels) > 0
+    kl = (kl_logps - torch.tensor(VALUES["r_ref"])).mean().detach().clamp(min=0)
+    logratios = c - torch.tensor(VALUES["c_ref"])
+    chosen_losses = 1 - torch.sigmoid(task.beta * (logratios - kl))
+    rejected_losses = 1 - torch.sigmoid(task.beta * (kl - logratios))
+    expected = torch.where(is_chosen, 1.3 * chosen_losses, 0.7 * rejected_losses)
+    expected.sum().backward()
+    assert kl > 0.5
+    np.testing.assert_allclose(our_loss(VALUES["c"], mismatched), expected.detach(), rtol=1e-5, atol=1e-6)
+    by_c, by_r = jax.grad(lambda *x: jnp.sum(our_loss(*x)), (0, 1))(VALUES["c"], mismatched)
+    np.testing.assert_allclose(by_c, c.grad, rtol=1e-5, atol=1e-6)
+    assert not by_r.any()
+    np.testing.assert_allclose(our_loss(VALUES["c"], mismatched, 2)[:B], expected.detach(), rtol=1e-5, atol=1e-6)
+
+
 def test_completions_of_probability_1_have_finite_odds() -> None:
     completions = Completions(jnp.zeros(1), jnp.zeros(1), jnp.ones(1))
     task = DpoTask(loss=PreferenceLoss.orpo)

@@ -1,5 +1,6 @@
 """Record types: loss, rows and rejected records of each, alone and through the whole pipeline."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config.schema.data import Data, OnError, Overlong, Packing
+from maxhydra.config.schema.data import Data, LossOn, OnError, Overlong, Packing, Thinking
 from maxhydra.config.schema.data import Tokenizer as Config
 from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.data import BatchSpec, RowSpec, host_loader, load_tokenizer, train_loader
 from maxhydra.data.record_types import RecordType, Rejected, build_record_type
+from maxhydra.data.record_types.labeled import with_mismatched
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Document
 from maxhydra.sharding import Sharder, build_mesh
@@ -89,6 +91,52 @@ class TestChat:
                     source="hf", name="x", record_type="chat", tokenizer=Config(chat_template=str(tmp_path / "u.jinja"))
                 )
             )
+
+    @pytest.mark.parametrize(
+        ("settings", "expected"),
+        [
+            ({}, "<think>A</think>I.<|im_end|>|<think>B</think>So.<|im_end|>"),
+            ({"loss_on": LossOn.last_turn}, "<think>B</think>So.<|im_end|>"),
+            ({"thinking": Thinking.mask}, "I.<|im_end|>|So.<|im_end|>"),
+            ({"thinking": Thinking.drop}, "I.<|im_end|>|So.<|im_end|>"),
+            ({"thinking": Thinking.mask, "loss_on": LossOn.last_turn}, "So.<|im_end|>"),
+        ],
+    )
+    def test_turns_with_loss(self, tmp_path: Path, settings: dict[str, Any], expected: str) -> None:
+        (tmp_path / "t.jinja").write_text(template("chatml", marked=False))
+        tokenizer = Config(chat_template=str(tmp_path / "t.jinja"))
+        data = Data(source="hf", name="x", record_type="chat", tokenizer=tokenizer, **settings)
+        talk = conversation("Who?", "<think>A</think>I.", "Why?", "<think>B</think>So.")
+        document = encode(data, {"messages": talk})
+        runs = np.split(document.tokens, np.flatnonzero(np.diff(document.weights)) + 1)
+        weights = np.split(document.weights, np.flatnonzero(np.diff(document.weights)) + 1)
+        trained = [bytes(run.tolist()).decode() for run, weight in zip(runs, weights, strict=True) if weight[0]]
+        assert "|".join(trained) == expected
+        text = bytes(document.tokens.tolist()).decode()
+        assert ("<think>" in text) == (settings.get("thinking") is not Thinking.drop)
+        whole = encode(dataclasses.replace(data, loss_on=LossOn.all, thinking=Thinking.keep), {"messages": talk})
+        assert whole.weights.all()
+
+    @pytest.mark.parametrize("is_text", [False, True])
+    def test_tools_and_tool_calls(self, is_text: bool) -> None:
+        """The schemas are in the prompt, without loss; the call and the answer have loss, the tool's reply has none."""
+        data = Data(source="hf", name="x", record_type="chat", tokenizer=Config(chat_template="qwen3"))
+        tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
+        call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+        turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        turns += [{"role": "tool", "content": "two"}, {"role": "assistant", "content": "It is 2."}]
+        document = encode(data, {"messages": turns, "tools": json.dumps(tools) if is_text else tools})
+        text, trained = (bytes(document.tokens[mask].tolist()).decode() for mask in (slice(None), document.weights > 0))
+        assert "Adds." in text and "two" in text and "Adds." not in trained and "two" not in trained
+        assert '{"name": "add", "arguments": {"a": 1}}' in trained and "It is 2." in trained
+        bare = encode(data, {"messages": turns, "tools": None})
+        assert "Adds." not in bytes(bare.tokens.tolist()).decode()
+        assert "not valid JSON" in rejection(data, {"messages": turns, "tools": "[{"})
+        assert "expected a list" in rejection(data, {"messages": turns, "tools": {"a": 1}})
+
+    def test_settings_of_conversations_without_conversations(self) -> None:
+        problems = Data(thinking=Thinking.mask, loss_on=LossOn.all).check()
+        assert [problem.path for problem in problems] == ["loss_on", "thinking"]
 
     def test_rejected(self, chatml: Config) -> None:
         data = Data(source="hf", name="x", record_type="chat", tokenizer=chatml, max_characters=100)
@@ -255,6 +303,53 @@ class TestPreference:
         with pytest.raises(ConfigError, match=r"records.jsonl.*more than train.seq_len=4"):
             next(loader)
         loader.close()
+
+
+class TestLabeled:
+    def data(self, **values: Any) -> Data:
+        return Data(source="hf", name="x", record_type="labeled", **values)
+
+    def test_text(self) -> None:
+        made = row(self.data(), {"prompt": "ab", "completion": "cd", "label": False}, 8)
+        assert made["chosen_tokens"].tolist() == [BOS, *b"abcd", 0, 0, 0]
+        assert made["chosen_targets"].tolist() == [*b"abcd", EOS, 0, 0, 0]
+        assert made["chosen_weights"].tolist() == [0, 0, 1, 1, 1, 0, 0, 0]
+        assert (made["label"].shape, float(made["label"])) == ((), 0)
+
+    def test_mismatched_completions_are_those_of_the_row_before(self) -> None:
+        """As TRL shifts completions by one within a batch; those that do not fit are truncated."""
+        records = [("ab", "cd"), ("e", "fgh"), ("ijklm", "n")]
+        rows = [row(self.data(), {"prompt": p, "completion": c, "label": True}, 7) for p, c in records]
+        padding = {name: np.zeros_like(column) for name, column in rows[0].items()}
+        made = with_mismatched([*rows, padding])
+        assert made[0]["rejected_tokens"].tolist() == [BOS, *b"abn", 0, 0, 0]
+        assert made[0]["rejected_targets"].tolist() == [*b"abn", EOS, 0, 0, 0]
+        assert made[1]["rejected_targets"].tolist() == [*b"ecd", EOS, 0, 0, 0]
+        assert made[2]["rejected_targets"].tolist() == [*b"ijklmfg"]
+        assert made[2]["rejected_weights"].tolist() == [0, 0, 0, 0, 0, 1, 1]
+        assert not any(made[3][name].any() for name in made[3])
+        assert {name: made[1][name].tolist() for name in rows[1]} == {name: rows[1][name].tolist() for name in rows[1]}
+
+    def test_messages(self, chatml: Config) -> None:
+        record = {"prompt": conversation("q"), "completion": [{"role": "assistant", "content": "a"}], "label": True}
+        pair = {"prompt": conversation("q"), "chosen": record["completion"], "rejected": "b"}
+        made = row(self.data(tokenizer=chatml), record, 64)
+        expected = row(Data(source="hf", name="x", record_type="preference", tokenizer=chatml), pair, 64)
+        assert made["chosen_weights"].any()
+        for name in ("tokens", "targets", "positions", "weights"):
+            np.testing.assert_array_equal(made[f"chosen_{name}"], expected[f"chosen_{name}"])
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"label": 2}, "has the label 2, expected true or false"),
+            ({"completion": conversation("q")}, "a completion that ends with a message of the assistant"),
+            ({"completion": "c" * 90}, "more than train.seq_len"),
+        ],
+    )
+    def test_rejected(self, change: dict[str, Any], reason: str, chatml: Config) -> None:
+        record = {"prompt": "p", "completion": "c", "label": True, **change}
+        assert reason in rejection(self.data(tokenizer=chatml), record)
 
 
 class TestPrompts:

@@ -12,7 +12,15 @@ from maxhydra.config import ConfigError
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.config.schema.run import Train
-from maxhydra.config.schema.tasks.training import Course, DistillTask, Divergence, FeatureLoss, Features, Teacher
+from maxhydra.config.schema.tasks.distill import (
+    Course,
+    DistillTask,
+    Divergence,
+    FeatureLoss,
+    Features,
+    OnPolicy,
+    Teacher,
+)
 from maxhydra.distill.loss import TEACHER, StudentTeacher, distillation_loss, held_out_divergence, values_at
 from maxhydra.distill.teacher import OnlineTeacher, init_from_teacher
 from maxhydra.model import build
@@ -201,6 +209,7 @@ def fit(init: Any, loss: Any, rows: dict[str, jax.Array], steps: int) -> Any:
         ({"beta_end": 0.5}, ["beta_end"]),
         ({"features": Features(loss=FeatureLoss.l2, student_layers=[0], teacher_layers=[1])}, ["features.loss"]),
         ({"init_layers": [0]}, ["init_layers"]),
+        ({"on_policy": OnPolicy(fraction=0.5)}, ["on_policy.fraction"]),
     ],
 )
 def test_incompatible_fields(fields: dict[str, Any], paths: list[str]) -> None:

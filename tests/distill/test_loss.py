@@ -7,8 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.config.schema.tasks.training import Divergence, FeatureLoss
-from maxhydra.distill.loss import divergence, feature_distance, gather_top_k, log_probs
+from maxhydra.config.schema.tasks.distill import DistillTask, Divergence, FeatureLoss, Features
+from maxhydra.distill.loss import TEACHER as TEACHER_KEY
+from maxhydra.distill.loss import (
+    StudentTeacher,
+    distillation_loss,
+    divergence,
+    feature_distance,
+    gather_top_k,
+    log_probs,
+)
+from maxhydra.distill.on_policy import sampled_row
+from maxhydra.distill.teacher import OnlineTeacher
+from maxhydra.layers import Context
+from maxhydra.sharding import Sharder
+from tests.distill.test_distill import LARGER, SMALLEST
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -86,6 +99,40 @@ def test_top_k_of_a_teacher(kind: Divergence) -> None:
     log_q = gather_top_k(log_probs(jnp.asarray(STUDENT), temperature), ids, kind)
     got = divergence(log_p, log_q, kind, beta=beta, temperature=temperature)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "beta"), [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jensen_shannon", 0.3)])
+def test_loss_of_a_sampled_batch(kind: str, beta: float) -> None:
+    """Loss, and gradient with respect to the student's head, equal those of TRL's GKDTrainer on the same tokens."""
+    rng = np.random.default_rng(0)
+    zeros = {name: np.zeros(8, np.int32) for name in ("tokens", "targets", "positions")}
+    empty = {**zeros, "weights": np.zeros(8, np.float32)}
+    rows = [sampled_row(empty, rng.integers(0, 50, 3).tolist(), rng.integers(0, 50, n).tolist()) for n in (2, 4)]
+    values = {"alpha": 1.0, "temperature": 1.0, "beta": beta}
+    batch = {name: jnp.asarray(np.stack([row[name] for row in rows])) for name in empty}
+    batch |= {name: jnp.full(2, value) for name, value in values.items()}
+    task = DistillTask(divergence=Divergence(kind), beta=beta if kind == "jensen_shannon" else None)
+    student, teacher = (jax.jit(model.init)(jax.random.key(i)) for i, model in enumerate((SMALLEST, LARGER)))
+    comparison = StudentTeacher(SMALLEST, Sharder.single(), OnlineTeacher(LARGER, Sharder.single()), Features(), 0)
+    loss = distillation_loss(comparison, task)
+
+    def mean(head: jax.Array) -> jax.Array:
+        sums = loss({**student, "head": {"kernel": head}, TEACHER_KEY: teacher}, batch, None)
+        return sums["loss"] / sums["weight"]
+
+    value, gradient = jax.jit(jax.value_and_grad(mean))(student["head"]["kernel"])
+    context = Context.of_batch(batch, Sharder.single(), None)
+    hidden, teacher_hidden = (
+        np.array(jax.jit(lambda params, model=model: model.hidden(params, batch["tokens"], context)[0])(params))
+        for model, params in ((SMALLEST, student), (LARGER, teacher))
+    )
+    kernel = torch.tensor(np.array(student["head"]["kernel"]), requires_grad=True)
+    logits = torch.tensor(hidden) @ kernel, torch.tensor(teacher_hidden @ np.array(teacher["head"]["kernel"]))
+    labels = torch.tensor(np.where(np.array(batch["weights"]) > 0, np.array(batch["targets"]), -100))
+    expected = gkd.GKDTrainer.generalized_jsd_loss(*logits, labels=labels, beta=beta)
+    expected.backward()
+    np.testing.assert_allclose(value, expected.item(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, kernel.grad.numpy(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [FeatureLoss.cosine, FeatureLoss.l2])

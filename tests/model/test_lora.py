@@ -8,11 +8,21 @@ import numpy as np
 import pytest
 
 from maxhydra.config import ConfigError
+from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema import model as config
-from maxhydra.config.schema.quantization import Adapter, AdapterKind
+from maxhydra.config.schema.quantization import Adapter, AdapterInit, AdapterKind
 from maxhydra.layers import Context
-from maxhydra.model import build, merge_trees, split_trainable
+from maxhydra.model import (
+    build,
+    fit_adapter,
+    merge_adapter,
+    merge_trees,
+    parameter_count,
+    parameter_counts,
+    split_trainable,
+)
 from maxhydra.sharding import Sharder
+from maxhydra.train import plan_states
 
 SIZES = {"num_layers": 3, "emb_dim": 24, "mlp_dim": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
 
@@ -76,6 +86,73 @@ def test_fresh_adapter_changes_neither_outputs_nor_base_weights() -> None:
     jax.tree.map(np.testing.assert_array_equal, split_trainable(params)[1], base)
     expected, _ = plain.hidden(base, TOKENS, context(2, 7))
     np.testing.assert_allclose(adapted.hidden(params, TOKENS, context(2, 7))[0], expected, rtol=1e-5, atol=1e-6)
+
+
+VARIANTS = {"dora": True, "init": AdapterInit.pissa, "rank_stabilized": True}
+
+
+def test_a_fitted_adapter_starts_at_the_base_model() -> None:
+    """DoRA's magnitudes are the column norms; PiSSA's a and b are the best approximation of rank 3, and both cancel."""
+    model = build(model_config(), lora(**VARIANTS))
+    params = jax.jit(lambda key: fit_adapter(model, model.init(key)))(jax.random.key(1))
+    node = params["pattern"]["0"]["attention"]["query"]
+    kernel, adapter = np.asarray(node["kernel"], np.float64), {name: np.asarray(x) for name, x in node["lora"].items()}
+    np.testing.assert_allclose(adapter["magnitude"], np.sqrt((kernel**2).sum(1)), rtol=1e-5)
+    u, values, v = np.linalg.svd(kernel[2].reshape(24, -1), full_matrices=False)
+    scaled = 6 / np.sqrt(3) * np.tensordot(adapter["a"][2], adapter["b"][2], axes=1).reshape(24, -1)
+    np.testing.assert_allclose(scaled, (u[:, :3] * values[:3]) @ v[:3], rtol=1e-4, atol=1e-5)
+    expected, _ = model.base.hidden(split_trainable(params)[1], TOKENS, context(2, 7))
+    np.testing.assert_allclose(model.hidden(params, TOKENS, context(2, 7))[0], expected, rtol=1e-4, atol=1e-5)
+    trained = parameter_count(split_trainable(model.shapes)[0])
+    assert parameter_counts(model)[1] < 0.6 * trained
+
+
+def test_variants_equal_their_formulas() -> None:
+    """Outputs, and gradients of DoRA without those of its norms, against weights merged by the formulas."""
+    model = build(model_config(num_layers=1), lora(**VARIANTS))
+    params = noisy(jax.jit(model.init)(jax.random.key(0)))
+    trained, frozen = split_trainable(params)
+
+    def merged(trained: Any, frozen: Any) -> Any:
+        if not isinstance(frozen, dict):
+            return frozen
+        if "lora" not in trained:
+            return {name: merged(trained.get(name, {}), below) for name, below in frozen.items()}
+        parts, kernel = {name: x[0] for name, x in trained["lora"].items()}, frozen["kernel"][0]
+        start = jax.lax.stop_gradient(jnp.tensordot(parts["start_a"], parts["start_b"], axes=1))
+        kernel += 6 / np.sqrt(3) * (jnp.tensordot(parts["a"], parts["b"], axes=1) - start)
+        inputs = tuple(range(parts["a"].ndim - 1))
+        norms = jax.lax.stop_gradient(jnp.sqrt(jnp.sum(kernel**2, axis=inputs, keepdims=True)))
+        return {"kernel": (parts["magnitude"] * kernel / norms)[None]}
+
+    def outputs(trained: Any) -> Any:
+        return model.hidden(merge_trees(trained, frozen), TOKENS, context(2, 7))[0]
+
+    def expected(trained: Any) -> Any:
+        return model.base.hidden(merged(trained, frozen), TOKENS, context(2, 7))[0]
+
+    (value, gradient), (expected_value, expected_gradient) = (
+        jax.jit(jax.value_and_grad(lambda trained, f=f: jnp.sum(jnp.sin(f(trained)))))(trained)
+        for f in (outputs, expected)
+    )
+    np.testing.assert_allclose(value, expected_value, rtol=1e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), gradient, expected_gradient)
+    whole = merge_adapter(model, params, dtype=np.dtype(np.float32))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), whole, merged(trained, frozen))
+
+
+def test_arrays_of_an_adapter_have_their_own_rates() -> None:
+    """LoRA+ updates b faster; PiSSA's start does not change; DoRA's magnitudes are not decayed."""
+    overrides = ["adapter=lora", "adapter.dora=true", "adapter.init=pissa", "optimizer=sgd", "optimizer.momentum=0"]
+    overrides += ["optimizer.learning_rate=1", "optimizer/schedule=constant", "optimizer.clip_norm=null"]
+    config = compose([*overrides, "adapter.b_rate_ratio=16", "optimizer.weight_decay=0.5"]).config
+    states = plan_states(config, Sharder.single())
+    ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), split_trainable(states.model.shapes)[0])
+    transform = states.optimizer.transform
+    updates, _ = transform.update(ones, transform.init(ones), ones)
+    found = {name: float(x.ravel()[0]) for name, x in updates["pattern"]["0"]["attention"]["query"]["lora"].items()}
+    relative = {name: value / found["magnitude"] for name, value in found.items()}
+    assert relative == pytest.approx({"a": 1.5, "b": 24, "magnitude": 1, "start_a": 0, "start_b": 0})
 
 
 def test_adapter_can_be_disabled() -> None:

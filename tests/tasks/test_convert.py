@@ -15,7 +15,7 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.hardware import Mesh
 from maxhydra.config.schema.run import Checkpoint
-from maxhydra.config.serialize import to_yaml
+from maxhydra.config.serialize import from_yaml, to_yaml
 from maxhydra.convert import hf_write
 from maxhydra.convert.load import load_weights
 from maxhydra.data.tokenizers.byte import ByteTokenizer
@@ -134,12 +134,16 @@ def load(file: Path) -> dict[str, Any]:
     return safetensors.load_file(file)
 
 
-@pytest.fixture(scope="module")
-def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+ADAPTER = ["adapter=lora", "adapter.targets=[attention/,layer/mlp/down]"]
+VARIANTS = ["adapter.dora=true", "adapter.rank_stabilized=true", "adapter.init=pissa"]
+
+
+@pytest.fixture(scope="module", params=[ADAPTER, [*ADAPTER, *VARIANTS]], ids=["lora", "variants"])
+def adapter_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that trained an adapter on a Hugging Face folder, with random values."""
     folder = tmp_path_factory.mktemp("peft")
     save_hf_model("llama3.1", folder / "base")
-    config = composed("llama3.1", folder / "base", "adapter=lora", "adapter.targets=[attention/,layer/mlp/down]")
+    config = composed("llama3.1", folder / "base", *request.param)
     states = plan_states(config, Sharder(build_mesh(config.mesh, jax.devices()[:1]), config.mesh.rules))
     state = states.create(0)
     leaves, tree = jax.tree.flatten(state.params)
@@ -158,7 +162,7 @@ def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def our_logits(run: Path) -> np.ndarray:
     """Logits with the adapter not merged."""
-    config = composed("llama3.1", run.parent / "base", "adapter=lora", "adapter.targets=[attention/,layer/mlp/down]")
+    config = from_yaml((run / "config.yaml").read_text(), "config.yaml")
     model = build(config.model, config.adapter)
     base = load_weights(str(run.parent / "base"), model, shardings=None, dtype="float32")
     trained = convert.read_adapter("", str(run), model)
@@ -184,11 +188,14 @@ def test_peft_loads_an_exported_adapter_with_the_same_logits(adapter_run: Path, 
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"].endswith("/base")
 
 
-def test_an_adapter_of_peft_loads_with_the_same_logits(tmp_path: Path) -> None:
-    """On two of three layers, for several projections; merged into its base weights."""
+@pytest.mark.parametrize(
+    "variant", [{"layers_to_transform": [0, 2]}, {"use_dora": True, "use_rslora": True}], ids=["lora", "dora"]
+)
+def test_an_adapter_of_peft_loads_with_the_same_logits(variant: dict[str, Any], tmp_path: Path) -> None:
+    """On two of three layers, or with DoRA and rsLoRA, for several projections; merged into its base weights."""
     hf_model = save_hf_model("llama", tmp_path / "base")
     targets = ["q_proj", "o_proj", "down_proj"]
-    settings = peft.LoraConfig(r=4, lora_alpha=12, target_modules=targets, layers_to_transform=[0, 2])
+    settings = peft.LoraConfig(r=4, lora_alpha=12, target_modules=targets, **variant)
     adapted = peft.get_peft_model(hf_model, settings)
     with torch.no_grad():
         for name, weight in adapted.named_parameters():
@@ -199,9 +206,9 @@ def test_an_adapter_of_peft_loads_with_the_same_logits(tmp_path: Path) -> None:
     model = build(composed("llama", tmp_path / "adapter").model)
     merged = load_weights(str(tmp_path / "adapter"), model, shardings=None, dtype="float32")
     np.testing.assert_allclose(logits_of(model, merged), hf_logits(adapted), rtol=1e-4, atol=1e-4)
-    odd = json.loads((tmp_path / "adapter/adapter_config.json").read_text()) | {"use_dora": True}
+    odd = json.loads((tmp_path / "adapter/adapter_config.json").read_text()) | {"fan_in_fan_out": True}
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(odd))
-    with pytest.raises(ConfigError, match="use_dora=True"):
+    with pytest.raises(ConfigError, match="fan_in_fan_out=True"):
         load_weights(str(tmp_path / "adapter"), model, shardings=None, dtype="float32")
 
 
@@ -225,7 +232,7 @@ def test_an_adapter_round_trips_through_peft(adapter_run: Path, tmp_path: Path) 
     out = converted("llama3.1", adapter_run, tmp_path / "out", "task.format=peft")
     model = build(composed("llama3.1", out).model)
     original, exported = (load_weights(str(p), model, shardings=None, dtype="float32") for p in (adapter_run, out))
-    jax.tree.map(np.testing.assert_array_equal, exported, original)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), exported, original)
 
 
 def test_a_maxhydra_checkpoint_has_the_same_weights(tmp_path: Path) -> None:

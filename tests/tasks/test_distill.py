@@ -65,6 +65,34 @@ def test_a_killed_run_resumes_bit_identically(cwd: Path) -> None:
     assert first["loss"] == pytest.approx(0.8 * first["divergence"] + 0.2 * first["cross_entropy"], rel=1e-5)
 
 
+ON_POLICY = [
+    *("task=distill", *TEACHER, "task.divergence=reverse_kl", "task.on_policy.fraction=0.7", "task.alpha=0.5"),
+    *("task.on_policy.max_tokens=6", "task.on_policy.engine.max_batch=8", "task.on_policy.engine.cache_tokens=512"),
+    *("data=arithmetic", "data.packing.method=none", "data.packing.overlong=drop", *SMALL, "model.num_layers=1"),
+    *("train.steps=10", "checkpoint.every=3", "checkpoint.mode=synchronous", "train.seq_len=20"),
+]
+
+
+@pytest.mark.slow
+def test_a_killed_on_policy_run_resumes_bit_identically(cwd: Path) -> None:
+    """Which batches are sampled, and every sampled token, are the same; no rollout is lost or stored twice."""
+    run_ok(*ON_POLICY, "run.name=sampled", cwd=cwd)
+    whole = cwd / "outputs" / "sampled"
+    killed = rewind(whole, 6, "sampled_killed")
+    assert "resuming from step 6" in run_ok(*ON_POLICY, "run.name=sampled_killed", cwd=cwd).stderr
+    assert losses(killed) == losses(whole)
+    assert parameter_hash(killed, 10) == parameter_hash(whole, 10)
+    rollouts = [(folder / "rollouts" / "train-00000.jsonl").read_text() for folder in (whole, killed)]
+    assert rollouts[0] == rollouts[1]
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if row.get("on_policy") == 1]
+    assert 0 < len(steps) < 10
+    records = [json.loads(line) for line in rollouts[0].splitlines()]
+    assert sorted({record["step"] for record in records}) == steps and len(records) == 8 * len(steps)
+    # Without cross-entropy in sampled batches: their loss is the divergence alone.
+    assert all(row["loss"] == pytest.approx(row["divergence"], rel=1e-5) for row in rows if row.get("on_policy") == 1)
+
+
 @pytest.mark.slow
 def test_logits_written_in_two_sessions_are_those_of_the_teacher(cwd: Path) -> None:
     kill_when(LOGITS, cwd / "logits" / "index.json", cwd=cwd)

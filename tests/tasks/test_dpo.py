@@ -66,6 +66,17 @@ def test_it_starts_at_ln_2_and_learns_the_preference(whole: Path) -> None:
 
 
 @pytest.mark.slow
+def test_kto_learns_from_labels(tmp_path: Path) -> None:
+    """Unpaired completions with cached reference log-probs: the loss starts at 0.5 and falls."""
+    arguments = ["task=dpo", "task.loss=kto", "data=arithmetic", "data.record_type=labeled", *SMALL, "train.steps=12"]
+    arguments += ["optimizer.learning_rate=1e-2", "optimizer/schedule=constant", "task.beta=0.5", "run.name=it"]
+    run_ok(*arguments, cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "outputs/it/metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["loss"] == pytest.approx(0.5, abs=1e-5) and rows[0]["kl"] == pytest.approx(0, abs=1e-4)
+    assert rows[-1]["eval/loss"] < 0.5 and rows[-1]["eval/reward_margin"] > 0
+
+
+@pytest.mark.slow
 def test_a_killed_run_resumes_bit_identically(whole: Path, tmp_path: Path) -> None:
     """Killed once while the reference log-probs are computed, with a truncated entry, and once while training."""
     write_pairs(tmp_path)
@@ -122,6 +133,8 @@ def test_all_problems_of_a_config_are_reported() -> None:
         ({"loss": PreferenceLoss.simpo}, "margin"),
         ({"margin": 0.5}, "margin"),
         ({"loss": PreferenceLoss.ipo, "label_smoothing": 0.1}, "label_smoothing"),
+        ({"desirable_weight": 2.0}, "desirable_weight"),
+        ({"loss": PreferenceLoss.kto, "nll_weight": 1.0}, "nll_weight"),
     ],
 )
 def test_incompatible_fields(fields: dict[str, Any], path: str) -> None:

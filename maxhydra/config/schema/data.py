@@ -71,8 +71,9 @@ OPERATORS = ("+", "-", "*")
 ROLES = {
     "text": ("text",),
     "tokens": ("tokens",),
-    "chat": ("messages",),
+    "chat": ("messages", "tools"),
     "preference": ("prompt", "chosen", "rejected", "margin"),
+    "labeled": ("prompt", "completion", "label"),
     "scored": ("prompt", "completion", "score"),
     "prompts": ("prompt", "answer"),
     "teacher": ("tokens", "teacher_ids", "teacher_logits"),
@@ -135,7 +136,7 @@ class Corpus(Schema):
     """Fraction at the end that is held out for evaluation, if no eval files or split are given."""
     record_type: str = option("text", one_of="maxhydra.data.record_types")
     """Content of a record: text; tokens; chat (messages, loss on the assistant's turns); preference (chosen, rejected);
-    prompts (prompt, answer); teacher (tokens with a teacher's top logits)."""
+    labeled (prompt, completion, label); prompts (prompt, answer); teacher (tokens with a teacher's top logits)."""
     columns: dict[str, str] = option({})
     """Column names that differ from the role, such as text: content."""
     formatting: str | None = None
@@ -204,6 +205,18 @@ class PackingMethod(Enum):
     concat_then_split = "concat_then_split"
 
 
+class LossOn(Enum):
+    assistant = "assistant"
+    last_turn = "last_turn"
+    all = "all"
+
+
+class Thinking(Enum):
+    keep = "keep"
+    drop = "drop"
+    mask = "mask"
+
+
 class Fingerprint(Enum):
     sampled = "sampled"
     full = "full"
@@ -242,6 +255,11 @@ class Data(Corpus):
     """mixture without weights: the weight of a source is its number of records to the power 1 / temperature."""
     tokenizer: Tokenizer = section(Tokenizer)
     packing: Packing = section(Packing)
+    loss_on: LossOn = LossOn.assistant
+    """record_type=chat: turns with loss: all of the assistant's, only its last one, or the whole conversation."""
+    thinking: Thinking = Thinking.keep
+    """record_type=chat: reasoning of the assistant, in <think> </think> or a separate field of its messages: keep
+    trains on it, mask keeps it without loss, drop removes it."""
     shuffle: bool = True
     """Shuffle records in a new order each epoch, seeded by run.seed; false keeps their order."""
     streams: int | None = option(None, ge=1)
@@ -278,6 +296,11 @@ class Data(Corpus):
 
     def check(self) -> Iterator[Problem]:
         yield from super().check()
+        for name in ("loss_on", "thinking"):
+            value = getattr(self, name)
+            if value != getattr(Data, name) and all(c.record_type != "chat" for c in self.corpora().values()):
+                accepted = f"{getattr(Data, name).value}, or record_type=chat"
+                yield Problem(name, "is not used without conversations", value=value, accepted=accepted)
         is_mixture = self.source == "mixture"
         if is_mixture != bool(self.sources):
             reason = "is needed by source=mixture" if is_mixture else f"is not used by source={self.source}"

@@ -137,6 +137,11 @@ class AdapterKind(Enum):
     qlora = "qlora"
 
 
+class AdapterInit(Enum):
+    normal = "normal"
+    pissa = "pissa"
+
+
 NEEDED = ("rank", "alpha", "dropout", "targets")
 
 
@@ -150,7 +155,17 @@ class Adapter(Schema):
     rank: int | None = option(None, ge=1, le=MAX_WIDTH)
     """lora, qlora: rank of the update."""
     alpha: float | None = option(None, gt=0)
-    """lora, qlora: the update is scaled by alpha / rank."""
+    """lora, qlora: the update is scaled by alpha / rank, or as rank_stabilized says."""
+    rank_stabilized: bool = False
+    """Scale the update by alpha / sqrt(rank), so that a large rank learns as fast as a small one (rsLoRA,
+    Kalajdzievski, 2023)."""
+    dora: bool = False
+    """Train the norm of each column of an adapted weight separately from its direction (DoRA, Liu et al., 2024)."""
+    init: AdapterInit = AdapterInit.normal
+    """normal: a is random and b is 0; pissa: the largest singular values and vectors of the weight, which are
+    subtracted from it, so that training starts at the base model too (PiSSA, Meng et al., 2024)."""
+    b_rate_ratio: float = option(1.0, gt=0)
+    """Learning rate of b relative to that of a; 16 is usual for LoRA+ (Hayou et al., 2024)."""
     dropout: float | None = option(None, ge=0, lt=1)
     """lora, qlora: dropout rate on the adapter's inputs in training."""
     targets: list[str] | None = None
@@ -166,4 +181,11 @@ class Adapter(Schema):
                 kind = self.kind.value
                 hint = f"set it, or choose the option adapter={kind}, which sets all fields"
                 yield Problem(name, f"is needed by kind={kind}", value=None, hint=hint)
+        for name in ("rank_stabilized", "dora", "init", "b_rate_ratio"):
+            value = getattr(self, name)
+            if self.kind is AdapterKind.none and value != getattr(Adapter, name):
+                yield Problem(name, "is not used by kind=none", value=value, hint="try adapter=lora")
+        if self.kind is AdapterKind.qlora and self.init is AdapterInit.pissa:
+            reason = "is not supported by kind=qlora, whose base weights are rounded before they could be split"
+            yield Problem("init", reason, value=self.init, accepted="normal, or kind=lora")
         yield from regex_problems("targets", self.targets or [])

@@ -358,11 +358,12 @@ STEPS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time",
 LAYERS = ("side_loss", "moe/*", "mtp_loss")
 SPEED = ("tokens_per_second", "tflops_per_device", "mfu")
 LIKELIHOOD = (EVAL_LOSS, "eval/perplexity", "eval/tokens")
-PAIRS = ("accuracy", "logprob_chosen", "logprob_rejected", "reward_chosen", "reward_rejected", "reward_margin")
+PAIRS = ("accuracy", "logprob_chosen", "logprob_rejected", "reward_chosen", "reward_rejected", "reward_margin", "kl")
 REWARDS = ("accuracy", "reward_chosen", "reward_rejected", "reward_margin", "reward_mean", "absolute_error")
 POLICY = ("clip_share", "entropy", "kl", "sampler_error", "importance_weight", "value_loss", "explained_variance")
 ANSWERS = ("answers/*", "groups/*", "reward/*", "environment/*", "rollout/*", *POLICY)
 GRADES = ("eval/error", "eval/reward", "eval/pass@*", "eval/maj@*", "eval/prompts", "eval/tokens")
+DIVERGENCE = ("cross_entropy", "divergence", "features")
 TRAINED = (*STEPS, *LAYERS, *SPEED)
 LOGGED = {
     "pretrain": (*TRAINED, *LIKELIHOOD),
@@ -371,7 +372,7 @@ LOGGED = {
     "reward_model": (*TRAINED, *REWARDS, EVAL_LOSS, "eval/tokens", *(f"eval/{name}" for name in REWARDS)),
     "grpo": (*TRAINED, *ANSWERS, *GRADES),
     "bench": ("loss", "step_time", *SPEED),
-    "distill": (*TRAINED, "cross_entropy", "divergence", "features", *LIKELIHOOD, "eval/kl"),
+    "distill": (*TRAINED, *DIVERGENCE, "on_policy", "answers/*", *LIKELIHOOD, "eval/kl"),
 }
 
 

@@ -47,7 +47,7 @@ class Preference(UnpackedRecordType):
         documents = self._encode_messages(prompt, responses) if is_chat else self._encode_texts(prompt, responses)
         if rejection := _first_rejection(documents):
             return rejection
-        if missing := [name for name, document in zip(RESPONSES, documents, strict=True) if not _has_loss(document)]:
+        if missing := [name for name, document in zip(RESPONSES, documents, strict=True) if not has_loss(document)]:
             return Rejected(f"{missing[0]} has no token to train on: it is empty, or a prefix of the other response")
         pair = self._fit(*documents)
         if "margin" not in self.corpus.columns or isinstance(pair, Rejected):
@@ -56,8 +56,8 @@ class Preference(UnpackedRecordType):
         return margin if isinstance(margin, Rejected) else dataclasses.replace(pair, margin=margin)
 
     def _encode_messages(self, prompt: Any, responses: list[Any]) -> list[Any]:
-        context = [] if prompt is None else _as_messages(prompt, "user")
-        continuations = [_as_messages(response, "assistant") for response in responses]
+        context = [] if prompt is None else as_messages(prompt, "user")
+        continuations = [as_messages(response, "assistant") for response in responses]
         if all(_starts_with(messages, context) for messages in continuations):
             continuations = [messages[len(context) :] for messages in continuations]
         if rejection := _check_roles(context, continuations):
@@ -88,14 +88,14 @@ class Preference(UnpackedRecordType):
             known = sum(1 for _ in common)
         if sequences[0] == sequences[1]:
             return [Rejected("chosen and rejected are equal")]
-        return [_document(tokens, known) for tokens in sequences]
+        return [document_of(tokens, known) for tokens in sequences]
 
     def _fit(self, chosen: Document, rejected: Document) -> Any:
         """Truncate a pair that is longer than a row as data.packing.overlong says, or reject it."""
         longest = max(chosen.num_targets, rejected.num_targets)
         if longest <= self.seq_len:
             return Pair(chosen, rejected)
-        prompt = min(_prompt_length(chosen), _prompt_length(rejected))
+        prompt = min(prompt_length(chosen), prompt_length(rejected))
         if self.data.packing.overlong is not Overlong.truncate:
             lengths = (
                 f"has {prompt} prompt tokens, {len(chosen.tokens)} with chosen, {len(rejected.tokens)} with rejected"
@@ -107,7 +107,7 @@ class Preference(UnpackedRecordType):
         cut = max(0, min(longest - self.seq_len, prompt - 1))
         chosen, rejected = (_slice(document, cut, cut + self.seq_len + 1) for document in (chosen, rejected))
         pair = Pair(chosen, rejected)
-        if any(not _has_loss(document) for document in (pair.chosen, pair.rejected)):
+        if any(not has_loss(document) for document in (pair.chosen, pair.rejected)):
             return Rejected(f"has no token to train on after truncation to train.seq_len={self.seq_len}")
         return pair
 
@@ -132,9 +132,9 @@ def _first_rejection(values: Sequence[Any]) -> Rejected | None:
     return next((value for value in values if isinstance(value, Rejected)), None)
 
 
-def _as_messages(value: Any, role: str) -> list[Any]:
-    """Return messages unchanged, and anything else as one message of `role`."""
-    return list(value) if isinstance(value, (list, tuple)) else [{"role": role, "content": value}]
+def as_messages(value: Any, author: str) -> list[Any]:
+    """Return messages unchanged, and anything else as one message of a role."""
+    return list(value) if isinstance(value, (list, tuple)) else [{"role": author, "content": value}]
 
 
 def _starts_with(messages: list[Any], prefix: list[Any]) -> bool:
@@ -149,31 +149,31 @@ def _role_and_content(message: Any) -> Any:
 
 def _check_roles(context: list[Any], responses: list[list[Any]]) -> Rejected | None:
     """Reject columns that seem swapped: the prompt must not end, and a response must end, with the assistant."""
-    if context and _role(context[-1]) == "assistant":
+    if context and role(context[-1]) == "assistant":
         return Rejected(f"the prompt ends with a message of the assistant; {EXPECTED}")
     for name, messages in zip(RESPONSES, responses, strict=True):
-        if context and messages and _role(messages[0]) in ("user", "system") and len(messages) > 1:
+        if context and messages and role(messages[0]) in ("user", "system") and len(messages) > 1:
             return Rejected(
-                f"{name} starts with a message of the {_role(messages[0])} that is not in the prompt; {EXPECTED}"
+                f"{name} starts with a message of the {role(messages[0])} that is not in the prompt; {EXPECTED}"
             )
-        if messages and _role(messages[-1]) in ("user", "system"):
-            return Rejected(f"{name} ends with a message of the {_role(messages[-1])}; {EXPECTED}")
+        if messages and role(messages[-1]) in ("user", "system"):
+            return Rejected(f"{name} ends with a message of the {role(messages[-1])}; {EXPECTED}")
     return None
 
 
-def _role(message: Any) -> Any:
+def role(message: Any) -> Any:
     return message.get("role") if isinstance(message, Mapping) else None
 
 
-def _document(tokens: list[int], known: int) -> Document:
+def document_of(tokens: list[int], known: int) -> Document:
     return Document(np.array(tokens, np.int32), (np.arange(len(tokens)) >= known).astype(np.float32))
 
 
-def _has_loss(document: Document) -> bool:
+def has_loss(document: Document) -> bool:
     return document.weights is not None and bool(document.weights[1:].any())
 
 
-def _prompt_length(document: Document) -> int:
+def prompt_length(document: Document) -> int:
     """Number of tokens before the first that has loss."""
     assert document.weights is not None
     return int(np.argmax(document.weights > 0))

@@ -2,8 +2,8 @@
 
 A record fits every record type: `text` (23+48=71); `prompt`, a user message, and `answer`; `messages`, the prompt with
 the answer as the assistant's message; `tool_messages`, in which the assistant calls a calculator before it answers one
-of four problems; `chosen` and `rejected`, a right and a wrong assistant message after the prompt; `guess`, a wrong one
-that is off by any number up to 99.
+of four problems; `chosen` and `rejected`, a right and a wrong assistant message after the prompt; `completion`, one of
+the two, and `label`, whether it is right; `guess`, a wrong message that is off by any number up to 99.
 
 The two problems with the same operands and operator, in either order, are adjacent: if one is held out, the other is
 not trained on. The held-out problems depend only on digits, operators and eval_fraction, so all runs on the same
@@ -78,6 +78,8 @@ class Problems:
             "chosen": chosen,
             "rejected": rejected,
             "guess": guess,
+            "completion": chosen if index % 4 < 2 else rejected,
+            "label": index % 4 < 2,
         }
 
 

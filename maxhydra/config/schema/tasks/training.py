@@ -1,4 +1,4 @@
-"""Fields of the training tasks: task=dpo, grpo and distill."""
+"""Fields of the tasks that train on preferences and rewards: task=dpo and grpo."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import ClassVar
 
-from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.declare import option, schema, section
 from maxhydra.config.errors import Problem
 from maxhydra.config.schema.decode import Engine
 from maxhydra.config.schema.model import Model
@@ -32,6 +32,7 @@ class PreferenceLoss(Enum):
     simpo = "simpo"
     cpo = "cpo"
     kto_pair = "kto_pair"
+    kto = "kto"
 
 
 class Reference(Enum):
@@ -49,13 +50,15 @@ SMOOTHED = (PreferenceLoss.sigmoid, PreferenceLoss.simpo, PreferenceLoss.cpo)
 
 @schema
 class DpoTask(Task):
-    """Trains on preference pairs, a chosen and a rejected completion (data.record_type=preference)."""
+    """Trains on preference pairs, a chosen and a rejected completion (data.record_type=preference), or with loss=kto on
+    single completions, desirable or not (data.record_type=labeled)."""
 
     trains_mtp: ClassVar[bool] = False
 
     loss: PreferenceLoss = PreferenceLoss.sigmoid
     """sigmoid: DPO (Rafailov et al., 2023); ipo (Azar et al., 2023); orpo (Hong et al., 2024); simpo (Meng et al.,
-    2024); cpo (Xu et al., 2024), usually with nll_weight=1; kto_pair: KTO over pairs (Ethayarajh et al., 2024)."""
+    2024); cpo (Xu et al., 2024), usually with nll_weight=1; kto_pair: KTO over pairs (Ethayarajh et al., 2024);
+    kto: KTO over labeled completions."""
     beta: float = option(0.1, gt=0)
     """Factor on the log-ratios; larger stays closer to the reference. orpo: weight of the odds ratio."""
     label_smoothing: float = option(0.0, ge=0, lt=0.5)
@@ -65,6 +68,11 @@ class DpoTask(Task):
     loss=sigmoid this is RPO (Pang et al., 2024)."""
     margin: float | None = option(None, ge=0)
     """simpo: target margin between the rewards of the chosen and the rejected completion."""
+    desirable_weight: float = option(1.0, gt=0)
+    """kto: weight of the losses of desirable completions. Weights times numbers of completions should be within a ratio
+    of 1 to 4/3."""
+    undesirable_weight: float = option(1.0, gt=0)
+    """kto: weight of the losses of undesirable completions."""
     reference: Reference = Reference.auto
     """Reference log-probs. cached: of the initial weights, computed once before training; adapter_off: of the model
     without its adapter, in every step; none: for orpo, simpo and cpo; auto: adapter_off with an adapter, else
@@ -83,6 +91,13 @@ class DpoTask(Task):
             reason = "is not used by" if self.margin is not None else "is needed by"
             accepted = "null" if self.margin is not None else "0 or more; about beta / 2 is usual"
             yield Problem("margin", f"{reason} loss={self.loss.value}", value=self.margin, accepted=accepted)
+        for name in ("desirable_weight", "undesirable_weight"):
+            if self.loss is not PreferenceLoss.kto and getattr(self, name) != getattr(DpoTask, name):
+                reason = f"is not used by loss={self.loss.value}"
+                yield Problem(name, reason, value=getattr(self, name), accepted="1, or loss=kto")
+        if self.nll_weight and self.loss is PreferenceLoss.kto:
+            reason = "is not used by loss=kto, whose completions may be undesirable"
+            yield Problem("nll_weight", reason, self.nll_weight, accepted="0")
         is_free = self.loss in WITHOUT_REFERENCE
         if self.reference is not Reference.auto and is_free != (self.reference is Reference.none):
             accepted = "auto, none" if is_free else "auto, cached, adapter_off"
@@ -260,115 +275,3 @@ def is_kl_in_reward(task: GrpoTask) -> bool:
     """Whether the KL penalty is part of the reward; otherwise it is part of the loss."""
     default = task.loss in (PolicyLoss.rloo, PolicyLoss.reinforce_pp) or baseline_of(task) is Baseline.critic
     return task.kl.beta > 0 and (default if task.kl.in_reward is None else task.kl.in_reward)
-
-
-class Divergence(Enum):
-    forward_kl = "forward_kl"
-    reverse_kl = "reverse_kl"
-    jensen_shannon = "jensen_shannon"
-
-
-class FeatureLoss(Enum):
-    none = "none"
-    cosine = "cosine"
-    l2 = "l2"
-
-
-class Course(Enum):
-    linear = "linear"
-    cosine = "cosine"
-
-
-@schema
-class Teacher(Schema):
-    """The teacher model, which runs next to the student in every step."""
-
-    weights: str | None = None
-    """Teacher weights, as for checkpoint.load_parameters. null: top logits in the data (data.record_type=teacher)."""
-    model: str | None = None
-    """Model option of the teacher. null: the model of the run in weights."""
-    mesh: str | None = None
-    """Mesh option of the teacher, on the same devices. null: the student's mesh."""
-    overrides: list[str] = option([])
-    """Overrides of these options, quoted, such as ["model.num_layers=2", "mesh.tensor=4"]."""
-
-    def check(self) -> Iterator[Problem]:
-        for name in ("model", "mesh"):
-            if getattr(self, name) is not None and self.weights is None:
-                yield Problem(name, "is not used without weights", value=getattr(self, name), accepted="null")
-        for override in self.overrides:
-            group = override.lstrip("+").partition(".")[0]
-            if group not in ("model", "mesh") or getattr(self, group) is None:
-                reason = f"{override!r} does not belong to a teacher option that is set"
-                yield Problem(
-                    "overrides", reason, value=self.overrides, accepted="keys of model or mesh, if that option is set"
-                )
-
-
-@schema
-class Features(Schema):
-    """Feature loss: similarity of student and teacher activations after selected layers."""
-
-    loss: FeatureLoss = FeatureLoss.none
-    """cosine: 1 - cosine; l2: mean squared difference; per token; the layers must have the same width."""
-    weight: float = option(1.0, gt=0)
-    """Weight of the feature loss."""
-    student_layers: list[int] = option([], ge=0)
-    """Layers of the student, from 0."""
-    teacher_layers: list[int] = option([], ge=0)
-    """Teacher layer for each student layer."""
-
-    def check(self) -> Iterator[Problem]:
-        if len(self.student_layers) != len(self.teacher_layers):
-            reason = f"has {len(self.teacher_layers)} layers, but student_layers has {len(self.student_layers)}"
-            yield Problem("teacher_layers", reason, value=self.teacher_layers)
-        if (self.loss is not FeatureLoss.none) != bool(self.student_layers):
-            reason = f"{'is empty with' if not self.student_layers else 'is not used by'} loss={self.loss.value}"
-            yield Problem("student_layers", reason, value=self.student_layers)
-
-
-@schema
-class DistillTask(Task):
-    """Distills a teacher's next-token distribution into a student."""
-
-    trains_mtp: ClassVar[bool] = False
-
-    teacher: Teacher = section(Teacher)
-    divergence: Divergence = Divergence.forward_kl
-    """forward_kl: KL(teacher | student); reverse_kl: KL(student | teacher); jensen_shannon: beta KL(teacher | m) +
-    (1 - beta) KL(student | m), m = beta teacher + (1 - beta) student (Agarwal et al., 2024)."""
-    alpha: float = option(1.0, ge=0, le=1)
-    """Weight of the divergence in the loss; cross-entropy with the data has weight 1 - alpha."""
-    alpha_end: float | None = option(None, ge=0, le=1)
-    """alpha at the end of the run. null: constant."""
-    beta: float | None = option(None, gt=0, lt=1)
-    """jensen_shannon: weight of the teacher in the mixture."""
-    beta_end: float | None = option(None, gt=0, lt=1)
-    """beta at the end of the run. null: constant."""
-    temperature: float = option(1.0, gt=0)
-    """Both distributions are softmax(logits / temperature), and the divergence is multiplied by temperature^2, which
-    keeps the scale of its gradient (Hinton et al., 2015)."""
-    temperature_end: float | None = option(None, gt=0)
-    """temperature at the end of the run. null: constant."""
-    course: Course = Course.linear
-    """Schedule of alpha, beta and temperature from start to end."""
-    features: Features = section(Features)
-    init_layers: list[int] | None = option(None, ge=0)
-    """Teacher layers that initialize a new student, one per student layer, together with embedding, final norm and
-    head. null: initialized as any other run."""
-
-    def check(self) -> Iterator[Problem]:
-        uses_beta = self.divergence is Divergence.jensen_shannon
-        if uses_beta != (self.beta is not None):
-            reason = "is needed by" if uses_beta else "is not used by"
-            accepted = "over 0 and under 1; 0.5 is symmetric" if uses_beta else "null"
-            yield Problem("beta", f"{reason} divergence={self.divergence.value}", value=self.beta, accepted=accepted)
-        if self.beta is None and self.beta_end is not None:
-            yield Problem("beta_end", "is not used without beta", value=self.beta_end, accepted="null")
-        if self.teacher.weights is None:
-            if self.features.loss is not FeatureLoss.none:
-                reason = "needs the teacher's activations, which are not in the data"
-                yield Problem("features.loss", reason, value=self.features.loss, hint="set teacher.weights")
-            if self.init_layers is not None:
-                reason = "needs the teacher's weights"
-                yield Problem("init_layers", reason, value=self.init_layers, hint="set teacher.weights")

@@ -1,0 +1,147 @@
+"""Fields of task=distill."""
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import ClassVar
+
+from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.errors import Problem
+from maxhydra.config.schema.decode import LARGEST, Engine
+from maxhydra.config.schema.model import Model
+from maxhydra.config.schema.run import Task
+
+
+class Divergence(Enum):
+    forward_kl = "forward_kl"
+    reverse_kl = "reverse_kl"
+    jensen_shannon = "jensen_shannon"
+
+
+class FeatureLoss(Enum):
+    none = "none"
+    cosine = "cosine"
+    l2 = "l2"
+
+
+class Course(Enum):
+    linear = "linear"
+    cosine = "cosine"
+
+
+@schema
+class Teacher(Schema):
+    """The teacher model, which runs next to the student in every step."""
+
+    weights: str | None = None
+    """Teacher weights, as for checkpoint.load_parameters. null: top logits in the data (data.record_type=teacher)."""
+    model: str | None = None
+    """Model option of the teacher. null: the model of the run in weights."""
+    mesh: str | None = None
+    """Mesh option of the teacher, on the same devices. null: the student's mesh."""
+    overrides: list[str] = option([])
+    """Overrides of these options, quoted, such as ["model.num_layers=2", "mesh.tensor=4"]."""
+
+    def check(self) -> Iterator[Problem]:
+        for name in ("model", "mesh"):
+            if getattr(self, name) is not None and self.weights is None:
+                yield Problem(name, "is not used without weights", value=getattr(self, name), accepted="null")
+        for override in self.overrides:
+            group = override.lstrip("+").partition(".")[0]
+            if group not in ("model", "mesh") or getattr(self, group) is None:
+                reason = f"{override!r} does not belong to a teacher option that is set"
+                yield Problem(
+                    "overrides", reason, value=self.overrides, accepted="keys of model or mesh, if that option is set"
+                )
+
+
+@schema
+class Features(Schema):
+    """Feature loss: similarity of student and teacher activations after selected layers."""
+
+    loss: FeatureLoss = FeatureLoss.none
+    """cosine: 1 - cosine; l2: mean squared difference; per token; the layers must have the same width."""
+    weight: float = option(1.0, gt=0)
+    """Weight of the feature loss."""
+    student_layers: list[int] = option([], ge=0)
+    """Layers of the student, from 0."""
+    teacher_layers: list[int] = option([], ge=0)
+    """Teacher layer for each student layer."""
+
+    def check(self) -> Iterator[Problem]:
+        if len(self.student_layers) != len(self.teacher_layers):
+            reason = f"has {len(self.teacher_layers)} layers, but student_layers has {len(self.student_layers)}"
+            yield Problem("teacher_layers", reason, value=self.teacher_layers)
+        if (self.loss is not FeatureLoss.none) != bool(self.student_layers):
+            reason = f"{'is empty with' if not self.student_layers else 'is not used by'} loss={self.loss.value}"
+            yield Problem("student_layers", reason, value=self.student_layers)
+
+
+@schema
+class OnPolicy(Schema):
+    """Distillation on completions that the student samples itself (Agarwal et al., 2024; Gu et al., 2024)."""
+
+    fraction: float = option(0.0, ge=0, le=1)
+    """Fraction of batches in which the student samples the last assistant turn of each conversation anew, chosen by
+    run.seed; their loss is the divergence alone. The other batches are those of the data."""
+    max_tokens: int = option(256, ge=1)
+    """Maximum tokens of a completion, as far as train.seq_len has space after the prompt."""
+    temperature: float = option(1.0, gt=0, le=LARGEST)
+    """Sampling temperature."""
+    keep_rollouts: int = option(200_000, ge=0)
+    """Number of completions that the run folder keeps in rollouts/; 0: none."""
+    engine: Engine = section(Engine)
+
+
+@schema
+class DistillTask(Task):
+    """Distills a teacher's next-token distribution into a student."""
+
+    trains_mtp: ClassVar[bool] = False
+
+    teacher: Teacher = section(Teacher)
+    divergence: Divergence = Divergence.forward_kl
+    """forward_kl: KL(teacher | student); reverse_kl: KL(student | teacher); jensen_shannon: beta KL(teacher | m) +
+    (1 - beta) KL(student | m), m = beta teacher + (1 - beta) student (Agarwal et al., 2024)."""
+    alpha: float = option(1.0, ge=0, le=1)
+    """Weight of the divergence in the loss; cross-entropy with the data has weight 1 - alpha."""
+    alpha_end: float | None = option(None, ge=0, le=1)
+    """alpha at the end of the run. null: constant."""
+    beta: float | None = option(None, gt=0, lt=1)
+    """jensen_shannon: weight of the teacher in the mixture."""
+    beta_end: float | None = option(None, gt=0, lt=1)
+    """beta at the end of the run. null: constant."""
+    temperature: float = option(1.0, gt=0)
+    """Both distributions are softmax(logits / temperature), and the divergence is multiplied by temperature^2, which
+    keeps the scale of its gradient (Hinton et al., 2015)."""
+    temperature_end: float | None = option(None, gt=0)
+    """temperature at the end of the run. null: constant."""
+    course: Course = Course.linear
+    """Schedule of alpha, beta and temperature from start to end."""
+    features: Features = section(Features)
+    on_policy: OnPolicy = section(OnPolicy)
+    init_layers: list[int] | None = option(None, ge=0)
+    """Teacher layers that initialize a new student, one per student layer, together with embedding, final norm and
+    head. null: initialized as any other run."""
+
+    def check(self) -> Iterator[Problem]:
+        uses_beta = self.divergence is Divergence.jensen_shannon
+        if uses_beta != (self.beta is not None):
+            reason = "is needed by" if uses_beta else "is not used by"
+            accepted = "over 0 and under 1; 0.5 is symmetric" if uses_beta else "null"
+            yield Problem("beta", f"{reason} divergence={self.divergence.value}", value=self.beta, accepted=accepted)
+        if self.beta is None and self.beta_end is not None:
+            yield Problem("beta_end", "is not used without beta", value=self.beta_end, accepted="null")
+        if self.teacher.weights is None:
+            if self.features.loss is not FeatureLoss.none:
+                reason = "needs the teacher's activations, which are not in the data"
+                yield Problem("features.loss", reason, value=self.features.loss, hint="set teacher.weights")
+            if self.init_layers is not None:
+                reason = "needs the teacher's weights"
+                yield Problem("init_layers", reason, value=self.init_layers, hint="set teacher.weights")
+            if self.on_policy.fraction:
+                reason = "needs a teacher that scores new completions"
+                yield Problem("on_policy.fraction", reason, value=self.on_policy.fraction, hint="set teacher.weights")
+
+    def check_model(self, model: Model) -> Iterator[Problem]:
+        for problem in (*self.on_policy.engine.check_model(model), *self.on_policy.engine.check_one_group()):
+            yield problem.under("on_policy")
