@@ -50,9 +50,9 @@ class Gemm(NamedTuple):
     rows: int
     columns: int
     terms: int
-    left: int
+    lhs: int
     """The contracted dimension of the left operand."""
-    right: int
+    rhs: int
     orders: str
     """Layouts of both operands and the output, minor dimension first, as in 10 10 01."""
     is_added: bool
@@ -66,14 +66,14 @@ def gemms_of(hlo: str) -> list[tuple[Gemm, int]]:
     for line in lines:
         if call := CALL.match(line):
             dtype, rows, columns, first, second, inputs = call.groups()
-            left, right = (
+            lhs, rhs = (
                 int(re.search(rf'"{operand}_contracting_dimensions":\["(\d)"\]', line)[1]) for operand in OPERANDS
             )
             terms = int(re.search(r'"lhs_stride":"(\d+)"', line)[1]) // int(rows)
             operands = [orders[name.strip(" %")] for name in inputs.split(",")[:2]]
             order = " ".join([*operands, first + second])
             is_added, is_in_place = '"beta":1' in line, "output_to_operand_aliasing" in line
-            gemm = Gemm(dtype, int(rows), int(columns), terms, left, right, order, is_added, is_in_place)
+            gemm = Gemm(dtype, int(rows), int(columns), terms, lhs, rhs, order, is_added, is_in_place)
             algorithm = re.search(r'"selected_algorithm":"(\d+)"', line)
             gemms.append((gemm, int(algorithm[1]) if algorithm else 0))
     return gemms
@@ -242,8 +242,8 @@ def run_role(role: str, folder: Path, overrides: list[str]) -> list:
 
 def operands(gemm: Gemm, make: Callable[..., Any]) -> list:
     """make(number, shape, dtype) for each operand."""
-    left, right = (gemm.rows, gemm.terms), (gemm.terms, gemm.columns)
-    shapes = [left if gemm.left == 1 else left[::-1], right if gemm.right == 0 else right[::-1]]
+    lhs, rhs = (gemm.rows, gemm.terms), (gemm.terms, gemm.columns)
+    shapes = [lhs if gemm.lhs == 1 else lhs[::-1], rhs if gemm.rhs == 0 else rhs[::-1]]
     arrays = [make(number, shape, "bfloat16") for number, shape in enumerate(shapes)]
     if gemm.is_added:
         arrays.append(make(2, (gemm.rows, gemm.columns), DTYPES[gemm.dtype]))
@@ -256,9 +256,9 @@ def compile_gemm(gemm: Gemm) -> Any:
 
     *input_formats, out_format = formats(gemm)
 
-    def call(left: Any, right: Any, *addend: Any) -> Any:
-        dims = (((gemm.left,), (gemm.right,)), ((), ()))
-        out = jax.lax.dot_general(left, right, dims, preferred_element_type=DTYPES[gemm.dtype])
+    def call(lhs: Any, rhs: Any, *addend: Any) -> Any:
+        dims = (((gemm.lhs,), (gemm.rhs,)), ((), ()))
+        out = jax.lax.dot_general(lhs, rhs, dims, preferred_element_type=DTYPES[gemm.dtype])
         return out + addend[0] if addend else out
 
     addend_format = [out_format] if gemm.is_added else []
@@ -324,7 +324,7 @@ def autotune_all(gemms: list[Gemm], results: Path) -> list:
 
 
 def time_all(gemms: list[Gemm], lock: Path) -> list:
-    """Each GEMM with its algorithm, its time alone, and that of the reference right after it.
+    """Each GEMM with its algorithm, its time alone, and that of the reference rhs after it.
 
     Everything is compiled before the lock on the GPU is taken.
     """

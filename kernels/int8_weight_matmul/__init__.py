@@ -46,7 +46,7 @@ def int8_weight_matmul(
         else:
             out_MN = triton.small_batch_matmul(x_MK, codes_NK, scales_N, dtype, interpret=False)
         return out_MN.reshape(*rows, *scales.shape)
-    contracted, kept = INPUTS[:inputs], OUTPUTS[: scales.ndim]
-    equation = f"...{contracted},{contracted}{kept}->...{kept}"
+    contracted, outputs = INPUTS[:inputs], OUTPUTS[: scales.ndim]
+    equation = f"...{contracted},{contracted}{outputs}->...{outputs}"
     sums = project(equation, x, codes.astype(x.dtype), layout=layout, dtype=jnp.float32)
     return (sums * scales).astype(dtype)

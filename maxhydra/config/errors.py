@@ -72,13 +72,13 @@ def quoted(text: str) -> str:
 
 def last_of_each_key(arguments: Iterable[str]) -> list[str]:
     """Return arguments without the overrides whose key is set again later; flags and deletions (`~key`) stay."""
-    kept: dict[str, str] = {}
+    unique: dict[str, str] = {}
     for number, text in enumerate(arguments):
         is_setting = "=" in text and not text.startswith(("-", "~"))
         key = text.lstrip("+").partition("=")[0] if is_setting else f"={number}"
-        kept.pop(key, None)
-        kept[key] = text
-    return list(kept.values())
+        unique.pop(key, None)
+        unique[key] = text
+    return list(unique.values())
 
 
 def options_shown(group: str, options: list[str], near: str = "") -> str:

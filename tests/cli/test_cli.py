@@ -239,8 +239,8 @@ def test_sweep_folders(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["sizes"]
-    left = {path.name for path in (tmp_path / "outputs" / "sizes").iterdir()}
-    assert left == {"multirun.yaml", "sweep.json", "0_num_layers=2", "1_num_layers=3"}
+    names = {path.name for path in (tmp_path / "outputs" / "sizes").iterdir()}
+    assert names == {"multirun.yaml", "sweep.json", "0_num_layers=2", "1_num_layers=3"}
     assert "job 0: task=inspect run.name=sizes model.num_layers=2" in done.stdout
 
 

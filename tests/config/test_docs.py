@@ -55,12 +55,10 @@ def attributes_read() -> set[str]:
 
 
 def _flat(names: ast.Tuple) -> list[object]:
-    """The items of a tuple, those of starred ones within it too."""
-    return [
-        one
-        for item in names.elts
-        for one in (ast.literal_eval(item.value) if isinstance(item, ast.Starred) else [ast.literal_eval(item)])
-    ]
+    """The constants in a tuple, those of starred tuples within it too."""
+    items = [item.value if isinstance(item, ast.Starred) else item for item in names.elts]
+    nested = [item.elts if isinstance(item, ast.Tuple) else [item] for item in items]
+    return [item.value for group in nested for item in group if isinstance(item, ast.Constant)]
 
 
 def _over_constant(node: ast.AST) -> bool:

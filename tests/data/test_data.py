@@ -65,10 +65,10 @@ def take(loader: Loader, count: int) -> list[dict[str, np.ndarray]]:
 
 def assert_same(one: list[dict[str, np.ndarray]], other: list[dict[str, np.ndarray]]) -> None:
     assert len(one) == len(other)
-    for left, right in zip(one, other, strict=True):
-        assert left.keys() == right.keys()
-        for name in left:
-            np.testing.assert_array_equal(left[name], right[name])
+    for a, b in zip(one, other, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            np.testing.assert_array_equal(a[name], b[name])
 
 
 class TestTokenizer:

@@ -97,8 +97,8 @@ def test_a_damaged_run_starts_again(changes: list[tuple[float, bytes | None]], n
     run.finish("finished", "done")
     assert parse_facts((folder / "run.json").read_bytes())["status"] == "finished"
     # config.yaml itself too: cut at the right byte, the damaged file equals the new one.
-    kept = [path.read_bytes() for path in (*folder.glob("config*.yaml"), *folder.glob("run.json.damaged"))]
-    assert before in kept or name == "run.json"
+    contents = [path.read_bytes() for path in (*folder.glob("config*.yaml"), *folder.glob("run.json.damaged"))]
+    assert before in contents or name == "run.json"
 
 
 @fuzz(cases=100, changes=CHANGES)

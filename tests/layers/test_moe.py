@@ -70,11 +70,11 @@ def test_capacity_drops_only_overflow_in_token_order():
     segments[1, :5] = 0
     chosen = np.array(softmax_top_k(mixture.weights, x, 2)) > 0
     before = np.cumsum(chosen & (segments[..., None] > 0), axis=1) - chosen
-    kept = chosen & (before < 6) & (segments[..., None] > 0)
-    assert 0 < np.sum(chosen[segments > 0]) - np.sum(kept) < np.sum(kept)
+    routed = chosen & (before < 6) & (segments[..., None] > 0)
+    assert 0 < np.sum(chosen[segments > 0]) - np.sum(routed) < np.sum(routed)
 
     def by_hand(weights, x):
-        return densely(weights, x, jnp.where(kept, softmax_top_k(weights, x, 2), 0))
+        return densely(weights, x, jnp.where(routed, softmax_top_k(weights, x, 2), 0))
 
     found = gradients(lambda w, x: mixture(w, x, segments=jnp.asarray(segments)).out_BTD, mixture.weights, x)
     assert_close(found, gradients(by_hand, mixture.weights, x), 2e-5)

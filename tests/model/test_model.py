@@ -181,7 +181,7 @@ def test_remat_and_unrolling_change_neither_loss_nor_gradients(variant):
 
 
 @pytest.mark.parametrize(
-    ("remat", "kept"),
+    ("remat", "saved"),
     [
         ("full", []),
         ("minimal", ["projections", "mlp_up"]),
@@ -189,7 +189,7 @@ def test_remat_and_unrolling_change_neither_loss_nor_gradients(variant):
         (None, ["mlp_up"]),
     ],
 )
-def test_remat_saves_the_residuals_of_its_policy(remat, kept, capsys):
+def test_remat_saves_the_residuals_of_its_policy(remat, saved, capsys):
     """By the residuals of a model whose activations differ in their last dimensions."""
     changes = {"num_layers": 1, "prefix": ["layer"], "pattern": []}
     model = make(**changes, remat=config.Remat(**REMATS[remat]) if remat else config.Remat())
@@ -206,7 +206,7 @@ def test_remat_saves_the_residuals_of_its_policy(remat, kept, capsys):
     )
     residuals = [line for line in capsys.readouterr().out.splitlines() if "argument" not in line]
     for name, shape in shapes.items():
-        if name in kept:
+        if name in saved:
             assert any(shape in line for line in residuals), (name, residuals)
     if remat == "full":
         assert not any(f",{LENGTH},4,4]" in line or f",{LENGTH},24]" in line for line in residuals)
@@ -237,8 +237,8 @@ def test_policies_that_save_attention_match_the_kernel_name_in_jax():
 
     policies = {name: Remat.of(config.Remat(**remat))._saveable() for name, remat in REMATS.items()}
     for primitive in (cudnn._dot_product_attention_fwd_p, cudnn._dot_product_attention_fwd_p_wrapper):
-        kept = {name: policy(primitive) is True for name, policy in policies.items()}
-        assert kept == {"full": False, "minimal": True, "save": True, "offload": True}
+        saved = {name: policy(primitive) is True for name, policy in policies.items()}
+        assert saved == {"full": False, "minimal": True, "save": True, "offload": True}
 
 
 def test_offloaded_activations_are_stored_in_host_memory():

@@ -282,11 +282,11 @@ class SplitWorker(Worker):
         """This warpgroup's part of the gradient of a step's queries, from all keys of the program."""
         for other in range(WORKERS):
             if self.program.sizes.is_split_by_query:
-                left = d_logits.at[other, :, pl.ds(self.worker * ROWS, ROWS)]
-                right = self.program.memory.k.at[other, 0]
+                lhs = d_logits.at[other, :, pl.ds(self.worker * ROWS, ROWS)]
+                rhs = self.program.memory.k.at[other, 0]
             else:
-                left, right = d_logits.at[other], self.program.memory.k.at[other, self.worker]
-            plgpu.wgmma(part_ref, left.transpose((1, 0)), right)
+                lhs, rhs = d_logits.at[other], self.program.memory.k.at[other, self.worker]
+            plgpu.wgmma(part_ref, lhs.transpose((1, 0)), rhs)
 
     def add(self, part_ref: Any, i: Any, head: Any, *, behind: int) -> None:
         """Add a part to the gradient of the queries; `behind`: matmuls issued after its own."""

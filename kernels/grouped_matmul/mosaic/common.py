@@ -22,17 +22,17 @@ ALIGN = 8
 
 
 class Memory(NamedTuple):
-    left: Any
-    right: Any
+    lhs: Any
+    rhs: Any
     out: Any
     partial_rows: Any
     """Row-major buffer for blocks of which only some rows are written."""
 
     @classmethod
-    def of(cls, params: KernelParams, left: tuple[int, int], right: tuple[int, int], *, dtype: Any) -> "Memory":
+    def of(cls, params: KernelParams, lhs: tuple[int, int], rhs: tuple[int, int], *, dtype: Any) -> "Memory":
         return cls(
-            left=shared_memory(params.stages, WORKERS, *left, dtype=dtype),
-            right=shared_memory(params.stages, *right, dtype=dtype),
+            lhs=shared_memory(params.stages, WORKERS, *lhs, dtype=dtype),
+            rhs=shared_memory(params.stages, *rhs, dtype=dtype),
             out=shared_memory(WORKERS, ROWS, params.columns, dtype=dtype),
             partial_rows=plgpu.SMEM((WORKERS, ROWS, WIDTH), dtype),
         )

@@ -70,8 +70,8 @@ class _Matmul(Program):
         inputs, ready = pl.ds(k * WIDTH, WIDTH), self.barriers.ready.at[slot]
         for worker in range(WORKERS):
             rows = self.refs.x_MK.at[pl.ds(position.row + worker * ROWS, ROWS), inputs]
-            plgpu.copy_gmem_to_smem(rows, self.memory.left.at[slot, worker], ready)
-        plgpu.copy_gmem_to_smem(self.right(position, inputs), self.memory.right.at[slot], ready)
+            plgpu.copy_gmem_to_smem(rows, self.memory.lhs.at[slot, worker], ready)
+        plgpu.copy_gmem_to_smem(self.right(position, inputs), self.memory.rhs.at[slot], ready)
 
     def columns(self, position: _Position) -> Any:
         return pl.ds(position.column, self.params.columns)
@@ -80,7 +80,7 @@ class _Matmul(Program):
         return self.refs.w.at[position.group, inputs, self.columns(position)]
 
     def multiply(self, sums_ref: Any, worker: Any, slot: Any) -> None:
-        plgpu.wgmma(sums_ref, self.memory.left.at[slot, worker], self.memory.right.at[slot])
+        plgpu.wgmma(sums_ref, self.memory.lhs.at[slot, worker], self.memory.rhs.at[slot])
 
     def write(self, position: _Position, worker: Any, sums: jax.Array) -> None:
         """Write only the rows of this group: another program writes the others."""
@@ -120,4 +120,4 @@ class _TransposedMatmul(_Matmul):
         return self.refs.w.at[position.group, self.columns(position), inputs]
 
     def multiply(self, sums_ref: Any, worker: Any, slot: Any) -> None:
-        plgpu.wgmma(sums_ref, self.memory.left.at[slot, worker], self.memory.right.at[slot].transpose((1, 0)))
+        plgpu.wgmma(sums_ref, self.memory.lhs.at[slot, worker], self.memory.rhs.at[slot].transpose((1, 0)))

@@ -79,19 +79,19 @@ class _WeightGrad(Program):
         refs, ready = self.refs, self.barriers.ready.at[slot]
         row, is_first, is_last = position.first + k * WIDTH, k == 0, k == position.steps - 1
 
-        def left(ref: Any, row: Any) -> None:
+        def load_lhs(ref: Any, row: Any) -> None:
             for worker in range(WORKERS):
                 block = ref.at[pl.ds(row, WIDTH), pl.ds(position.down + worker * ROWS, ROWS)]
-                plgpu.copy_gmem_to_smem(block, self.memory.left.at[slot, worker], ready)
+                plgpu.copy_gmem_to_smem(block, self.memory.lhs.at[slot, worker], ready)
 
         edge = (2 * position.group + jnp.where(is_first, 0, 1)) * WIDTH
-        pl.when(is_first | is_last)(lambda: left(refs.edges, edge))
-        pl.when(~(is_first | is_last))(lambda: left(refs.x_MK, row))
+        pl.when(is_first | is_last)(lambda: load_lhs(refs.edges, edge))
+        pl.when(~(is_first | is_last))(lambda: load_lhs(refs.x_MK, row))
         d_out = refs.d_out_MN.at[pl.ds(row, WIDTH), position.columns]
-        plgpu.copy_gmem_to_smem(d_out, self.memory.right.at[slot], ready)
+        plgpu.copy_gmem_to_smem(d_out, self.memory.rhs.at[slot], ready)
 
     def multiply(self, sums_ref: Any, worker: Any, slot: Any) -> None:
-        plgpu.wgmma(sums_ref, self.memory.left.at[slot, worker].transpose((1, 0)), self.memory.right.at[slot])
+        plgpu.wgmma(sums_ref, self.memory.lhs.at[slot, worker].transpose((1, 0)), self.memory.rhs.at[slot])
 
     def write(self, position: _Position, worker: Any, sums: jax.Array) -> None:
         rows = pl.ds(position.down + worker * ROWS, ROWS)

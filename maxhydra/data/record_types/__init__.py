@@ -46,6 +46,11 @@ def build_record_type(corpus: Corpus, data: Data, seq_len: int) -> RecordType:
     return built
 
 
+def first_rejection(values: Sequence[Any]) -> Rejected | None:
+    """Return the first of the values that is a Rejected."""
+    return next((value for value in values if isinstance(value, Rejected)), None)
+
+
 def column_of(record: Record, corpus: Corpus, role: str) -> Any:
     """Return the column of a record for a role, or a Rejected that lists the columns it has."""
     name = corpus.columns.get(role, role)

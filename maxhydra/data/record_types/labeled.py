@@ -5,76 +5,31 @@ with `chosen_`, and `label`, 1 or 0. `with_mismatched` adds the completion of an
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from maxhydra.config.schema.data import Corpus, Data, Overlong
-from maxhydra.data.record_types import Rejected, column_of, text_of
-from maxhydra.data.record_types._unpacked import UnpackedRecordType
-from maxhydra.data.record_types.preference import (
-    as_messages,
-    document_of,
-    has_loss,
-    padded_columns,
-    prompt_length,
-    role,
-)
-from maxhydra.data.records import Record
+from maxhydra.config.schema.data import Corpus, Data
+from maxhydra.data.record_types import Rejected
+from maxhydra.data.record_types._completion import CompletionRecordType
+from maxhydra.data.record_types.preference import padded_columns
 from maxhydra.data.rows import Document, Row
 from maxhydra.data.tokenizers import load_tokenizer
 
 COLUMNS = ("tokens", "targets", "positions", "weights")
 
 
-class Labeled(NamedTuple):
-    completion: Document
-    label: bool
+class Labeled(CompletionRecordType):
+    value_column = "label"
 
-
-class LabeledCompletions(UnpackedRecordType):
-    def _example(self, record: Record) -> Any:
-        values = [column_of(record, self.corpus, name) for name in ("prompt", "completion", "label")]
-        if rejection := next((value for value in values if isinstance(value, Rejected)), None):
-            return rejection
-        prompt, completion, label = values
-        if label not in (True, False):
-            return Rejected(f"has the label {label!r}, expected true or false")
-        is_chat = any(not isinstance(value, (str, bytes)) for value in (prompt, completion))
-        document = self._from_messages(prompt, completion) if is_chat else self._from_texts(prompt, completion)
-        if isinstance(document, Rejected):
-            return document
-        if document.num_targets > self.seq_len:
-            if self.data.packing.overlong is not Overlong.truncate:
-                reason = f"has {len(document.tokens)} tokens, more than train.seq_len={self.seq_len}"
-                return Rejected(f"{reason}; set data.packing.overlong=truncate to truncate")
-            cut = max(0, min(document.num_targets - self.seq_len, prompt_length(document) - 1))
-            window = slice(cut, cut + self.seq_len + 1)
-            assert document.weights is not None
-            document = Document(document.tokens[window], document.weights[window])
-        return Labeled(document, bool(label)) if has_loss(document) else Rejected("the completion is empty")
-
-    def _from_messages(self, prompt: Any, completion: Any) -> Any:
-        context, messages = as_messages(prompt, "user"), as_messages(completion, "assistant")
-        if not context or not messages or role(messages[-1]) != "assistant":
-            return Rejected("expected a prompt, and a completion that ends with a message of the assistant")
-        limit = self.data.max_characters
-        return self._template.encode([*context, *messages], known=len(context), max_characters=limit)
-
-    def _from_texts(self, prompt: Any, completion: Any) -> Any:
-        texts = [text_of(value, self.data) for value in (prompt, completion)]
-        if rejection := next((text for text in texts if isinstance(text, Rejected)), None):
-            return rejection
-        settings, tokenizer = self.data.tokenizer, self.tokenizer
-        begin = [tokenizer.bos] if settings.add_bos and tokenizer.bos is not None else []
-        end = [tokenizer.eos] if settings.add_eos and tokenizer.eos is not None else []
-        prompt_ids, ids = (array.tolist() for array in tokenizer.encode_batch(texts))
-        return document_of([*begin, *prompt_ids, *ids, *end], len(begin) + len(prompt_ids))
+    def _value(self, column: Any) -> Any:
+        return (
+            float(column) if column in (True, False) else Rejected(f"has the label {column!r}, expected true or false")
+        )
 
     def row(self, example: Any, seq_len: int) -> Row:
-        columns = padded_columns(example.completion, seq_len)
-        label = np.array(example.label, np.float32)
-        return {**{f"chosen_{name}": columns[name] for name in COLUMNS}, "label": label}
+        columns = padded_columns(example.document, seq_len)
+        return {**{f"chosen_{name}": columns[name] for name in COLUMNS}, "label": np.array(example.value, np.float32)}
 
 
 def with_mismatched(rows: Sequence[Row]) -> list[Row]:
@@ -99,5 +54,5 @@ def _mismatched(row: Row, other: Row) -> Row:
     return {f"rejected_{name}": column for name, column in padded_columns(document, seq_len).items()}
 
 
-def build(corpus: Corpus, data: Data, seq_len: int) -> LabeledCompletions:
-    return LabeledCompletions(corpus, data, load_tokenizer(data), seq_len)
+def build(corpus: Corpus, data: Data, seq_len: int) -> Labeled:
+    return Labeled(corpus, data, load_tokenizer(data), seq_len)

@@ -9,14 +9,14 @@ have a column `margin`.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from maxhydra.config.schema.data import Corpus, Data, Overlong
-from maxhydra.data.record_types import Rejected, column_of, text_of
+from maxhydra.data.record_types import Rejected, column_of, first_rejection, text_of
 from maxhydra.data.record_types._unpacked import UnpackedRecordType
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Document, Row
@@ -39,13 +39,13 @@ class Preference(UnpackedRecordType):
     def _example(self, record: Record) -> Any:
         prompt = record.get(self.corpus.columns.get("prompt", "prompt"))
         responses = [column_of(record, self.corpus, name) for name in RESPONSES]
-        if rejection := _first_rejection(responses):
+        if rejection := first_rejection(responses):
             return Rejected(f"{rejection.reason}; {EXPECTED}")
         if any(isinstance(value, np.ndarray) for value in (prompt, *responses)):
             return Rejected(f"contains an array of numbers; {EXPECTED}")
         is_chat = any(not isinstance(value, (str, bytes)) for value in (prompt, *responses) if value is not None)
         documents = self._encode_messages(prompt, responses) if is_chat else self._encode_texts(prompt, responses)
-        if rejection := _first_rejection(documents):
+        if rejection := first_rejection(documents):
             return rejection
         if missing := [name for name, document in zip(RESPONSES, documents, strict=True) if not has_loss(document)]:
             return Rejected(f"{missing[0]} has no token to train on: it is empty, or a prefix of the other response")
@@ -75,7 +75,7 @@ class Preference(UnpackedRecordType):
     def _encode_texts(self, prompt: Any, responses: list[Any]) -> list[Any]:
         texts = [text_of("" if prompt is None else prompt, self.data)]
         texts += [text_of(response, self.data) for response in responses]
-        if rejection := _first_rejection(texts):
+        if rejection := first_rejection(texts):
             return [rejection]
         settings = self.data.tokenizer
         begin = [self.tokenizer.bos] if settings.add_bos and self.tokenizer.bos is not None else []
@@ -126,10 +126,6 @@ def number_of(value: Any, role: str) -> Any:
         return value
     is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
     return float(value) if is_number and np.isfinite(value) else Rejected(f"{role} is {value!r:.80}, not a number")
-
-
-def _first_rejection(values: Sequence[Any]) -> Rejected | None:
-    return next((value for value in values if isinstance(value, Rejected)), None)
 
 
 def as_messages(value: Any, author: str) -> list[Any]:
