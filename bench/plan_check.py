@@ -66,16 +66,16 @@ CASES = {
     "small_vocabulary_tensor2": f"{SMALL} train.per_device_batch_size=1 mesh.fsdp=4 mesh.tensor=2 {FULL}",
     "tied_head": f"model=llama3.2-1b {BASE} train.per_device_batch_size=2 mesh.fsdp=8 {NONE}",
     "windows": f"model=gemma3-4b model.num_layers=6 {BASE} train.per_device_batch_size=1 mesh.fsdp=8 {FULL}",
-    "latent": f"model=deepseek2-16b model.num_layers=3 {BASE} train.per_device_batch_size=1 mesh.fsdp=8 {FULL}",
-    "experts_fsdp8": f"{QWEN} model.num_layers=2 mesh.fsdp=8 {FULL}",
-    "experts_expert8": f"{QWEN} model.num_layers=2 mesh.expert=8 {FULL}",
+    "latent": f"model=deepseek2-16b model.num_layers=5 {BASE} train.per_device_batch_size=1 mesh.fsdp=8 {FULL}",
+    "experts_fsdp8": f"{QWEN} model.num_layers=4 mesh.fsdp=8 {FULL}",
+    "experts_expert8": f"{QWEN} model.num_layers=4 mesh.expert=8 {FULL}",
     "experts_expert8_minimal": f"{QWEN} model.num_layers=4 mesh.expert=8 {MINIMAL}",
     "fsdp8_float32_logits": f"{DEFAULTS} model=llama3.1-8b model.num_layers=2 mesh.fsdp=8 {MINIMAL}",
     "fsdp8_chunked_loss_float32": f"{DEFAULTS} model=llama3.1-8b model.num_layers=2 mesh.fsdp=8 train.loss_chunk=1024 "
     f"{MINIMAL}",
     "fsdp2_tensor4_minimal": f"{DEFAULTS} model=llama3.1-8b model.num_layers=2 mesh.fsdp=2 mesh.tensor=4 {MINIMAL}",
-    "experts_expert64": f"{DEFAULTS} model=qwen3-30b-a3b model.num_layers=2 mesh.expert=64 {FULL}",
-    "experts_all_to_all": f"{DEFAULTS} model=qwen3-30b-a3b model.num_layers=2 mesh.expert=8 "
+    "experts_expert64": f"{DEFAULTS} model=qwen3-30b-a3b model.num_layers=4 mesh.expert=64 {FULL}",
+    "experts_all_to_all": f"{DEFAULTS} model=qwen3-30b-a3b model.num_layers=4 mesh.expert=8 "
     f"model.expert_parallel.dispatch=all_to_all {FULL}",
     "sequence8_ring": f"{LONG} mesh.context=ring {MINIMAL}",
     "sequence8_ulysses": f"{LONG} mesh.context=ulysses {MINIMAL}",
@@ -91,13 +91,13 @@ CASES = {
     "replica2_fsdp4": f"{CUT} train.per_device_batch_size=1 mesh.replica=2 mesh.fsdp=4 train.diloco.period=1 {FULL}",
     "custom_remat": f"{CUT} train.per_device_batch_size=1 mesh.fsdp=8 model.remat.policy=custom "
     "model.remat.save=[query,key,value,context]",
-    "latent_expert8": f"model=deepseek2-16b model.num_layers=3 {BASE} train.per_device_batch_size=1 mesh.expert=8 "
+    "latent_expert8": f"model=deepseek2-16b model.num_layers=5 {BASE} train.per_device_batch_size=1 mesh.expert=8 "
     f"{FULL}",
-    "latent_sequence4": f"model=deepseek2-16b model.num_layers=3 {BASE} train.per_device_batch_size=0.25 "
+    "latent_sequence4": f"model=deepseek2-16b model.num_layers=5 {BASE} train.per_device_batch_size=0.25 "
     f"mesh.sequence=4 mesh.fsdp=2 {FULL}",
-    "latent_sequence8": "model=deepseek2-16b model.num_layers=3 model.context_length=131072 train.seq_len=131072 "
+    "latent_sequence8": "model=deepseek2-16b model.num_layers=5 model.context_length=131072 train.seq_len=131072 "
     f"train.per_device_batch_size=0.125 mesh.sequence=8 {MINIMAL}",
-    "latent_tensor4": f"{DEFAULTS} model=deepseek2-16b model.num_layers=3 mesh.fsdp=2 mesh.tensor=4 {MINIMAL}",
+    "latent_tensor4": f"{DEFAULTS} model=deepseek2-16b model.num_layers=5 mesh.fsdp=2 mesh.tensor=4 {MINIMAL}",
     "windows_sequence2": f"model=gemma3-4b model.num_layers=12 {BASE} train.per_device_batch_size=0.5 mesh.fsdp=4 "
     f"mesh.sequence=2 {FULL}",
     "experts_mixed": f"{QWEN} model.num_layers=4 mesh.data=2 mesh.fsdp=2 mesh.expert=2 {FULL}",

@@ -66,6 +66,11 @@ EARLY_STOP = (
 # Saves as often as the disk allows, between the multiples of checkpoint.every.
 CONTINUOUS = "train.steps=80 train.eval_every=40 checkpoint.every=1000 checkpoint.max_overhead=0.5"
 LOCAL = "checkpoint.local_every=1000 checkpoint.local_folder=local"
+REWARD_MODEL = "task=reward_model model.head=score train.sample.tokens=0"
+ON_POLICY = (
+    "task.teacher.weights={base} task.on_policy.fraction=0.5 task.on_policy.max_tokens=4 data.packing.method=none "
+    "data.packing.overlong=truncate task.on_policy.engine.max_batch=8 task.on_policy.engine.cache_tokens=1024"
+)
 TEACHER = "data=arithmetic data.record_type=text data.problems=300 task.k=8 task.shards=4 task.output=out"
 DECODE = "task.output=out.jsonl task.sampling.max_tokens=8 task.engine.max_batch=8 task.engine.cache_tokens=1024"
 BENCH = "train.seq_len=32 train.per_device_batch_size=4 task.steps=2 task.warm_up=1 task.what=[pretrain] run.name=it"
@@ -79,9 +84,13 @@ TASKS: dict[str, list[str]] = {
     "sft": ["task=sft", *TRAIN, *WEIGHTS, "data=arithmetic"],
     "sft_lora": ["task=sft", *TRAIN, *WEIGHTS, "data=arithmetic", "adapter=lora"],
     "dpo": ["task=dpo", *TRAIN, *WEIGHTS, "data=arithmetic", "data.record_type=preference"],
+    "kto": ["task=dpo", "task.loss=kto", *TRAIN, *WEIGHTS, "data=arithmetic", "data.record_type=labeled"],
+    "reward_model": [*TRAIN, *WEIGHTS, "data=arithmetic", "data.record_type=preference", *split(REWARD_MODEL)],
     "grpo": GRPO,
+    "ppo": [*GRPO, *split("task.baseline=critic task.group_size=1 task.iterations=2 task.entropy_bonus=0.01")],
     "grpo_off_policy": [*GRPO, "task.off_policy_steps=1", "task.iterations=2", "task.kl.beta=0.1"],
     "distill": ["task=distill", *TRAIN, "data=arithmetic", "task.teacher.weights={base}"],
+    "distill_on_policy": ["task=distill", *TRAIN, *WEIGHTS, "data=arithmetic", *split(ON_POLICY)],
     "sweep": ["-m", *TRAIN, "data=arithmetic", "train.steps=4", "optimizer.learning_rate=1e-3,3e-3"],
     "tokenize": ["task=tokenize", *TEXT, "task.shards=6", "task.workers=2", "task.output=out"],
     "teacher_logits": ["task=teacher_logits", *MODEL, *split(TEACHER)],

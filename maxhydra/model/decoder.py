@@ -111,7 +111,7 @@ class DecoderSpec:
             dtypes=Dtypes.of(model.dtypes),
         )
 
-    def unroll_on(self, sharder: Sharder, *, is_cached: bool = False) -> int:
+    def unroll_on(self, platform: str, num_devices: int, *, is_cached: bool = False) -> int:
         """Repetitions per iteration of the scan over them.
 
         On one GPU a loop over stacked weights and activations copies a slice of each in every iteration: unrolled, a
@@ -121,9 +121,9 @@ class DecoderSpec:
         """
         if self.unroll is not None:
             return self.unroll
-        if sharder.platform != "gpu" or is_cached or not self.repetitions:
+        if platform != "gpu" or is_cached or not self.repetitions:
             return 1
-        if sharder.mesh.size == 1:
+        if num_devices == 1:
             return self.repetitions if self.is_unrollable else 1
         return min(self.repetitions, math.ceil(LAYERS_IN_ITERATION / len(self.pattern)))
 
@@ -334,7 +334,7 @@ class Decoder(nnx.Module):
             return StackOutput(x_BTD, caches, [], {}, ctx)
         splits = [self._split(block) for block in _in_order(self.pattern)]
         is_pipelined = ctx.sharder.stages > 1 and ctx.cache is None
-        unroll = spec.unroll_on(ctx.sharder, is_cached=ctx.cache is not None)
+        unroll = spec.unroll_on(ctx.sharder.platform, ctx.sharder.mesh.size, is_cached=ctx.cache is not None)
         in_loop = is_pipelined or unroll != spec.repetitions
         runs = [spec.remat.wrap(_as_function(graphdef), in_loop=in_loop) for graphdef, _ in splits]
         pattern = Pattern(runs, first=len(self.prefix), keep_layers=keep_layers, unroll=unroll)

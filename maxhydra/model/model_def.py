@@ -59,7 +59,7 @@ class ModelDef:
 
     def is_unrolled_on(self, sharder: Sharder) -> bool:
         """Whether training on this mesh fully unrolls the scan over the layers of the pattern."""
-        return self._spec.unroll_on(sharder) == self._spec.repetitions
+        return self._spec.unroll_on(sharder.platform, sharder.mesh.size) == self._spec.repetitions
 
     @cached_property
     def _abstract(self) -> Decoder:

@@ -85,16 +85,14 @@ def memory(case: Case) -> Memory:
     accumulators = _trained_bytes(case) if case.grad_accum > 1 else 0
     stream = case.stream_tokens * case.config.model.emb_dim * _compute_bytes(case)
     layer, rows = _layer_work(case)
-    # The layers of one repetition of the pattern share a loop body, in which XLA gathers weights early and computes
-    # their gradients late: on average half of them are in work.
-    in_work = (len(case.subject.spec.pattern) + 1) / 2
+    in_work = _layers_in_work(case)
     return Memory(
         weights=0.0 if case.config.optimizer.offload_weights else _weight_bytes(case),
         optimizer=0.0 if case.config.optimizer.offload else _moment_bytes(case),
         cast_weights=_cast_bytes(case),
         gradients=accumulators + _gradient_bytes(case),
         activations=case.ticks * sum(count * case.saved_bytes(kind) for kind, count in case.subject.kinds),
-        layer=in_work * layer,
+        layer=in_work * (layer - rows) + rows,
         gathered=in_work * _gathered_bytes(case),
         logits=_logits_bytes(case, _compute_bytes(case)) if _loss_chunk(case) == case.seq_len else 0.0,
         loss=_loss_bytes(case, stream),
@@ -104,6 +102,17 @@ def memory(case: Case) -> Memory:
         outer=_trained_bytes(case) + outer_bytes(case) if case.mesh[REPLICA] > 1 else 0.0,
         host=host_bytes(case, moments=1, weights=1),
     )
+
+
+def _layers_in_work(case: Case) -> float:
+    """Layers whose gathered weights and activations exist at the same time in the backward pass.
+
+    The layers of one repetition of the pattern share a loop body, in which XLA gathers weights early and computes their
+    gradients late: on average half of them are in work. Of several repetitions in a body, each is recomputed early.
+    """
+    spec = case.subject.spec
+    repetitions = spec.unroll_on(case.config.hardware.platform.value, case.devices) if case.devices > 1 else 1
+    return repetitions * (len(spec.pattern) + 1) / 2
 
 
 def host_bytes(case: Case, *, moments: int, weights: int) -> float:
