@@ -45,7 +45,7 @@ class Memory:
     gathered: float
     """Weights of the layers in work, gathered for use."""
     logits: float
-    """Gradient of the logits: XLA computes the head's gradient from it after the backward pass of the layers."""
+    """Gradient of the logits, or of the head if the loss has chunks, which XLA keeps until after the layers."""
     loss: float
     """Logits, if their gradient is not written over them, the gathered head, and hidden states."""
     experts: float
@@ -86,15 +86,16 @@ def memory(case: Case) -> Memory:
     stream = case.stream_tokens * case.config.model.emb_dim * _compute_bytes(case)
     layer, rows = _layer_work(case)
     in_work = _layers_in_work(case)
+    gathered, gradient = _gathered_bytes(case)
     return Memory(
         weights=0.0 if case.config.optimizer.offload_weights else _weight_bytes(case),
         optimizer=0.0 if case.config.optimizer.offload else _moment_bytes(case),
         cast_weights=_cast_bytes(case),
         gradients=accumulators + _gradient_bytes(case),
         activations=case.ticks * sum(count * case.saved_bytes(kind) for kind, count in case.subject.kinds),
-        layer=in_work * (layer - rows) + rows,
-        gathered=in_work * _gathered_bytes(case),
-        logits=_logits_bytes(case, _compute_bytes(case)) if _loss_chunk(case) == case.seq_len else 0.0,
+        layer=in_work * (layer - rows + _gathered_stream_bytes(case)) + rows,
+        gathered=in_work * gathered + gradient,
+        logits=_kept_by_head(case),
         loss=_loss_bytes(case, stream),
         experts=rows,
         batch=COLUMN_BYTES * case.stream_tokens * case.grad_accum,
@@ -162,15 +163,26 @@ def _gathered_table_bytes(case: Case) -> float:
 
 
 @per_mesh
-def _gathered_bytes(case: Case) -> float:
-    """Weights of the largest layer, gathered over the axes that only store them."""
-    layers: dict[str, float] = {}
+def _gathered_bytes(case: Case) -> tuple[float, float]:
+    """Weights of the largest layer, gathered over the axes that only store them, and gradients before they are scattered.
+
+    The gradient of one of the three matrices of all experts exists at a time.
+    """
+    layers: dict[str, tuple[float, float]] = {}
     for array in case.subject.weights:
         if array.is_block and array.is_matrix and case.split(array)[0]:
             name = "/".join(array.path.split("/")[:2])
-            # The gradient of one of the three matrices of all experts exists before it is scattered.
-            layers[name] = layers.get(name, 0.0) + case.used_bytes(array) * (4 / 3 if array.is_expert else 1)
-    return max(layers.values(), default=0.0)
+            weights, gradient = layers.get(name, (0.0, 0.0))
+            used = case.used_bytes(array)
+            layers[name] = weights + used, gradient + (used / 3 if array.is_expert else 0.0)
+    return max(layers.values(), key=sum, default=(0.0, 0.0))
+
+
+def _gathered_stream_bytes(case: Case) -> float:
+    """Inputs of both sublayers, gathered over a tensor-parallel group, and their gradients before they are scattered."""
+    if case.sharder.num_shards("act_stream_length") == case.sharder.num_shards("act_length"):
+        return 0.0
+    return 4 * case.stream_tokens * case.config.model.emb_dim * _compute_bytes(case)
 
 
 def _loss_chunk(case: Case) -> int:
@@ -182,6 +194,17 @@ def _logits_bytes(case: Case, item_bytes: int) -> float:
     """Logits of one chunk of the loss."""
     tokens = case.stream_tokens * _loss_chunk(case) / case.seq_len
     return tokens * case.config.model.vocab_size / case.sharder.num_shards("act_vocab") * item_bytes
+
+
+def _kept_by_head(case: Case) -> float:
+    """Bytes from which XLA computes the gradient of the head after the backward pass of the layers.
+
+    Without chunks it is the gradient of the logits, with chunks the sum of the head's gradients in float32.
+    """
+    if _loss_chunk(case) == case.seq_len:
+        return _logits_bytes(case, _compute_bytes(case))
+    config = case.config.model
+    return config.emb_dim * config.vocab_size / case.sharder.num_shards("act_vocab") * FLOAT32
 
 
 def _loss_bytes(case: Case, stream: float) -> float:

@@ -1,6 +1,8 @@
-"""Object stores for tests, whose requests can fail: an S3 server on loopback, and a file system in memory."""
+"""Object stores for tests: S3 and GCS servers on loopback, and a file system in memory whose requests can fail."""
 
 import contextlib
+import email.message
+import json
 import logging
 import random
 import socket
@@ -135,6 +137,49 @@ class S3Server:
 
     def close(self) -> None:
         self._server.shutdown()
+
+
+class GCSServer:
+    """A server of the API of Google Cloud Storage with an empty bucket, on a free port of loopback."""
+
+    def __init__(self) -> None:
+        from gcp_storage_emulator import server
+
+        logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
+        server._read_data = _exact_upload(server._read_data)
+        self._server = server.create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)
+        self._server.start()
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables with which clients find the server."""
+        address = f"http://127.0.0.1:{self._server._api._httpd.server_port}"
+        # Without the last one, the client asks another service for the type of the bucket.
+        anonymous = {"FSSPEC_GS_TOKEN": "anon", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
+        return {"STORAGE_EMULATOR_HOST": address, **anonymous}
+
+    def close(self) -> None:
+        self._server.stop()
+
+
+def _exact_upload(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Read uploads of two parts byte by byte: the server parses them as e-mail and drops a final carriage return."""
+
+    def read_exactly(handler: Any, query: Any) -> Any:
+        content_type = handler.headers.get("Content-Type") or ""
+        if not content_type.startswith("multipart/related"):
+            return read(handler, query)
+        header = email.message.Message()
+        header["Content-Type"] = content_type
+        boundary = b"--" + str(header.get_param("boundary")).encode()
+        body = handler.rfile.read(int(handler.headers["Content-Length"]))
+        _, meta, content, _ = body.split(boundary)
+        newline = b"\r\n" if meta.startswith(b"\r\n") else b"\n"
+        parts = [part.removeprefix(newline).removesuffix(newline) for part in (meta, content)]
+        [(_, meta), (kind, content)] = [part.split(2 * newline, 1) for part in parts]
+        return {"meta": json.loads(meta), "content": content, "content-type": kind.partition(b":")[2].strip().decode()}
+
+    return read_exactly
 
 
 def write_checkpoint(folder: Path, step: int, *, seed: int = 0, files: int = 4, size: int = 300) -> Path:

@@ -1,4 +1,4 @@
-"""Runs in an S3 bucket: killed during an upload, resumed here and on another host, listed, converted, decoded."""
+"""Runs in buckets (S3, GCS): killed during an upload, resumed here and on another host, listed, converted, decoded."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from maxhydra.config.compose.composer import find_composer
 from maxhydra.record.storage import Store, complete_steps
 from tests.support import cli
 from tests.support.cli import SMALL, losses, parameter_hash
-from tests.support.object_store import BUCKET, KEY, SECRET, S3Server
+from tests.support.object_store import BUCKET, KEY, SECRET, GCSServer, S3Server
 
 MODEL = [override for override in SMALL if override.startswith("model.")]
 URL = f"s3://{BUCKET}/runs"
@@ -43,7 +43,7 @@ def connected(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 class Host:
     """A host with its own working copies and cache."""
 
-    def __init__(self, folder: Path, server: S3Server):
+    def __init__(self, folder: Path, server: S3Server | GCSServer):
         self.folder, self._variables = folder, {**server.variables, "HOME": str(folder)}
         folder.mkdir()
 
@@ -54,8 +54,8 @@ class Host:
     def start(self, *arguments: str) -> cli.fork_server.Command:
         return cli.start_silent(*arguments, cwd=self.folder, **self._variables)
 
-    def working_copy(self, name: str) -> Path:
-        return self.folder / ".cache" / "maxhydra" / "staging" / "s3" / BUCKET / "runs" / name
+    def working_copy(self, name: str, scheme: str = "s3") -> Path:
+        return self.folder / ".cache" / "maxhydra" / "staging" / scheme / BUCKET / "runs" / name
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +167,30 @@ def test_commands_that_are_rejected(arguments: list[str], message: str, server: 
     done = cli.run(*arguments, cwd=tmp_path, **server.variables, HOME=str(tmp_path))
     assert done.returncode == 2 and message in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_run_in_google_cloud_storage(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kill -9 after an upload; another host resumes, lists and decodes."""
+    server, url = GCSServer(), f"gs://{BUCKET}/runs"
+    for name, value in server.variables.items():
+        monkeypatch.setenv(name, value)
+    first, second = Host(tmp_path / "first", server), Host(tmp_path / "second", server)
+    arguments = [*RUN, "run.name=killed", f"run.outputs={url}"]
+    process = first.start(*arguments)
+    wait_for(lambda: complete_steps(Store(f"{url}/killed").find()), process)
+    assert process.is_running()
+    process.kill()
+    process.wait()
+    shutil.rmtree(first.folder)
+    assert "resuming from step" in second.run_ok(*arguments)
+    copy = second.working_copy("killed", "gs")
+    assert losses(copy) == losses(whole)
+    assert parameter_hash(copy, STEPS) == parameter_hash(whole, STEPS)
+    listing = json.loads(second.run_ok("runs", "list", "-o", url, "--json"))
+    assert {run["path"]: run["status"] for run in listing} == {"killed": "finished"}
+    greedy = [*MODEL, "task=decode", "task.sampling.max_tokens=4", "task.sampling.temperature=0", "task.prompt=ROMEO:"]
+    greedy += ["task.engine.cache_tokens=256"]
+    completions = {second.run_ok(*greedy, f"checkpoint.load_parameters={path}") for path in (f"{url}/killed", copy)}
+    assert len(completions) == 1
+    server.close()
