@@ -164,9 +164,9 @@ def _gathered_table_bytes(case: Case) -> float:
 
 @per_mesh
 def _gathered_bytes(case: Case) -> tuple[float, float]:
-    """Weights of the largest layer, gathered over the axes that only store them, and gradients before they are scattered.
+    """Weights of the largest layer, gathered over the axes that only store them, and gradients to be scattered.
 
-    The gradient of one of the three matrices of all experts exists at a time.
+    Of the three matrices of all experts, the gradient of one exists at a time.
     """
     layers: dict[str, tuple[float, float]] = {}
     for array in case.subject.weights:
@@ -179,7 +179,7 @@ def _gathered_bytes(case: Case) -> tuple[float, float]:
 
 
 def _gathered_stream_bytes(case: Case) -> float:
-    """Inputs of both sublayers, gathered over a tensor-parallel group, and their gradients before they are scattered."""
+    """Inputs of both sublayers, gathered over a tensor-parallel group, and their gradients to be scattered."""
     if case.sharder.num_shards("act_stream_length") == case.sharder.num_shards("act_length"):
         return 0.0
     return 4 * case.stream_tokens * case.config.model.emb_dim * _compute_bytes(case)
@@ -199,7 +199,7 @@ def _logits_bytes(case: Case, item_bytes: int) -> float:
 def _kept_by_head(case: Case) -> float:
     """Bytes from which XLA computes the gradient of the head after the backward pass of the layers.
 
-    Without chunks it is the gradient of the logits, with chunks the sum of the head's gradients in float32.
+    Without chunks it is the gradient of the logits. A loop over chunks carries the gradient of the head in float32.
     """
     if _loss_chunk(case) == case.seq_len:
         return _logits_bytes(case, _compute_bytes(case))
@@ -214,8 +214,7 @@ def _loss_bytes(case: Case, stream: float) -> float:
     head = config.emb_dim * config.vocab_size / case.sharder.num_shards("act_vocab") * compute
     is_served = case.serves(linear_cross_entropy.BACKENDS["triton"], "batch", "length", "vocab")
     if _loss_chunk(case) < case.seq_len:
-        # A loop over chunks carries the gradient of the head in float32.
-        return _logits_bytes(case, logits + compute) + 3 * head + 2 * stream
+        return _logits_bytes(case, logits + compute) + head + 2 * stream
     if not is_served or logits != compute:
         return _logits_bytes(case, logits) + head + 2 * stream
     # The kernel writes the gradient over the logits. The head is freed before its gradient is computed, which is then
