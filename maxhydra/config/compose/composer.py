@@ -32,7 +32,7 @@ from maxhydra.config.compose.hydra_loader import (
     unused_folder,
 )
 from maxhydra.config.compose.merge import ConfigMerge
-from maxhydra.config.compose.overrides import apply_override, parse, sweep_problem
+from maxhydra.config.compose.overrides import apply_override, parse, replaced_key_problem, sweep_problem
 from maxhydra.config.compose.provenance import SourcedValue, locate, read_yaml
 from maxhydra.config.compose.validate import UNSURE, Validator
 from maxhydra.config.errors import UNSET, ConfigError, Problem
@@ -159,8 +159,10 @@ class Composer:
     def _is_usable(self, override: Override, merge: ConfigMerge) -> bool:
         """Return whether Hydra can process an override; a choice that does not exist makes its section unsure."""
         group = override.key_or_group
-        problem = None
-        if override.is_sweep_override():
+        problem = replaced_key_problem(override)
+        if problem is not None:
+            pass
+        elif override.is_sweep_override():
             problem = sweep_problem(override)
         elif self.groups.is_choice(override):
             problem = self.groups.choice_problem(override)

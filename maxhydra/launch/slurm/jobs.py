@@ -10,7 +10,7 @@ from typing import Any
 from maxhydra.config.compose.composer import Composer
 from maxhydra.config.errors import ConfigError
 from maxhydra.launch.base import CLAIM, Job, SweepContext, Trial, read_claim
-from maxhydra.launch.compose import compose_job
+from maxhydra.launch.compose import compose_job, job_composer
 from maxhydra.launch.slurm import scheduler
 from maxhydra.launch.slurm.scheduler import TERMINAL_STATES, Entry, Queue
 from maxhydra.launch.slurm.settings import SCRIPTS, SlurmSettings, render
@@ -45,7 +45,7 @@ class SlurmJobs:
 
     def prepare(self, trial: Trial) -> None:
         if self._composer is None:
-            self._composer = Composer(self._sweep.config_dir)
+            self._composer = job_composer(self._sweep, trial)
         compose_job(self._composer, self._sweep, trial).write(self._sweep.path(trial))
 
     def render(self, trials: Sequence[Trial]) -> str:
