@@ -108,7 +108,9 @@ def status(plan: SweepPlan) -> Iterator[str]:
         state = backend.state(active[name]) if name in active else ""
         run_status = _run_status(RunDirectory(plan.folder / name, writes=False)) if name in runs else "not started"
         yield f"{name}: {run_status}{state and f'  {state}'}"
-    yield trials.summary()
+    waiting = sum(trial.folder not in runs | set(active) for trial in plan.trials)
+    counts = [trials.summary(), f"{waiting} not started" if waiting else ""]
+    yield ", ".join(filter(None, counts)) or f"no job has ended; resume with: maxhydra sweep resume {plan.argument}"
 
 
 def _number(folder: str) -> int | None:
