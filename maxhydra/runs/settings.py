@@ -39,7 +39,8 @@ def list_settings(config_yaml: str, facts: Mapping[str, Any]) -> list[Setting]:
     """
     config = _load(config_yaml)
     if "overrides" in facts:
-        given = [override.lstrip("+~").partition("=")[0] for override in migrate_overrides(facts["overrides"])]
+        keys = [override.lstrip("+~").partition("=")[0] for override in migrate_overrides(facts["overrides"])]
+        given = [key for key in keys if key not in (facts.get("choices") or {})]
         changed = {path for path, _ in leaves(config) if any(f"{path}.".startswith(f"{key}.") for key in given)}
     else:
         defaults = dict(leaves(_defaults(Config, config)))
