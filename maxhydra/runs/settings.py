@@ -8,7 +8,6 @@ import functools
 import re
 import typing
 from collections.abc import Iterator, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import yaml
 
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.migrations import migrate_config, migrate_overrides
+from maxhydra.config.registry import defaults
 from maxhydra.config.yaml_files import FAST_LOADER, check_yaml, may_exceed_limits
 from maxhydra.record.atomic_io import to_json, to_plain
 from maxhydra.record.redact import redact_value
@@ -52,21 +52,13 @@ def list_settings(config_yaml: str, facts: Mapping[str, Any]) -> list[Setting]:
 
 def chosen_options(facts: Mapping[str, Any]) -> dict[str, str]:
     """Options of a run, by group, that are not those of a command without arguments."""
-    usual = _default_options()
+    usual = dict(defaults())
     choices = migrate_config(dict(facts.get("choices") or {}))
     return {
         group: option
         for group, option in choices.items()
         if usual.get(group) != option and group not in _DERIVED_GROUPS
     }
-
-
-@functools.cache
-def _default_options() -> dict[str, str]:
-    """The defaults list of the primary config: group -> option."""
-    text = resources.files("maxhydra").joinpath("conf", "config.yaml").read_text(encoding="utf-8")
-    entries = [entry for entry in yaml.load(text, Loader=FAST_LOADER)["defaults"] if isinstance(entry, dict)]
-    return {group: option for entry in entries for group, option in entry.items()}
 
 
 def _defaults(schema: type, config: Any) -> dict[str, Any]:

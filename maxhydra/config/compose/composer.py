@@ -39,6 +39,7 @@ from maxhydra.config.errors import UNSET, ConfigError, Problem
 from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema.config import Config
 from maxhydra.config.serialize import origin_to_show
+from maxhydra.config.usage import unused_problems
 from maxhydra.config.yaml_files import display_path
 
 CONFIG_NAME = "config"
@@ -153,8 +154,15 @@ class Composer:
             validator = Validator(origin=lambda path: origin_to_show(merge.origin(path)), unsure=merge.unsure)
             section = validator.section(node)
             merge.problems += validator.problems
+            if section is not UNSURE and not merge.problems:
+                merge.problems += unused_problems(section, self._given_values(usable))
             config = None if section is UNSURE or merge.problems else section
         return CheckedConfig(node, config, composes, _choices(defaults), merge, distinct(merge.problems))
+
+    def _given_values(self, overrides: Iterable[Override]) -> list[tuple[str, Any]]:
+        """Return the keys that overrides set, with their values."""
+        values = [o for o in overrides if not (self.groups.is_choice(o) or o.is_hydra_override() or o.is_delete())]
+        return [(override.key_or_group, override.value()) for override in values]
 
     def _is_usable(self, override: Override, merge: ConfigMerge) -> bool:
         """Return whether Hydra can process an override; a choice that does not exist makes its section unsure."""
