@@ -20,6 +20,7 @@ from maxhydra.config.schema.model import Dtype
 from maxhydra.config.schema.quantization import QuantizationKind
 from maxhydra.config.schema.reward import EnvironmentKind
 from maxhydra.config.schema.run import unlogged_metric
+from maxhydra.record.redact import redact_config
 
 MEASURING_TASKS = ("bench", "tune")
 # Tasks whose command contains the config of a training run.
@@ -175,10 +176,10 @@ def unused_problems(config: Config, given: Iterable[tuple[str, Any]]) -> Iterato
         if task not in tasks:
             shown = [name for name in tasks if name not in (*MEASURING_TASKS, *DESCRIBING_TASKS)]
             accepted = f"task={', '.join(shown)}"
-            yield Problem(key, f"has no effect in task={task}", value=_shown(value), accepted=accepted)
+            yield Problem(key, f"has no effect in task={task}", value=_shown(key, value), accepted=accepted)
             continue
         if (needs := _missing(config, key)) is not None:
-            yield Problem(key, "has no effect in this run", value=_shown(value), hint=f"needs {needs}")
+            yield Problem(key, "has no effect in this run", value=_shown(key, value), hint=f"needs {needs}")
     keys = [key for key, _ in given]
     if "objective" in keys and task not in DESCRIBING_TASKS:
         evaluates = config.train.eval_batches > 0
@@ -213,6 +214,6 @@ def _is_packed(corpus: Corpus) -> bool:
     return corpus.source not in READY_ROWS and corpus.record_type in PACKED_TYPES
 
 
-def _shown(value: Any) -> Any:
-    """A value for a message. That of a whole section is left out."""
-    return UNSET if isinstance(value, dict) else value
+def _shown(key: str, value: Any) -> Any:
+    """A value for a message, without secrets. That of a whole section is left out."""
+    return UNSET if isinstance(value, dict) else redact_config(value, key)
