@@ -12,7 +12,7 @@ from pathlib import Path
 
 from maxhydra import data
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.run import Checkpoint, SaveMode
+from maxhydra.config.schema.checkpoint import Checkpoint, SaveMode
 from maxhydra.sharding import Sharder
 from maxhydra.train import next_token_loss
 from maxhydra.train.batches import plan_batches

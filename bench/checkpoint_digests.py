@@ -20,7 +20,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config.schema.run import Checkpoint
+from maxhydra.config.schema.checkpoint import Checkpoint
 from maxhydra.record.checkpoint_manifest import verify_files, write_manifest
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.state import Guard, TrainState

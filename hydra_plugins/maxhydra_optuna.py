@@ -14,7 +14,7 @@ from maxhydra.config.compose.overrides import parse
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.schema.run import unlogged_metric
 from maxhydra.launch.registry import LAUNCHERS, is_maxhydra_launcher, launcher_settings
-from maxhydra.sweep.plan import Settings, SweepPlan
+from maxhydra.sweep.plan import Settings, SweepPlan, is_of_plan
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
@@ -81,7 +81,7 @@ class OptunaSweeper(Sweeper):
             raise ConfigError(problems)
         plan = SweepPlan(
             folder=Path(hydra.sweep.dir).absolute(),
-            fixed=tuple(line for line in fixed if not line.startswith(("hydra", "run.name=", "run.outputs="))),
+            fixed=tuple(line for line in [*hydra.overrides.hydra, *fixed] if is_of_plan(line)),
             space=space,
             listed=(),
             folders=(),

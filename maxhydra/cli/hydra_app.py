@@ -66,7 +66,7 @@ def _run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
         from maxhydra.cli.run_job import execute  # noqa: PLC0415
 
         try:
-            execute(composed.config, composed.choices, overrides=overrides_of_task(composed.node), path=None)
+            execute(composed.config, composed.choices, overrides=multirun.job_overrides(composed.node.hydra), path=None)
         except (ConfigError, RunFailed) as error:
             # Raised after Hydra has returned, because Hydra prints its own line around an exception of the job.
             failures.append(error)
@@ -76,11 +76,6 @@ def _run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
     for failure in failures:
         raise failure
     return 0
-
-
-def overrides_of_task(node: DictConfig) -> list[str]:
-    """Return the overrides of a composed config, without those of Hydra itself and with `${...}` unresolved."""
-    return multirun.unresolved(node.hydra.overrides.task)
 
 
 def _check_launcher(composed: Composed) -> None:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from maxhydra.config.compose.composer import Composer, distinct, job_choices
 from maxhydra.config.compose.hydra_loader import BASIC_SWEEPER, Hydra, job_folder
-from maxhydra.config.compose.overrides import expand, parse
+from maxhydra.config.compose.overrides import SEARCHPATH, expand, parse
 from maxhydra.config.compose.validate import instantiate
 from maxhydra.config.errors import ConfigError, Problem, quoted
 from maxhydra.config.schema.run import new_name_problem
@@ -19,10 +19,7 @@ from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import launcher_settings
 from maxhydra.record import redact_argv
 from maxhydra.record.storage import is_remote
-from maxhydra.sweep.plan import Settings, SweepPlan, write_plan
-
-# Overrides that are set anew for every job, and so are not part of the plan.
-PER_JOB = ("run.name=", "run.outputs=", "hydra.", "hydra/")
+from maxhydra.sweep.plan import Settings, SweepPlan, is_of_plan, write_plan
 
 
 def run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
@@ -45,7 +42,7 @@ def run_sweep_job(node: DictConfig) -> float | None:
     """Run one job as Hydra's sweepers and launchers call it; returns the objective, which sweepers minimize."""
     config = instantiate(node)
     hydra = HydraConfig.get()
-    overrides, choices = unresolved(hydra.overrides.task), job_choices(hydra.runtime)
+    overrides, choices = job_overrides(hydra), job_choices(hydra.runtime)
     # jax is imported here, after the config is known to be valid.
     from maxhydra.cli.run_job import execute  # noqa: PLC0415
     from maxhydra.runtime import signals  # noqa: PLC0415
@@ -58,11 +55,14 @@ def run_sweep_job(node: DictConfig) -> float | None:
     return objective
 
 
-def unresolved(overrides: Any) -> list[str]:
-    """Return overrides as they were given: `${...}` may have another value when the run is started again."""
-    given = OmegaConf.to_container(overrides, resolve=False)
-    assert isinstance(given, list)
-    return given
+def job_overrides(hydra: Any) -> list[str]:
+    """Return the overrides of a job as they were given: those of the config, and the folders of its options.
+
+    `${...}` may have another value when the run is started again.
+    """
+    own, given = (OmegaConf.to_container(part, resolve=False) for part in (hydra.overrides.hydra, hydra.overrides.task))
+    assert isinstance(own, list) and isinstance(given, list)
+    return [*(line for line in own if line.startswith(SEARCHPATH)), *given]
 
 
 def make_plan(composer: Composer, overrides: list[str]) -> SweepPlan | None:
@@ -111,7 +111,7 @@ def _plan(composer: Composer, controller: DictConfig, jobs: list[list[str]], par
         folder=Path(controller.hydra.sweep.dir).absolute(),
         fixed=(),
         space={},
-        listed=tuple(tuple(line for line in job if not line.startswith(PER_JOB)) for job in jobs),
+        listed=tuple(tuple(line for line in job if is_of_plan(line)) for job in jobs),
         folders=tuple(job_folder(number, job, constant) for number, job in enumerate(jobs)),
         objectives=(),
         # A cluster schedules the jobs itself, so all of them are submitted at once.

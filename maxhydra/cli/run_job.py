@@ -8,11 +8,12 @@ from pathlib import Path
 
 from maxhydra import tasks
 from maxhydra.cli.main import FILE_ERRORS, RunFailed, describe_file_error
-from maxhydra.config import Config
+from maxhydra.config import Config, ConfigError
 from maxhydra.config.yaml_files import display_path
 from maxhydra.record import RunDirectory
 from maxhydra.record.storage import StorageError, Store
 from maxhydra.runs import write_report
+from maxhydra.runs.rerun import rerun_arguments
 from maxhydra.runtime import signals
 from maxhydra.tasks import Result
 
@@ -34,7 +35,7 @@ def execute(
             raise SystemExit(signals.exit_code(str(error))) from None
         if result.path is not None and result.writes:
             folder = RunDirectory(result.path, writes=False)
-            _report(result, folder, config, overrides if path is None else None)
+            _report(result, folder, config, is_single=path is None)
     if result.status == "failed":
         raise RunFailed(result.reason)
     if result.status == "preempted":
@@ -43,8 +44,8 @@ def execute(
     return result.objective
 
 
-def _report(result: Result, folder: RunDirectory, config: Config, overrides: list[str] | None) -> None:
-    """Write report.html, and print how the run ended and, with the overrides of a single run, what to run next."""
+def _report(result: Result, folder: RunDirectory, config: Config, *, is_single: bool) -> None:
+    """Write report.html, and print how the run ended and, for a single run, what to run next."""
     try:
         write_report(folder)
         if result.url is not None:
@@ -54,7 +55,7 @@ def _report(result: Result, folder: RunDirectory, config: Config, overrides: lis
     except StorageError as error:
         print(f"maxhydra: report.html could not be uploaded: {error}", file=sys.stderr)
     lines = [*_outcome(result, folder, config)]
-    lines += _next_steps(result, folder, config, overrides) if overrides is not None else []
+    lines += _next_steps(result, folder, config) if is_single else []
     print("\n".join(lines), flush=True)
 
 
@@ -79,19 +80,18 @@ def _outcome(result: Result, folder: RunDirectory, config: Config) -> Iterator[s
     yield f"report: {display_path(folder.report_path)}"
 
 
-def _next_steps(result: Result, folder: RunDirectory, config: Config, overrides: list[str]) -> Iterator[str]:
+def _next_steps(result: Result, folder: RunDirectory, config: Config) -> Iterator[str]:
     """Yield the command that resumes this run, if it has a checkpoint, and where to find more settings."""
     if not folder.checkpoints.is_dir():
         yield "next:   maxhydra --help, maxhydra explain train    # all settings"
         return
-    name = folder.path.relative_to(config.run.folder().absolute())
-    command = shlex.join(["maxhydra", *_without(overrides, "run.name", "train.steps"), f"run.name={name}"])
-    if result.status == "finished":
-        yield f"next:   {command} train.steps={2 * config.train.steps}    # resume and train twice as long"
+    is_finished = result.status == "finished"
+    name = folder.path.relative_to(config.run.folder().absolute()).as_posix()
+    steps = f"train.steps={2 * config.train.steps if is_finished else config.train.steps}"
+    try:
+        command = shlex.join(["maxhydra", *rerun_arguments(folder.read(), name, steps)])
+    except ConfigError:  # The command contained a secret.
+        command = f"maxhydra runs resume {shlex.quote(name)} {steps} KEY=SECRET"
+    yield f"next:   {command}    # resume {'and train twice as long' if is_finished else 'from the last checkpoint'}"
+    if is_finished:
         yield "        maxhydra --help, maxhydra explain train    # all settings"
-    else:
-        yield f"next:   {command} train.steps={config.train.steps}    # resume from the last checkpoint"
-
-
-def _without(overrides: list[str], *keys: str) -> list[str]:
-    return [override for override in overrides if override.lstrip("+").partition("=")[0] not in keys]

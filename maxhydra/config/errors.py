@@ -62,12 +62,25 @@ def show(value: Any) -> str:
     return str(value)
 
 
+# Text that Hydra's override grammar reads as text without quotes, unless it is one of its constants.
+_PLAIN_TEXT = re.compile(r"(?!(?i:null|true|false|inf|nan)\Z)[A-Za-z_./][-\w./]*", re.ASCII)
+
+
 def quoted(text: str) -> str:
     """Quote a text for Hydra's override grammar: sweep names contain `=` and commas, and a path may contain a quote.
 
     Hydra treats a backslash literally except before a quote.
     """
+    if _PLAIN_TEXT.fullmatch(text):
+        return text
     return "'" + re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + (match[2] and r"\'"), text) + "'"
+
+
+def unquoted(text: str) -> str:
+    """Return the text of a value that `quoted` wrote."""
+    if not text.startswith("'"):
+        return text
+    return re.sub(r"(\\+)('|\Z)", lambda match: match[1][: len(match[1]) // 2] + match[2], text[1:-1])
 
 
 def last_of_each_key(arguments: Iterable[str]) -> list[str]:

@@ -39,7 +39,7 @@ FREE_KEYS = (
     *("task.keep_rollouts", "task.on_policy.keep_rollouts"),
     *("checkpoint.mode", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_best", "checkpoint.best_metric"),
     *("checkpoint.persist_every", "checkpoint.local_every", "checkpoint.local_folder", "checkpoint.peer_copies"),
-    *("checkpoint.max_overhead", "checkpoint.single_replica"),
+    *("checkpoint.max_overhead", "checkpoint.single_replica", "checkpoint.every_minutes", "checkpoint.first_minutes"),
     # Hardware, sharding, kernels and memory. The batch over all devices is compared separately.
     *("hardware.platform", "hardware.device_kinds", "hardware.peak_tflops*", "hardware.memory_gib"),
     *("hardware.bandwidth_gb_s", "hardware.xla_flags", "hardware.flag_sets*", "hardware.compilation_cache"),

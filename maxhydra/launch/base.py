@@ -108,6 +108,11 @@ class SweepContext:
     config_dir: str | None
     """Additional config folder (--config-dir)."""
 
+    @property
+    def flags(self) -> list[str]:
+        """Flags of the commands that start the jobs."""
+        return [] if self.config_dir is None else ["--config-dir", self.config_dir]
+
     def path(self, trial: Trial) -> Path:
         return self.folder / trial.folder
 

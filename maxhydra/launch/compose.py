@@ -3,8 +3,14 @@
 from pathlib import Path
 
 from maxhydra.config.compose.composer import Composer
+from maxhydra.config.compose.overrides import searchpath
 from maxhydra.launch.base import SweepContext, Trial
 from maxhydra.launch.job_spec import JobSpec
+
+
+def job_composer(sweep: SweepContext, trial: Trial) -> Composer:
+    """The composer of the jobs of a sweep, which share the folders of options."""
+    return Composer(sweep.config_dir, searchpath=searchpath(sweep.overrides(trial)))
 
 
 def compose_job(composer: Composer, sweep: SweepContext, trial: Trial) -> JobSpec:

@@ -108,8 +108,7 @@ class LocalJobs:
 
     def command(self, trial: Trial) -> list[str]:
         """Command line of a job; it can also be run manually."""
-        config_dir = [] if self._sweep.config_dir is None else ["--config-dir", self._sweep.config_dir]
-        command = [sys.executable, "-m", "maxhydra", *config_dir, *self._sweep.overrides(trial)]
+        command = [sys.executable, "-m", "maxhydra", *self._sweep.flags, *self._sweep.overrides(trial)]
         if self._settings.processes == 1:
             return command
         return [sys.executable, "-m", "maxhydra.launch.local", json.dumps(self._settings.to_json()), *command]

@@ -21,6 +21,8 @@ Facts = dict[str, Any]
 RUN_FORMAT = 2
 
 FACTS, DAMAGED = "run.json", "run.json.damaged"
+# Default folder of runs (run.outputs), and the plan in the folder of a sweep.
+DEFAULT_OUTPUTS, SWEEP_FILE = "outputs", "sweep.json"
 # The folder of profiles, its file of op_names by operation, and the event around each step in a trace.
 PROFILES, OPERATIONS, STEP_EVENT = "profile", "operations.json", "train"
 # Statistics of layers, one line per recorded step in the format of metrics.jsonl.

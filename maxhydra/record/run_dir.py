@@ -1,13 +1,8 @@
-"""The run folder outputs/<run>/, and run.json, which records the status and provenance of the run.
-
-Tags and a note that are added to a run after it started are in labels.json, a separate file, because a running process
-rewrites run.json from memory and would undo the changes.
-"""
+"""The run folder outputs/<run>/, and run.json, which records the status and provenance of the run."""
 
 import contextlib
 import copy
 import datetime
-import fcntl
 import itertools
 import logging
 import os
@@ -22,63 +17,15 @@ from maxhydra.record.atomic_io import (
     acquire_lock,
     is_lost,
     process_start,
-    read_json,
     replace_file,
     stamp,
     to_json,
     to_plain,
 )
 from maxhydra.record.facts import DAMAGED, FACTS, RUN_FORMAT, Facts, free_name, parse_facts, rebuild_facts
+from maxhydra.record.labels import LABELS, apply_labels, change_labels, read_labels
 from maxhydra.record.provenance import environment
 from maxhydra.record.redact import redact_facts, redact_text
-
-LABELS = "labels.json"
-
-
-def change_labels(folder: Path, *, add: Iterable[str], remove: Iterable[str], note: str | None) -> None:
-    """Add and remove tags (also those set by the config), and replace the note unless it is None."""
-    with _label_lock(folder):
-        labels = read_labels(folder)
-        added = [redact_text(tag) for tag in add]
-        tags = {**labels.get("tags", {}), **dict.fromkeys(added, True), **dict.fromkeys(remove, False)}
-        new_note = labels.get("note") if note is None else redact_text(note)
-        replace_file(folder / LABELS, to_json({"tags": tags, "note": new_note}, indent=2) + "\n")
-        # Update the mtime of run.json, so that watchers of run.json notice the change.
-        os.utime(folder / FACTS)
-
-
-def read_labels(folder: Path) -> dict[str, Any]:
-    """Contents of labels.json; empty if it does not exist."""
-    try:
-        labels = read_json(folder / LABELS)
-    except FileNotFoundError:
-        return {}
-    is_valid = isinstance(labels, dict) and isinstance(labels.get("tags"), dict)
-    if not is_valid or not isinstance(labels.get("note"), str | None):
-        raise ValueError(f"{LABELS} is not a mapping with tags and a note")
-    return dict(labels)
-
-
-def apply_labels(facts: dict[str, Any], labels: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of run.json with tags and note replaced by the labels."""
-    changes: dict[str, bool] = labels.get("tags", {})
-    original = [tag for tag in facts.get("tags") or [] if changes.get(tag, True)]
-    added = [tag for tag, is_on in changes.items() if is_on and tag not in original]
-    note = labels.get("note")
-    return {**facts, "tags": [*original, *added], "notes": facts.get("notes") if note is None else note}
-
-
-@contextlib.contextmanager
-def _label_lock(folder: Path) -> Iterator[None]:
-    """Serialize concurrent label changes by locking the folder. Ignored on file systems without locks."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
 
 log = logging.getLogger("maxhydra")
 
@@ -86,7 +33,7 @@ log = logging.getLogger("maxhydra")
 SESSION_FACTS = ("devices", "start_step", "end_step")
 # Facts that a session is compared with when the run resumes.
 INPUT_FACTS = ("inputs", "sequences_per_step")
-STATUSES = ("running", "finished", "failed", "preempted")
+STATUSES = ("running", "finished", "failed", "preempted", "pruned")
 LOCK = ".lock"
 # Minimum interval between writes of `heartbeat`.
 HEARTBEAT_SECONDS = 15
@@ -206,7 +153,7 @@ class RunDirectory:
                 self._last_write = time.monotonic()
 
     def finish(self, status: str, reason: str | None = None, **facts: Any) -> None:
-        """Close the session with a status (finished, failed, preempted) and a reason."""
+        """Close the session with a status (finished, failed, preempted, pruned) and a reason."""
         if status not in STATUSES:
             raise ValueError(f"status={status!r}, accepted: {', '.join(STATUSES)}")
         if not self.writes:
@@ -240,6 +187,20 @@ class RunDirectory:
                 survivor.finish("failed", reason)
         finally:
             survivor._release_lock()
+
+    def mark_pruned(self, reason: str) -> None:
+        """Record that a sweep has stopped this run, whose process has ended, in run.json and in the log."""
+        self._acquire_lock()
+        try:
+            self._facts = parse_facts(self.facts_path.read_bytes())
+            outcome = {"status": "pruned", "reason": redact_text(reason)}
+            self._facts.update(outcome)
+            self._facts["sessions"][-1].update(outcome)
+            self._save()
+            with open(self.log_path, "a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} INFO {outcome['reason']}\n")
+        finally:
+            self._release_lock()
 
     def withdraw(self, reason: str) -> None:
         """Undo a session that could not start: remove the folder of a new run, or close a resumed one as failed."""

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
@@ -57,6 +57,9 @@ def parse_condition(text: str) -> Condition:
         accepted = "key=value, also with != < <= > >= and ~ (contains)"
         raise ConfigError(Problem(text, "is not a condition", accepted=accepted))
     condition = Condition(match["key"].strip(), match["sign"], match["value"].strip())
+    if condition.value.startswith(tuple("=<>!~")):
+        reason, accepted = "has two operators", "one of = != < <= > >= and ~ (contains)"
+        raise ConfigError(Problem(text, reason, accepted=accepted))
     if condition.key == "status" and condition.sign in ("=", "!=") and condition.value not in STATUSES:
         hint = did_you_mean(condition.value, STATUSES)
         raise ConfigError(Problem("status", "is not a status", condition.value, ", ".join(STATUSES), hint))
@@ -70,7 +73,11 @@ def select_runs(registry: Registry, conditions: Sequence[str], *, runs: Sequence
     for text in conditions:
         try:
             condition = parse_condition(text)
-            parsed.append((condition, registry.values(condition.key, matches)))
+            values = registry.values(condition.key, matches)
+            if condition.sign in _ORDERS and parse_number(condition.value) is None and _has_numbers(values):
+                reason = f"compares numbers with {condition.value!r}"
+                problems.append(Problem(text, reason, accepted=f"{condition.key}{condition.sign}NUMBER"))
+            parsed.append((condition, values))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -78,6 +85,10 @@ def select_runs(registry: Registry, conditions: Sequence[str], *, runs: Sequence
     for condition, values in parsed:
         matches = [run for run in matches if condition.holds(values.get(run.id))]
     return matches
+
+
+def _has_numbers(values: Mapping[int, Any]) -> bool:
+    return any(isinstance(value, (int, float)) for value in values.values())
 
 
 def sort_runs(registry: Registry, runs: Sequence[Run], key: str, *, descending: bool) -> list[Run]:

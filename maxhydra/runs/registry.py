@@ -17,7 +17,7 @@ from maxhydra.runs.scan import INCOMPLETE_LINE, copy_runs
 from maxhydra.runs.settings import Cell
 from maxhydra.runs.summary import Facts
 
-STATUSES = ("running", "finished", "failed", "preempted", "lost")
+STATUSES = ("running", "finished", "failed", "preempted", "pruned", "lost")
 # Suffixes of a metric's name and their index columns; the default is the last value.
 PARTS = {"last": "last", "min": "low", "max": "high"}
 _MAX_NAMES_SHOWN = 8

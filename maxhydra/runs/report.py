@@ -61,7 +61,7 @@ def write_report(run: RunDirectory) -> Path:
         profile=profile_section(run.path),
         rollouts=rollouts_section(run.path),
         sample=_sample(facts.get("sample")),
-        config=_config(config),
+        config=_config(config, facts),
         environment=_environment(facts),
         sessions=_sessions(facts),
         files=_files(run.path),
@@ -125,8 +125,8 @@ def _sample(sample: str | None) -> Html | None:
     return section("Sample", element("pre", sample, class_="sample")) if sample else Html()
 
 
-def _config(config: str) -> Html:
-    """All settings, with values that differ from the schema's defaults marked."""
+def _config(config: str, facts: Facts) -> Html:
+    """All settings, with those that the run's command set marked."""
     rows = [
         element(
             "tr",
@@ -134,7 +134,7 @@ def _config(config: str) -> Html:
             element("td", setting.value),
             class_="changed" if setting.changed else None,
         )
-        for setting in list_settings(config)
+        for setting in list_settings(config, facts)
     ]
     if not rows and config.strip():
         return section("Config", element("p", "config.yaml is damaged and cannot be read.", class_="empty"))

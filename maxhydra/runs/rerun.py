@@ -1,12 +1,15 @@
 """Rerun a run: its original overrides, and whether the code has changed since."""
 
+import os
 import shlex
 from pathlib import Path
 
-from maxhydra.config.errors import ConfigError, Problem, last_of_each_key, quoted
+from maxhydra.config.errors import ConfigError, Problem, last_of_each_key, quoted, unquoted
 from maxhydra.config.migrations import migrate_overrides
+from maxhydra.record.facts import DEFAULT_OUTPUTS, SWEEP_FILE
 from maxhydra.record.provenance import code
 from maxhydra.record.redact import HIDDEN
+from maxhydra.record.storage import is_remote
 from maxhydra.runs.summary import Facts
 
 # Flags that affect composition; each takes a value.
@@ -18,7 +21,8 @@ def rerun_arguments(facts: Facts, name: str | None, *changes: str) -> list[str]:
     if "overrides" not in facts:
         raise ConfigError(Problem(str(facts["name"]), "has no overrides in its run.json, so it cannot be rerun"))
     replaced = {_key(change) for change in changes} | {"run.name"}
-    overrides = [override for override in _stored_overrides(facts) if _key(override) not in replaced]
+    stored = _stored_overrides(facts) if name is not None else _overrides_of_new_run(facts)
+    overrides = [override for override in stored if _key(override) not in replaced]
     redacted = [_key(override) for override in overrides if HIDDEN in override]
     if redacted:
         hint = f"pass it again: {' '.join(f'{key}=...' for key in redacted)}"
@@ -30,8 +34,7 @@ def rerun_arguments(facts: Facts, name: str | None, *changes: str) -> list[str]:
 def rerun_command(facts: Facts) -> str:
     """Shell command that reruns a run under a new name, in its original working directory."""
     original, overrides = facts.get("command") or [], facts.get("overrides")
-    unnamed = [override for override in _stored_overrides(facts) if _key(override) != "run.name"]
-    command = original if overrides is None else ["maxhydra", *_flags(facts), *unnamed]
+    command = original if overrides is None else ["maxhydra", *_flags(facts), *_overrides_of_new_run(facts)]
     return f"cd {shlex.quote(str(facts.get('folder')))} && {shlex.join(command)}"
 
 
@@ -53,6 +56,23 @@ def describe_code_change(facts: Facts, folder: Path) -> str | None:
 def _stored_overrides(facts: Facts) -> list[str]:
     """Overrides of a run under their current names. Of a key that is set twice, the last: that value was used."""
     return last_of_each_key(migrate_overrides(facts.get("overrides") or []))
+
+
+def _overrides_of_new_run(facts: Facts) -> list[str]:
+    """Overrides of a run for another one, which is not named yet. A job of a sweep is rerun outside of the sweep."""
+    kept = []
+    for override in _stored_overrides(facts):
+        key, value = _key(override), override.partition("=")[2]
+        if key == "run.outputs" and not is_remote(value):
+            folder = Path(str(facts.get("folder")))
+            outputs = folder / unquoted(value)
+            if (outputs / SWEEP_FILE).exists():
+                outputs = outputs.parent
+            is_default = outputs == folder / DEFAULT_OUTPUTS
+            kept += [] if is_default else [f"{key}={quoted(os.path.relpath(outputs, folder))}"]
+        elif key != "run.name":
+            kept.append(override)
+    return kept
 
 
 def _key(override: str) -> str:

@@ -16,8 +16,8 @@ from maxhydra.config.migrations import migrate_config
 from maxhydra.record import scan_metrics
 from maxhydra.record.atomic_io import NewerFormatError
 from maxhydra.record.facts import Facts, parse_facts, rebuild_facts
+from maxhydra.record.labels import LABELS, apply_labels, read_labels
 from maxhydra.record.metrics import Row
-from maxhydra.record.run_dir import LABELS, apply_labels, read_labels
 from maxhydra.record.storage import Object, Store, cached_path, fetch_object
 from maxhydra.runs import settings as run_settings
 

@@ -1,4 +1,4 @@
-"""A run's config as a flat list of settings, each marked if it differs from the schema's default.
+"""A run's config as a flat list of settings, each marked if the command of the run set it.
 
 config.yaml is parsed section by section with a cache, since most sections are identical in thousands of runs.
 """
@@ -7,17 +7,21 @@ import dataclasses
 import functools
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from maxhydra.config import Config, ConfigError
-from maxhydra.config.migrations import migrate_config
+from maxhydra.config.migrations import migrate_config, migrate_overrides
+from maxhydra.config.registry import defaults
 from maxhydra.config.yaml_files import FAST_LOADER, check_yaml, may_exceed_limits
 from maxhydra.record.atomic_io import to_json, to_plain
 from maxhydra.record.redact import redact_value
+
+# Groups whose options follow from others.
+_DERIVED_GROUPS = ("recipe",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +31,34 @@ class Setting:
     changed: bool
 
 
-def list_settings(config_yaml: str) -> list[Setting]:
-    """All leaves of config.yaml by dotted path, for display: secrets that earlier versions stored are redacted."""
+def list_settings(config_yaml: str, facts: Mapping[str, Any]) -> list[Setting]:
+    """All leaves of config.yaml by dotted path, for display: secrets that earlier versions stored are redacted.
+
+    A setting has changed if an override of the run set it; of a run without overrides, if it is not the schema's
+    default.
+    """
     config = _load(config_yaml)
-    defaults = dict(leaves(_defaults(Config, config)))
+    if "overrides" in facts:
+        keys = [override.lstrip("+~").partition("=")[0] for override in migrate_overrides(facts["overrides"])]
+        given = [key for key in keys if key not in (facts.get("choices") or {})]
+        changed = {path for path, _ in leaves(config) if any(f"{path}.".startswith(f"{key}.") for key in given)}
+    else:
+        defaults = dict(leaves(_defaults(Config, config)))
+        changed = {path for path, value in leaves(config) if path not in defaults or defaults[path] != value}
     return [
-        Setting(path, redact_value(path, _format(value)), changed=path not in defaults or defaults[path] != value)
-        for path, value in leaves(config)
+        Setting(path, redact_value(path, _format(value)), changed=path in changed) for path, value in leaves(config)
     ]
+
+
+def chosen_options(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Options of a run, by group, that are not those of a command without arguments."""
+    usual = dict(defaults())
+    choices = migrate_config(dict(facts.get("choices") or {}))
+    return {
+        group: option
+        for group, option in choices.items()
+        if usual.get(group) != option and group not in _DERIVED_GROUPS
+    }
 
 
 def _defaults(schema: type, config: Any) -> dict[str, Any]:

@@ -1,19 +1,21 @@
 """sweep.html: a self-contained report of many runs, and which of their settings made the difference.
 
-The importance of a setting is the share of the result's variance that it explains on its own.
+Trials that a search has pruned ended earlier than others: the values of settings are compared at the last step that all
+of them reached.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from maxhydra import __version__
-from maxhydra.record import scan_metrics
+from maxhydra.record import scan_metrics, series
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.runs.compare import differing_keys
 from maxhydra.runs.curves import compare_charts, encode
+from maxhydra.runs.importance import MIN_RUNS, importance
 from maxhydra.runs.page import (
     Html,
     concat,
@@ -32,51 +34,6 @@ from maxhydra.runs.report import figure
 from maxhydra.runs.rerun import rerun_command
 from maxhydra.runs.settings import Cell
 from maxhydra.runs.summary import KeyNumber, format_cell, format_duration, format_number, format_time
-
-# Minimum number of runs for a meaningful estimate.
-MIN_RUNS = 4
-
-
-def importance(settings: Mapping[str, Sequence[Cell | None]], results: Sequence[float]) -> dict[str, float]:
-    """Share of the variance of the results that each setting explains, largest first.
-
-    One-way analysis of variance with Kelley's epsilon squared, (SS_between - (k - 1) MS_within) / SS_total: unlike the
-    plain ratio, it is near 0 for a setting unrelated to the result, however many values it takes. A setting with many
-    values is binned into groups of equal size first. Interactions between settings are not detected.
-    """
-    if len(results) < MIN_RUNS:
-        return {}
-    shares = {name: _share(_groups(values), results) for name, values in settings.items()}
-    return dict(sorted(shares.items(), key=lambda item: -item[1]))
-
-
-def _groups(values: Sequence[Cell | None]) -> list[int]:
-    """Group index of each value: one group per recurring value, or about sqrt(n) groups of equal size."""
-    distinct = sorted(set(values), key=_rank)
-    if len(distinct) <= max(2, len(values) // 2):
-        return [distinct.index(value) for value in values]
-    count = max(2, math.isqrt(len(values)))
-    ranking = sorted(range(len(values)), key=lambda index: _rank(values[index]))
-    group = {index: rank * count // len(values) for rank, index in enumerate(ranking)}
-    return [group[index] for index in range(len(values))]
-
-
-def _rank(value: Cell | None) -> tuple[int, float, str]:
-    return (0, float(value), "") if isinstance(value, (int, float)) else (1, 0.0, str(value))
-
-
-def _share(groups: Sequence[int], results: Sequence[float]) -> float:
-    members: dict[int, list[float]] = {}
-    for group, result in zip(groups, results, strict=True):
-        members.setdefault(group, []).append(result)
-    mean = math.fsum(results) / len(results)
-    total = math.fsum((result - mean) ** 2 for result in results)
-    within = math.fsum((x - math.fsum(group) / len(group)) ** 2 for group in members.values() for x in group)
-    freedom = len(results) - len(members)
-    if total == 0 or freedom <= 0:
-        return 0.0
-    return max(0.0, (total - within - (len(members) - 1) * within / freedom) / total)
-
 
 # Number of best runs with curves, in the table, and in the comparison of configs.
 MAX_CURVES, MAX_RANKED, MAX_COMPARED = 60, 20, 5
@@ -97,6 +54,14 @@ class Sweep:
     values: dict[int, float]
     settings: dict[int, dict[str, Cell]]
     varied: list[str]
+    step: int | None
+    """Last step that all trials reached, if some were pruned; None if all ended at the same step."""
+    compared: dict[int, float]
+    """Results at this step."""
+
+    @property
+    def compared_metric(self) -> str:
+        return self.metric if self.step is None else f"{self.metric} at step {self.step}"
 
     @property
     def ranked(self) -> list[Run]:
@@ -104,8 +69,8 @@ class Sweep:
 
     @property
     def measured(self) -> list[Run]:
-        """Runs with a finite result."""
-        return [run for run in self.ranked if math.isfinite(self.values[run.id])]
+        """Runs with a finite result to compare."""
+        return [run for run in self.ranked if math.isfinite(self.compared.get(run.id, math.nan))]
 
     def shade(self, run: Run) -> int:
         """Shade index of a run, 0 for the best."""
@@ -140,11 +105,32 @@ def write_sweep_report(
 def _sweep(registry: Registry, runs: Sequence[Run], title: str, metric: str | None, largest: bool) -> Sweep:
     name, ranked = rank_runs(registry, runs, metric, largest=largest)
     results = registry.values(name, ranked)
+    # Pruned runs were worse than others at the same step, whatever their last value.
+    ranked = sorted(ranked, key=lambda run: run.status == "pruned")
     ranked_ids = {run.id for run in ranked}
     ordered = [*ranked, *(run for run in runs if run.id not in ranked_ids)]
     settings = registry.settings(run.id for run in ordered)
     varied = differing_keys(list(settings.values()))
-    return Sweep(title, name, largest, ordered, {run.id: results[run.id] for run in ranked}, settings, varied)
+    values = {run.id: results[run.id] for run in ranked}
+    step, compared = _at_equal_steps(registry, ranked, name, values)
+    return Sweep(title, name, largest, ordered, values, settings, varied, step, compared)
+
+
+def _at_equal_steps(
+    registry: Registry, runs: Sequence[Run], metric: str, values: dict[int, float]
+) -> tuple[int | None, dict[int, float]]:
+    """The last step at which all finished and pruned runs have a value of the metric, and the values by then.
+
+    Without pruned runs, the step is None, and the values are the last ones.
+    """
+    if not any(run.status == "pruned" for run in runs):
+        return None, values
+    rows = {run: scan_metrics(registry.directory(run).metrics_path).rows for run in runs}
+    curves = {run: [*zip(*series(rows[run], metric), strict=True)] for run in runs}
+    ended = [curve for run, curve in curves.items() if curve and run.status in ("finished", "pruned")]
+    step = min(curve[-1][0] for curve in ended)
+    reached = {run.id: [value for at, value in curve if at <= step] for run, curve in curves.items()}
+    return step, {id: found[-1] for id, found in reached.items() if found}
 
 
 def _header(sweep: Sweep) -> Html:
@@ -180,7 +166,7 @@ def _axes(sweep: Sweep) -> list[dict[str, Any]]:
     names = [name.rpartition(".")[2] if _is_unique(name, sweep.varied) else name for name in sweep.varied]
     return [
         *({"name": name, "full": full} for name, full in zip(names, sweep.varied, strict=True)),
-        {"name": sweep.metric},
+        {"name": sweep.compared_metric},
     ]
 
 
@@ -193,7 +179,7 @@ def _lines(sweep: Sweep) -> list[dict[str, Any]]:
         {
             "run": run.path.rpartition("/")[2],
             "shade": sweep.shade(run),
-            "values": [*(sweep.settings[run.id].get(key) for key in sweep.varied), sweep.values[run.id]],
+            "values": [*(sweep.settings[run.id].get(key) for key in sweep.varied), sweep.compared[run.id]],
         }
         for run in sweep.measured
     ]
@@ -222,7 +208,7 @@ def _charts(registry: Registry, sweep: Sweep) -> list[dict[str, Any]]:
 def _coordinates(sweep: Sweep) -> Html | None:
     if not sweep.varied or not sweep.measured:
         return None
-    label = f"Parallel coordinates of {', '.join(sweep.varied)} and {sweep.metric}, one line per run"
+    label = f"Parallel coordinates of {', '.join(sweep.varied)} and {sweep.compared_metric}, one line per run"
     plot = element("div", class_="parallel", id="parallel", role="img", aria_label=label, tabindex="0")
     return section("Settings and results", plot, element("p", class_="under", id="parallel-readout"))
 
@@ -244,7 +230,7 @@ def _curves(charts: Sequence[dict[str, Any]], sweep: Sweep) -> Html:
 def _importance(sweep: Sweep) -> Html | None:
     measured = sweep.measured
     columns = {key: [sweep.settings[run.id].get(key) for run in measured] for key in sweep.varied}
-    shares = importance(columns, [sweep.values[run.id] for run in measured])
+    shares = importance(columns, [sweep.compared[run.id] for run in measured])
     if not shares:
         reason = f"Needs at least {MIN_RUNS} results." if sweep.varied else "No setting was varied."
         return section("Importance", element("p", reason, class_="empty"))
@@ -257,7 +243,8 @@ def _importance(sweep: Sweep) -> Html | None:
         )
         for key, share in shares.items()
     ]
-    caption = f"Share of the variance of {sweep.metric} that each setting explains on its own, corrected for chance."
+    metric = sweep.compared_metric
+    caption = f"Share of the variance of {metric} that each setting explains, corrected for chance."
     table = element("table", element("tbody", *rows), class_="importance")
     return section("Importance", element("p", caption, class_="under"), scrolling(table))
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
+from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.hardware import Hardware, Platform
 
 # JAX_PLATFORMS distinguishes vendors, our platforms do not.
@@ -127,7 +128,7 @@ def resolve(hardware: Hardware, detected: DetectedDevices) -> tuple[str, Hardwar
     A device without an option gets the name of its platform and no peak figures.
     """
     if hardware.platform is not Platform.auto:
-        return _name_of(hardware), hardware
+        return _name_of(hardware), with_tuned_flags(hardware)
     name, option = next(
         ((name, option) for name, option in hardware_options().items() if _fits(option, detected)),
         (detected.platform.value, hardware_from({"platform": detected.platform})),
@@ -138,7 +139,28 @@ def resolve(hardware: Hardware, detected: DetectedDevices) -> tuple[str, Hardwar
     for key in ("peak_tflops", "flag_sets"):
         if key in changed:
             changed[key] = getattr(option, key) | changed[key]
+    if "xla_flags" in changed:
+        changed["xla_flags"] = change_flags(option.xla_flags, hardware.xla_flags)
     return name, dataclasses.replace(option, **changed)
+
+
+def with_tuned_flags(hardware: Hardware) -> Hardware:
+    """Hardware whose option was chosen by name, with the changes of its config to the flags of the option applied."""
+    options = hardware_options().values()
+    tuned = [flag for option in options if option.device_kinds == hardware.device_kinds for flag in option.xla_flags]
+    return dataclasses.replace(hardware, xla_flags=change_flags(tuned, hardware.xla_flags))
+
+
+def change_flags(tuned: list[str], given: list[str]) -> list[str]:
+    """Add flags, which replace tuned ones of the same name; `~--xla_name` removes a tuned flag."""
+    removed = [flag.removeprefix("~") for flag in given if flag.startswith("~")]
+    names = [flag.partition("=")[0] for flag in tuned]
+    if unknown := [name for name in removed if name not in names]:
+        reason, accepted = f"removes {unknown[0]}, which is not set", ", ".join(f"~{name}" for name in names)
+        raise ConfigError(Problem("hardware.xla_flags", reason, value=given, accepted=accepted or "flags to add"))
+    added = [flag for flag in given if not flag.startswith("~")]
+    replaced = {*removed, *(flag.partition("=")[0] for flag in added)}
+    return [*(flag for flag, name in zip(tuned, names, strict=True) if name not in replaced), *added]
 
 
 def matches_device(hardware: Hardware, kind: str) -> bool:

@@ -20,6 +20,7 @@ from maxhydra.runtime.detect import (
     hardware_from,
     matches_device,
     resolve,
+    with_tuned_flags,
 )
 from maxhydra.runtime.distributed import detect_cluster, initialize_distributed
 from maxhydra.runtime.flags import backend_environment, flags_in_effect
@@ -67,7 +68,8 @@ def start_on_host(compile_for: Hardware | None = None) -> Machine:
     if compile_for is not None:
         settings = ["matmul_precision", "debug_nans"]
         settings += ["simulated_devices", "xla_flags"] if compile_for.platform is Platform.cpu else []
-        host = dataclasses.replace(host, **{name: getattr(compile_for, name) for name in settings})
+        tuned = with_tuned_flags(compile_for)
+        host = dataclasses.replace(host, **{name: getattr(tuned, name) for name in settings})
     return _start(host, environment)
 
 

@@ -16,6 +16,7 @@ from jax.experimental import topologies
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.hardware import Hardware
+from maxhydra.runtime.detect import with_tuned_flags
 from maxhydra.runtime.flags import merge_flags
 
 # Without these libtpu searches for a TPU on this host and for other workers.
@@ -77,7 +78,7 @@ def compiler_options(hardware: Hardware, devices: Sequence[jax.Device]) -> dict[
     """
     if devices[0].platform != "gpu" or devices[0].client.runtime_type != "compile_only_runtime":
         return {}
-    flags = merge_flags(hardware.xla_flags, os.environ.get("XLA_FLAGS", "")).split()
+    flags = merge_flags(with_tuned_flags(hardware).xla_flags, os.environ.get("XLA_FLAGS", "")).split()
     pairs = (flag.removeprefix("--").partition("=") for flag in flags if flag.startswith("--xla_gpu"))
     return {name: {"true": True, "false": False}.get(value, value) for name, _, value in pairs}
 
@@ -145,7 +146,7 @@ def _tpu_devices(name: str, *, slices: int, hardware: Hardware) -> Sequence[jax.
         hint = "pip install 'jax[tpu]', which pins the matching libtpu; it requires Linux on x86-64"
         reason = "libtpu is not installed, which a TPU slice requires"
         raise ConfigError(Problem("task.topology", reason, value=name, accepted=ACCEPTED, hint=hint))
-    flags = merge_flags(hardware.xla_flags, os.environ.get("LIBTPU_INIT_ARGS", ""))
+    flags = merge_flags(with_tuned_flags(hardware).xla_flags, os.environ.get("LIBTPU_INIT_ARGS", ""))
     os.environ.update({**LIBTPU_ENVIRONMENT, **os.environ, "LIBTPU_INIT_ARGS": flags})
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=slices).devices

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from maxhydra.config.errors import ConfigError
 from maxhydra.launch.base import Job, JobBackend, Trial
+from maxhydra.record import RunDirectory
 from maxhydra.sweep.plan import SweepPlan
 
 
@@ -92,7 +93,8 @@ class Controller:
         self._plan, self._trials, self._backend, self._say = plan, trials, backend, say
         self._waiting: list[Trial] = []
         self._running: list[Job] = []
-        self._pruned: set[int] = set()
+        self._pruned: dict[int, str] = {}
+        """Numbers of the trials that were asked to stop, with the reason."""
         self._last_reported_step: dict[int, int] = {}
 
     def run(self) -> str:
@@ -116,7 +118,7 @@ class Controller:
 
     @property
     def _resume_hint(self) -> str:
-        return f"resume with: maxhydra sweep resume {self._plan.folder.name}"
+        return f"resume with: maxhydra sweep resume {self._plan.argument}"
 
     @property
     def _may_start(self) -> bool:
@@ -180,7 +182,7 @@ class Controller:
         Failed jobs of a grid sweep are not recorded but run again, since the user has presumably fixed something.
         """
         job = self._backend.find_started(trial) if self._plan.space else None
-        if job is None or not job.run.exists() or job.status() not in ("finished", "failed"):
+        if job is None or not job.run.exists() or job.status() not in ("finished", "failed", "pruned"):
             return False
         self._record(job)
         return True
@@ -205,8 +207,9 @@ class Controller:
                 continue
             self._last_reported_step[number] = step
             if self._trials.report(job.trial, step, value) and self._backend.is_running(job):
-                self._say(f"job {number}: pruned at step {step}, {name} {value:.4g}")
-                self._pruned.add(number)
+                pruner = self._plan.settings.pruner
+                self._pruned[number] = f"pruned by {pruner} at step {step}, {name} {value:.4g}"
+                self._say(f"job {number}: {self._pruned[number]}")
                 self._backend.stop([job])
                 return
 
@@ -226,7 +229,9 @@ class Controller:
 
     def _record(self, job: Job) -> None:
         number, status = job.trial.number, job.status()
-        if number in self._pruned and status != "finished":
+        if status == "pruned" or (number in self._pruned and status != "finished"):
+            if number in self._pruned and job.run.exists():
+                RunDirectory(job.run.path).mark_pruned(self._pruned[number])
             self._trials.record_result(job.trial, TrialStatus.pruned, ())
             return
         values = {name: value for name in self._plan.objectives if (value := job.last_value(name)) is not None}

@@ -2,19 +2,23 @@
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from maxhydra.config.compose.overrides import SEARCHPATH
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
 from maxhydra.config.migrations import migrate_overrides
+from maxhydra.config.yaml_files import display_path
 from maxhydra.launch.base import LauncherSettings, SweepContext, Trial
 from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import launcher_from_json, lists_to_tuples
 from maxhydra.record import RunDirectory, redact_argv
 from maxhydra.record.atomic_io import NewerFormatError, migrate_format, replace_file, stamp
+from maxhydra.record.facts import DEFAULT_OUTPUTS, SWEEP_FILE
 
-FILE = "sweep.json"
+FILE = SWEEP_FILE
 # Format of sweep.json. 1: without `format`. 2: with `format`.
 SWEEP_FORMAT = 2
 # Marker file of a cancelled sweep, read by the controller, which is another process than `sweep cancel`.
@@ -27,8 +31,15 @@ DIRECTIONS = ("minimize", "maximize")
 # Minimum of each number.
 MINIMUMS = {"trials": 1, "workers": 1, "min_steps": 1, "reduction_factor": 2}
 MINIMUMS |= {"startup_trials": 0, "max_failures": 0, "max_restarts": 0}
+# Overrides that are set anew for every job, and so are not part of the plan.
+PER_JOB = ("run.name=", "run.outputs=", "hydra.", "hydra/")
 # Half of numpy's limit, because the number of earlier trials is added.
 LARGEST_SEED = 2**31 - 1
+
+
+def is_of_plan(line: str) -> bool:
+    """Whether an override of a job is part of its sweep's plan."""
+    return line.startswith(SEARCHPATH) or not line.startswith(PER_JOB)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +125,13 @@ class SweepPlan:
     settings: Settings
     config_dir: str | None
     launcher: LauncherSettings = LOCAL
+
+    @property
+    def argument(self) -> str:
+        """How a command names this sweep from the current folder: its name in outputs/, else its path."""
+        folder, outputs = self.folder.resolve(), Path(DEFAULT_OUTPUTS).resolve()
+        is_default = folder.is_relative_to(outputs)
+        return shlex.quote(folder.relative_to(outputs).as_posix() if is_default else display_path(folder))
 
     @property
     def context(self) -> SweepContext:

@@ -26,7 +26,7 @@ def start_sweep(plan: SweepPlan, say: Callable[[str], None]) -> str:
     if replace(stored, space=migrate_config(stored.space)) == plan:
         plan = stored
     else:
-        hint = f"choose another run.name, or resume the existing sweep: maxhydra sweep resume {plan.folder.name}"
+        hint = f"choose another run.name, or resume the existing sweep: maxhydra sweep resume {plan.argument}"
         raise ConfigError(
             Problem("run.name", "is an existing sweep with different settings", value=plan.folder.name, hint=hint)
         )
@@ -46,7 +46,7 @@ def resume_sweep(plan: SweepPlan, say: Callable[[str], None], *, detach: bool = 
         controller = Controller(plan, trials, _backend(plan), say)
         if detach:
             controller.submit()
-            say(f"monitor: maxhydra sweep resume {plan.folder.name}; stop: maxhydra sweep cancel {plan.folder.name}")
+            say(f"monitor: maxhydra sweep resume {plan.argument}; stop: maxhydra sweep cancel {plan.argument}")
             return ""
         reason = controller.run()
         say(trials.summary())
@@ -59,7 +59,7 @@ def cancel(plan: SweepPlan, say: Callable[[str], None]) -> None:
     backend = _backend(plan)
     active = [job for trial in _trials(plan).unfinished() if (job := backend.find_active(trial)) is not None]
     backend.stop(active)
-    say(f"{len(active)} jobs were asked to stop; resume with: maxhydra sweep resume {plan.folder.name}")
+    say(f"{len(active)} jobs were asked to stop; resume with: maxhydra sweep resume {plan.argument}")
 
 
 def _backend(plan: SweepPlan) -> JobBackend:
@@ -102,12 +102,21 @@ def status(plan: SweepPlan) -> Iterator[str]:
     active = {
         job.trial.folder: job for trial in trials.unfinished() if (job := backend.find_started(trial)) is not None
     }
-    runs = {path.parent.name for path in plan.folder.glob("*/run.json")}
-    for name in sorted(runs | set(active), key=lambda name: int(name.partition("_")[0])):
+    # A run that was started into the folder by hand is not a job, whose folder begins with its number.
+    runs = {name for path in plan.folder.glob("*/run.json") if _number(name := path.parent.name) is not None}
+    for name in sorted(runs | set(active), key=lambda name: _number(name) or 0):
         state = backend.state(active[name]) if name in active else ""
         run_status = _run_status(RunDirectory(plan.folder / name, writes=False)) if name in runs else "not started"
         yield f"{name}: {run_status}{state and f'  {state}'}"
-    yield trials.summary()
+    waiting = sum(trial.folder not in runs | set(active) for trial in plan.trials)
+    counts = [trials.summary(), f"{waiting} not started" if waiting else ""]
+    yield ", ".join(filter(None, counts)) or f"no job has ended; resume with: maxhydra sweep resume {plan.argument}"
+
+
+def _number(folder: str) -> int | None:
+    """Number of the job in a folder such as 3_learning_rate=0.01; None if the name has none."""
+    number = folder.partition("_")[0]
+    return int(number) if number.isdecimal() else None
 
 
 def _run_status(run: RunDirectory) -> str:

@@ -179,13 +179,14 @@ class SearchTrials:
         return distributions(plan.space, grid=plan.settings.sampler == "grid")
 
     def unfinished(self) -> list[Trial]:
-        return [_from_study(trial) for trial in self._study.get_trials(deepcopy=False, states=[TrialState.RUNNING])]
+        running = self._study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
+        return [_from_study(trial, self._plan.folder) for trial in running]
 
     def next_trial(self) -> Trial | None:
         proposed = [trial for trial in self._study.get_trials(deepcopy=False) if trial.state is not TrialState.WAITING]
         if len(proposed) >= self._max_trials:
             return None
-        return _from_study(self._study.ask(self._space))
+        return _from_study(self._study.ask(self._space), self._plan.folder)
 
     def report(self, trial: Trial, step: int, value: float) -> bool:
         stored = self._study.get_trials(deepcopy=False)[trial.number]
@@ -211,7 +212,8 @@ class SearchTrials:
         for trial in self._study.best_trials[:MAX_BEST_SHOWN]:
             values = zip(self._plan.objectives, trial.values, strict=True)
             scores = ", ".join(f"{name} {value:.4g}" for name, value in values)
-            command = shlex.join(["maxhydra", *self._plan.fixed, *migrate_overrides(overrides_of(trial.params))])
+            overrides = [*self._plan.fixed, *migrate_overrides(overrides_of(trial.params))]
+            command = shlex.join(["maxhydra", *self._plan.context.flags, *overrides])
             lines.append(f"best: job {trial.number}, {scores}\n      {command}")
         return "\n".join(lines)
 
@@ -221,9 +223,12 @@ def _combinations(space: Mapping[str, BaseDistribution]) -> list[dict[str, Any]]
     return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*values)]
 
 
-def _from_study(trial: optuna.trial.Trial | FrozenTrial) -> Trial:
+def _from_study(trial: optuna.trial.Trial | FrozenTrial, sweep: Path) -> Trial:
+    """A trial of the study. An existing folder keeps its name, which earlier versions wrote with all digits."""
     overrides = overrides_of(trial.params)
-    return Trial(trial.number, job_folder(trial.number, overrides, []), tuple(migrate_overrides(overrides)))
+    existing = next(sweep.glob(f"{trial.number}_*"), None)
+    name = job_folder(trial.number, overrides, []) if existing is None else existing.name
+    return Trial(trial.number, name, tuple(migrate_overrides(overrides)))
 
 
 def _storage(settings: Settings, folder: Path) -> BaseStorage:

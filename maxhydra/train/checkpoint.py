@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.run import Checkpoint, SaveMode
+from maxhydra.config.schema.checkpoint import Checkpoint, SaveMode
 from maxhydra.convert.orbax_io import (
     checkpoint_steps,
     find_checkpoint,

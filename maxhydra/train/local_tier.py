@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed
 
-from maxhydra.config.schema.run import Checkpoint
+from maxhydra.config.schema.checkpoint import Checkpoint
 from maxhydra.convert.orbax_io import leaves_by_name
 from maxhydra.record.checkpoint_manifest import DamagedCheckpointError
 from maxhydra.record.checkpoint_tiers import local_steps

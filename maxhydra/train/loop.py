@@ -9,16 +9,14 @@ metrics.jsonl. A signal abandons a running evaluation or rollout; the session th
 
 import contextlib
 import dataclasses
-import enum
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from maxhydra.config.schema.run import EVAL_LOSS, Checkpoint, Train
+from maxhydra.config.schema.checkpoint import Checkpoint
+from maxhydra.config.schema.run import EVAL_LOSS, Train
 from maxhydra.runtime import peers, signals
-from maxhydra.runtime.channel import broadcast
 from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.watchdog import Watchdog
 from maxhydra.train.batches import BatchSource, LoaderBatches
@@ -26,14 +24,12 @@ from maxhydra.train.checkpoint import NO_LOCAL_TIER, Checkpointer, SaveFailed, s
 from maxhydra.train.local_tier import LocalTier
 from maxhydra.train.loss import Batch
 from maxhydra.train.metrics import MetricsHistory, MetricsLogger
+from maxhydra.train.save_schedule import SaveSchedule, Tier
 from maxhydra.train.state import TrainState
 from maxhydra.train.statistics import StatisticsLogger
 from maxhydra.train.step import StepFn, sequences_in
 
 log = logging.getLogger("maxhydra")
-# checkpoint.max_overhead: steps before the first save, whose durations decide about the next ones, and the expected
-# time to the commit of a save, relative to that of the previous one.
-FIRST_SAVE, COMMIT_MARGIN = 10, 1.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,73 +148,6 @@ def _evaluations_without_improvement(losses: list[float], min_delta: float) -> i
     return count
 
 
-class Tier(enum.Enum):
-    """Where a checkpoint is saved: in the run's folder, or on the disks of the hosts (checkpoint.local_every)."""
-
-    run = enum.auto()
-    local = enum.auto()
-
-
-class SaveSchedule:
-    """After which steps to save, and where.
-
-    With checkpoint.max_overhead, a save follows as soon as the previous one is expected to be committed, unless saves
-    would block training for more than this share of the time. Process 0 decides at every save when the next one is due,
-    from the durations so far, because all processes must save the same steps.
-    """
-
-    def __init__(
-        self, config: Checkpoint, *, is_saving: Callable[[], bool], clock: Callable[[], float] = time.perf_counter
-    ):
-        self._config, self._is_saving, self._clock = config, is_saving, clock
-        self._first: tuple[int, float] | None = None
-        """Step and time of the first call: the time before it is mostly compilation."""
-        self._next: int | None = None
-        self._save_started: float | None = None
-        self._blocked = self._commit = 0.0
-
-    def due_tier(self, step: int) -> Tier | None:
-        """Where to save after this step; None: nowhere. To be called after each step."""
-        config = self._config
-        is_early = config.max_overhead is not None and self._observe(step)
-        if step % config.every == 0 or (is_early and config.local_every is None):
-            return Tier.run
-        is_local = config.local_every is not None and (is_early or step % config.local_every == 0)
-        return Tier.local if is_local else None
-
-    def _observe(self, step: int) -> bool:
-        """Whether a save between the multiples of `every` is due."""
-        now = self._clock()
-        if self._first is None:
-            self._first, self._next = (step, now), step + FIRST_SAVE
-        if self._save_started is not None and not self._is_saving():
-            self._commit, self._save_started = now - self._save_started, None
-        return self._next is not None and step >= self._next
-
-    @contextlib.contextmanager
-    def measure(self, step: int) -> Iterator[None]:
-        """Measure the time that a save blocks the loop, and decide when the next one is due."""
-        started = self._clock()
-        yield
-        if self._config.max_overhead is None:
-            return
-        if self._save_started is not None:
-            self._commit = started - self._save_started  # at least: the loop has waited for it
-        self._blocked += (last := self._clock() - started)
-        self._save_started = started
-        self._next = step + broadcast(self._interval(step, last, self._config.max_overhead))
-
-    def _interval(self, step: int, last: float, max_overhead: float) -> int:
-        """Steps until the next save, if it takes as long as the last one."""
-        assert self._first is not None
-        first, began = self._first
-        elapsed = self._clock() - began
-        step_seconds = max(1e-6, (elapsed - self._blocked) / max(1, step - first))
-        until_committed = COMMIT_MARGIN * self._commit
-        until_affordable = (self._blocked + last) / max_overhead - elapsed
-        return max(1, math.ceil(max(until_committed, until_affordable) / step_seconds))
-
-
 class _Loop:
     """The state of the loop: the latest evaluation and the last save."""
 
@@ -291,7 +220,7 @@ class _Loop:
         self._context.metrics.flush()
         if self._context.metrics.halted:
             return
-        with self._context.paused("save"), self._schedule.measure(step):
+        with self._context.paused("save"), self._schedule.measure(step, tier):
             if tier is Tier.local:
                 self._context.local.save(step, saved_trees(state), self._context.batches.state())
                 return

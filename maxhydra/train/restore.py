@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from maxhydra.config.schema.run import Checkpoint
+from maxhydra.config.schema.checkpoint import Checkpoint
 from maxhydra.convert.adapter_lineage import find_adapter_lineage
 from maxhydra.convert.load import load_weights
 from maxhydra.model import ModelDef, split_trainable

@@ -98,6 +98,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             ["hydra.launcher.nodes=0: is out of range", "hydra.launcher.mem=much: is malformed"],
         ),
         (["-m", "hydra/launcher=slurm", "hydra.launcher.node=2"], ["hydra.launcher.node"]),
+        (["hydra.run.dir=x"], ["hydra.run.dir=x: is not used by maxhydra", "run.outputs and run.name"]),
+        (["-m", "run.seed=1,2", "hydra.job.chdir=true"], ["hydra.job.chdir=true: is not used by maxhydra"]),
         (["hydra/launcher=slurm"], ["hydra/launcher=slurm: is only used with -m", "maxhydra -m"]),
         (
             ["-m", "hydra/launcher=slurm", "hydra.launcher.detach=true", "hydra/sweeper=optuna", "run.seed=range(1,3)"],

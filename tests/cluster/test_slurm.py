@@ -158,7 +158,8 @@ def test_a_cancelled_sweep_can_be_resumed(
     # In this process, because starting another one would take as long as the job.
     assert main.run(["sweep", "cancel", "off", "--outputs", str(tmp_path / "outputs")]) == 0
     assert controller.wait(60) == 1 and "cancelled" in (tmp_path / "console").read_text()
-    wait_for(lambda: sessions(first) == ["preempted"], 60)
+    # While the first job still saves: it is not taken for a running one.
+    run_ok("sweep", "resume", "off", "--detach", cwd=tmp_path, **scheduler)
     assert not (second / "run.json").exists()
     done = run_ok("sweep", "resume", "off", cwd=tmp_path, **scheduler).stdout
     assert done.rstrip().endswith("2 finished")
@@ -210,3 +211,4 @@ def test_errors_of_the_cluster_are_one_line(scheduler: dict[str, str], tmp_path:
     done = run(*arguments, "hydra.launcher.partition=nowhere", cwd=tmp_path, **scheduler)
     assert done.returncode == 2 and "nowhere" in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.glob("outputs/*/*/.job.json")), "no job is recorded as submitted"
+    assert run_ok("sweep", "status", "rejected", cwd=tmp_path, **scheduler).stdout == "2 not started\n"

@@ -12,6 +12,8 @@ import maxhydra.convert  # noqa: F401  registers model=from_hf
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import CONFIG_NAME, MODULE, Composer, compose, register
 from maxhydra.config.compose.hydra_loader import LONGEST, job_folder
+from maxhydra.config.compose.overrides import parse
+from maxhydra.config.errors import quoted, unquoted
 from maxhydra.config.fields import walk
 from maxhydra.config.options import model_option, model_options
 from maxhydra.config.registry import CONF, description, groups, is_overlay
@@ -231,11 +233,22 @@ def test_a_defaults_list_can_refer_to_a_choice(tmp_path: Path) -> None:
     assert compose(["experiment=mine"], config_dir=str(tmp_path)).config.train.steps == 7
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["..", "outputs", "/a/b-c_d.e", "null", "True", "1e3", "", "a=1,b", "a b", "it's", "a\\", "a\\'b", "~/x", "${x}"],
+)
+def test_quoted_text_is_one_value_for_hydra(text: str) -> None:
+    (override,) = parse([f"run.outputs={quoted(text)}"], loader=None).overrides
+    assert override.value() == text and not override.is_sweep_override() and unquoted(quoted(text)) == text
+
+
 def test_job_folder() -> None:
     overrides = ["optimizer.learning_rate=0.01", "run.notes=a b", "data.path=/some/where", "+optimizer/schedule=wsd"]
     assert job_folder(3, overrides, ["run.notes"]) == "3_learning_rate=0.01,path=_some_where,schedule=wsd"
     assert job_folder(0, overrides, [line.lstrip("+").partition("=")[0] for line in overrides]) == "0"
     assert job_folder(1, ["a.x=1", "b.x=2"], []) == "1_a.x=1,b.x=2"
+    assert job_folder(0, ["rate=0.004430375245218269", "n=0.30000000000000004"], []) == "0_rate=0.00443,n=0.3"
+    assert job_folder(0, ["rate=-1.2345678e-05", "seed=12345678"], []) == "0_rate=-1.23e-05,seed=12345678"
     long = [job_folder(7, [f"run.notes={'x' * 300}{end}"], []) for end in "ab"]
     assert all(len(name) <= LONGEST for name in long) and long[0] != long[1]
 

@@ -83,7 +83,7 @@ def test_free_keys_may_change() -> None:
         "mesh.fsdp=2",
         "run.notes=x",
         "checkpoint.every=5",
-        "tracker.project=x",
+        "tracker.backends=[tensorboard]",
     ]
     found = config_changes(stored(), composed(*free), hidden=HIDDEN)
     keys = {override.partition("=")[0] for override in free}
@@ -107,7 +107,7 @@ def test_a_key_that_an_older_version_did_not_store_has_its_default() -> None:
 
 
 def test_renamed_keys_and_hidden_values_are_no_changes() -> None:
-    config = composed("data=arithmetic", "tracker.project=abc")
+    config = composed("data=arithmetic", "tracker=wandb", "tracker.project=abc")
     before = to_yaml(config)
     assert changes(before.replace("record_type:", "shape:"), config) == {}
     assert changes(before.replace("project: abc", f"project: '{HIDDEN}'"), config) == {}

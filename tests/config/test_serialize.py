@@ -21,7 +21,9 @@ def test_values_of_variables_are_stored_as_references(monkeypatch: pytest.Monkey
     monkeypatch.setenv("SECRET", "hunter2-xyz")
     overrides = ["run.notes=with ${oc.env:SECRET}", "run.tags=['${oc.env:SECRET}',b]", "tracker.project=${run.notes}"]
     monkeypatch.setenv("FOLDER", "baseline-3")
-    config = compose([*overrides, "run.name=${oc.env:FOLDER}", "tracker.entity=${oc.env:FOLDER}"]).config
+    config = compose(
+        ["tracker=wandb", *overrides, "run.name=${oc.env:FOLDER}", "tracker.entity=${oc.env:FOLDER}"]
+    ).config
     assert config.run.notes == config.tracker.project == "with hunter2-xyz"
     text = to_stored_yaml(config)
     assert "notes: with ${oc.env:SECRET}" in text and "project: ${run.notes}" in text and "- ${oc.env:SECRET}" in text
@@ -39,7 +41,7 @@ def test_values_of_variables_are_stored_as_references(monkeypatch: pytest.Monkey
 
 def test_secrets_on_the_command_line_are_hidden_and_needed_again() -> None:
     url = "data.path='ftp://me:pw@host/x.jsonl'"
-    config = compose(["data=grain", url, f"run.notes={TOKEN}", f"tracker.entity={HEX}"]).config
+    config = compose(["tracker=wandb", "data=grain", url, f"run.notes={TOKEN}", f"tracker.entity={HEX}"]).config
     text = to_stored_yaml(config)
     assert set(stored_secrets(config)) == {"data.path", "tracker.entity", "run.notes"}
     assert not any(secret in text for secret in (TOKEN, "me:pw", HEX))
@@ -87,7 +89,7 @@ def test_secrets_in_batch_scripts_are_rejected() -> None:
 
 def test_a_resume_compares_references_and_hidden_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "hunter2-xyz")
-    config = compose(["tracker.project=${oc.env:SECRET}", f"run.notes={TOKEN}", "run.seed=1"]).config
+    config = compose(["tracker=wandb", "tracker.project=${oc.env:SECRET}", f"run.notes={TOKEN}", "run.seed=1"]).config
     text = to_stored_yaml(config)
     assert not config_changes(text, config, hidden=HIDDEN)
     (change,) = config_changes(text.replace("seed: 1", "seed: 2"), config, hidden=HIDDEN)

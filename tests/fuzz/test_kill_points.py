@@ -18,7 +18,7 @@ from maxhydra.config.schema.data import Data
 from maxhydra.data.shards import COUNTERS_PER_SHARD, Shards, open_index
 from maxhydra.record import MetricsWriter, RunDirectory, read_metrics
 from maxhydra.record.atomic_io import replace_file
-from maxhydra.record.run_dir import read_labels
+from maxhydra.record.labels import read_labels
 from maxhydra.runs.registry import Registry
 from maxhydra.sweep.plan import Settings, SweepPlan, read_plan, write_plan
 from tests.support.fuzzing import fuzz

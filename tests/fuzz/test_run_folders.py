@@ -112,7 +112,7 @@ def test_metrics(changes: list[tuple[float, bytes | None]], tmp_path: Path) -> N
 @example(text="a: &a [*a]")
 def test_config_text(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(text.encode(errors="surrogatepass"))
-    list_settings(read_config_text(tmp_path / "config.yaml"))
+    list_settings(read_config_text(tmp_path / "config.yaml"), {})
 
 
 PLAN = {"folder": None, "fixed": ["a=1"], "space": {}, "listed": [["b=1"]], "folders": ["0"], "objectives": []}

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -97,6 +98,9 @@ def test_best_show_and_diff(runs):
         (["list", "--sort", "eval/los"], "did you mean 'eval/loss'?"),
         (["list", "--sorted"], "unrecognized arguments"),
         (["best", "--metric", "reward"], "is not a setting or a metric of any run"),
+        (["best", "sweep=nothing"], "runs best=sweep=nothing: no run matches these conditions"),
+        (["list", "eval/loss << 2"], "eval/loss << 2: has two operators"),
+        (["list", "optimizer.learning_rate>abc"], "compares numbers with 'abc'"),
         (["diff", "alone", "alone"], "needs two different runs"),
         (["export", "x.xls"], "accepted: .csv, .parquet"),
         (["gc"], "needs a rule"),
@@ -250,7 +254,7 @@ def test_rerun_and_resume_use_the_original_overrides(runs, outputs):
     out = runs("resume", "lr/1", "optimizer.learning_rate=1", "--dry-run")[1]
     assert shlex.split(out)[-3:] == [
         "optimizer.learning_rate=1",
-        "run.outputs='..'",
+        "run.outputs=..",
         "run.name='lr/1_learning_rate=0.001'",
     ]
     # Hydra parses the name as a single value.
@@ -298,6 +302,22 @@ def test_secrets_that_earlier_versions_stored_are_not_shown(outputs, runs):
     text = json.dumps([shown, pages]) + (outputs / "lr" / "sweep.html").read_text()
     assert [key for key in keys if key in text] == [] and "***" in text
     assert keys[6] in (folders[1] / "run.json").read_text()
+
+
+def test_a_sweep_report_compares_trials_at_equal_steps(runs, tmp_path, monkeypatch):
+    """A pruned trial has fewer steps, and a smaller loss than a finished one had by then."""
+    monkeypatch.chdir(tmp_path)
+    for number, (rate, steps, status) in enumerate(
+        [(1e-3, 40, "finished"), (3e-3, 40, "finished"), (1e-2, 20, "pruned")]
+    ):
+        write_run(tmp_path / "outputs" / "s" / str(number), rate=rate, steps=steps, status=status)
+    assert runs("report", "s")[0] == 0
+    page = (tmp_path / "outputs" / "s" / "sweep.html").read_text()
+    lines = json.loads(re.search(r'"lines": ?(\[.*?\]\}\])', page)[1])
+    assert "eval/loss at step 20" in page and '<span class="status pruned">1 pruned</span>' in page
+    assert [line["run"] for line in lines] == ["0", "1", "2"]
+    assert lines[0]["values"][-1] == pytest.approx(2 + 5 / 20 + 0.5)
+    assert [run["path"] for run in json.loads(runs("list", "status=pruned", "--json")[1])] == ["s/2"]
 
 
 def test_no_verb_imports_jax(outputs):

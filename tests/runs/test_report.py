@@ -13,7 +13,7 @@ import pytest
 from maxhydra.record import MetricsWriter, RunDirectory
 from maxhydra.runs import write_report
 from maxhydra.runs.curves import decimate
-from maxhydra.runs.settings import list_settings
+from maxhydra.runs.settings import chosen_options, list_settings
 from maxhydra.runs.summary import format_compact, format_duration, format_number, goodput
 
 CONFIG = """
@@ -199,8 +199,18 @@ def test_decimation_keeps_ends_extremes_and_nan():
     assert decimate(steps[:500], values[:500], 500) == (steps[:500], values[:500])
 
 
-def test_settings_mark_differences_from_the_schema():
-    marked = {setting.path: (setting.value, setting.changed) for setting in list_settings(CONFIG)}
+def test_settings_mark_what_the_command_set():
+    facts = {
+        "overrides": ["train.seq_len=1024", "+model.kinds.layer.attention={softcap:null}", "model=micro"],
+        "choices": {"model": "micro", "optimizer": "adamw", "recipe": "micro", "experiment": "mine"},
+    }
+    marked = [setting.path for setting in list_settings(CONFIG, facts) if setting.changed]
+    assert marked == ["train.seq_len", "model.kinds.layer.attention.window", "model.kinds.layer.attention.softcap"]
+    assert chosen_options(facts) == {"model": "micro", "experiment": "mine"}
+
+
+def test_settings_of_a_run_without_overrides_mark_differences_from_the_schema():
+    marked = {setting.path: (setting.value, setting.changed) for setting in list_settings(CONFIG, {})}
     assert marked == {
         "train.steps": ("300", True),
         "train.seq_len": ("1024", False),

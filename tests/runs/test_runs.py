@@ -21,9 +21,9 @@ from maxhydra.config.serialize import to_yaml
 from maxhydra.record import MetricsWriter, RunDirectory
 from maxhydra.runs import Registry, frame, settings
 from maxhydra.runs.compare import compare
+from maxhydra.runs.importance import importance
 from maxhydra.runs.index import FILE
 from maxhydra.runs.query import rank_runs, select_runs, sort_runs
-from maxhydra.runs.sweep import importance
 from tests.support.run_folders import change_facts, metrics_lines, write_run
 from tests.support.skips import import_optional
 
@@ -352,6 +352,23 @@ def test_importance_matches_the_analysis_of_variance():
     assert list(shares) == ["rate", "noise"] and shares["rate"] > 0.8 and shares["noise"] < 0.15
     assert importance({"x": [1, 2]}, [1.0, 2.0]) == {}
     assert importance({"x": ["a", "a", "b", "b"]}, [1.0, 1.0, 1.0, 1.0]) == {"x": 0.0}
+
+
+def test_importance_of_a_small_effect_next_to_a_large_one():
+    """The shares of a two-way analysis of variance without interactions, in a grid of 2 x 3 with known effects."""
+    rates, sizes = [1, 1, 1, 2, 2, 2], ["a", "b", "c"] * 2
+    results = np.array([2.0, 1.9, 1.8, 1.0, 0.9, 0.81])
+    model = np.array([[1, rate == 2, size == "b", size == "c"] for rate, size in zip(rates, sizes, strict=True)], float)
+
+    def left(columns: list[int]) -> float:
+        return float(np.linalg.lstsq(model[:, columns], results)[1][0])
+
+    full, total = left([0, 1, 2, 3]), left([0])
+    expected = {"rate": left([0, 2, 3]) - full - full / 2, "size": left([0, 1]) - full - 2 * full / 2}
+    shares = importance({"size": sizes, "rate": rates}, results.tolist())
+    assert list(shares) == ["rate", "size"]
+    assert shares == pytest.approx({name: value / total for name, value in expected.items()})
+    assert shares["size"] > 0.02
 
 
 def test_frame(outputs):

@@ -1,5 +1,6 @@
 """Hardware detection on fake hosts, flags, options, and real processes that connect over loopback."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -133,6 +134,17 @@ class TestOptions:
         assert hardware.peak_tflops["bfloat16"] == 783.0
         assert hardware.peak_tflops["float8"] == hardware_options()["gpu-h200"].peak_tflops["float8"]
         assert hardware.xla_flags == hardware_options()["gpu-h200"].xla_flags
+
+    @pytest.mark.parametrize("option", ["auto", "gpu-h200"])
+    def test_flags_are_added_to_those_of_the_option(self, option: str) -> None:
+        tuned = hardware_options()["gpu-h200"].xla_flags
+        removed, replaced = (flag.partition("=")[0] for flag in tuned[:2])
+        given = [f"~{removed}", f"{replaced}=other", "--xla_gpu_mine=1"]
+        chosen = dataclasses.replace(hardware_options()[option], xla_flags=given)
+        _, hardware = resolve(chosen, DetectedDevices(Platform.gpu, "NVIDIA H200", 1, ""))
+        assert hardware.xla_flags == [*tuned[2:], *given[1:]]
+        with pytest.raises(ConfigError, match="removes --xla_none, which is not set"):
+            resolve(dataclasses.replace(hardware_options()["gpu-h200"], xla_flags=["~--xla_none"]), CPU)
 
     @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "auto"])
     def test_an_option_chosen_by_name_is_unchanged(self, name: str) -> None:

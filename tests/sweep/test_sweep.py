@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -134,13 +135,20 @@ def test_bad_jobs_are_pruned_and_failures_are_counted(tmp_path: Path) -> None:
     assert counts[TrialStatus.pruned] >= 2 and counts[TrialStatus.finished] >= 1 and sum(counts.values()) == 8
     pruned = [trial for trial in trials._study.trials if trial.state is optuna.trial.TrialState.PRUNED]
     assert all(max(trial.intermediate_values) < 30 for trial in pruned)
+    runs = [RunDirectory(path.parent, writes=False) for path in (tmp_path / "s").glob("*/run.json")]
+    facts = [run.read() for run in runs if run.read()["status"] == "pruned"]
+    assert len(facts) == counts[TrialStatus.pruned]
+    assert all(re.match(r"pruned by asha at step \d+, eval/loss ", fact["reason"]) for fact in facts)
+    assert all(fact["sessions"][-1]["status"] == "pruned" for fact in facts)
+    assert sum("INFO pruned by asha" in run.log_path.read_text() for run in runs if run.log_path.exists()) == len(facts)
     output, trials = run(make_plan(tmp_path / "f", {"rate": "range(6,20)"}, sampler="grid", max_failures=2, workers=1))
     assert trials.counts() == {TrialStatus.finished: 0, TrialStatus.failed: 3, TrialStatus.pruned: 0}
     assert any("diverged" in line for line in output)
     plan = make_plan(tmp_path / "f", {"rate": "range(6,20)"}, sampler="grid", max_failures=4, workers=1)
     output, trials = run(plan)
     assert trials.counts()[TrialStatus.failed] == 5
-    assert output[-1] == "5 jobs failed, over max_failures=4; resume with: maxhydra sweep resume f --max-failures 10"
+    resume = f"maxhydra sweep resume {plan.folder} --max-failures 10"
+    assert output[-1] == f"5 jobs failed, over max_failures=4; resume with: {resume}"
 
 
 @pytest.mark.slow

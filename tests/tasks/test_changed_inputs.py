@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.checkpoint import Checkpoint
 from maxhydra.config.schema.quantization import Adapter
-from maxhydra.config.schema.run import INPUT_KINDS, Checkpoint
+from maxhydra.config.schema.run import INPUT_KINDS
 from maxhydra.config.serialize import to_yaml, with_overrides
 from maxhydra.convert.adapter_lineage import find_adapter_lineage
 from maxhydra.record import RunDirectory

@@ -12,9 +12,9 @@ import pytest
 
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.checkpoint import Checkpoint
 from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.hardware import Mesh
-from maxhydra.config.schema.run import Checkpoint
 from maxhydra.config.serialize import from_yaml, to_yaml
 from maxhydra.convert import hf_write
 from maxhydra.convert.load import load_weights

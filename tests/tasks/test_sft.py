@@ -13,7 +13,7 @@ import pytest
 
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.run import Checkpoint
+from maxhydra.config.schema.checkpoint import Checkpoint
 from maxhydra.config.serialize import from_yaml
 from maxhydra.convert.load import load_weights
 from maxhydra.layers import Context

@@ -15,8 +15,8 @@ import pytest
 from jax.experimental import multihost_utils
 
 from maxhydra.config import ConfigError
+from maxhydra.config.schema.checkpoint import Checkpoint, SaveMode
 from maxhydra.config.schema.hardware import Hardware, Platform
-from maxhydra.config.schema.run import Checkpoint, SaveMode
 from maxhydra.convert.orbax_io import find_checkpoint, read_parameters
 from maxhydra.record.checkpoint_manifest import CHECKPOINT_FORMAT, MANIFEST, DamagedCheckpointError, verify_files
 from maxhydra.runtime import start

@@ -17,10 +17,11 @@ import optax
 import pytest
 
 from maxhydra.config import ConfigError
+from maxhydra.config.schema.checkpoint import Checkpoint
 from maxhydra.config.schema.health import Profile
 from maxhydra.config.schema.health import Watchdog as WatchdogSettings
 from maxhydra.config.schema.model import Model
-from maxhydra.config.schema.run import Checkpoint, EarlyStop, Nonfinite, Progress, Train
+from maxhydra.config.schema.run import EarlyStop, Nonfinite, Progress, Train
 from maxhydra.optim import Optimizer
 from maxhydra.record import MetricsWriter, RunDirectory, read_metrics, series
 from maxhydra.runs.profile import profile_folders, summarize_profile
@@ -31,17 +32,10 @@ from maxhydra.runtime.usage import UsageSampler
 from maxhydra.runtime.watchdog import Watchdog
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.evaluate import held_out_loss
-from maxhydra.train.loop import (
-    LoopContext,
-    SaveSchedule,
-    Tier,
-    TrainResult,
-    end_reason,
-    fit,
-    is_evaluation_missing,
-)
+from maxhydra.train.loop import LoopContext, TrainResult, end_reason, fit, is_evaluation_missing
 from maxhydra.train.loss import LossFn
 from maxhydra.train.metrics import LearningMonitor, MetricsHistory, MetricsLogger, StepCost
+from maxhydra.train.save_schedule import SaveSchedule, Tier
 from maxhydra.train.state import Guard, TrainState
 from maxhydra.train.statistics import StatisticsLogger
 from maxhydra.train.step import make_step
@@ -153,9 +147,10 @@ def test_logs_evaluates_and_saves_when_due(tmp_path: Path) -> None:
 
 
 class SimulatedSaves:
-    """Steps of one second, and saves that block for some time and are committed later."""
+    """Steps of `step` seconds, and saves that block for some time and are committed later."""
 
-    def __init__(self, checkpoint: Checkpoint, *, block: float, commit: float):
+    def __init__(self, checkpoint: Checkpoint, *, block: float, commit: float, step: float = 1.0):
+        self._step = step
         self.now, self.blocked, self._committed_at = 0.0, 0.0, 0.0
         self._block, self._commit = block, commit
         self._schedule = SaveSchedule(
@@ -165,10 +160,10 @@ class SimulatedSaves:
     def run(self, steps: int) -> dict[int, Tier]:
         saved = {}
         for step in range(1, steps + 1):
-            self.now += 1
+            self.now += self._step
             if (tier := self._schedule.due_tier(step)) is not None:
                 saved[step] = tier
-                with self._schedule.measure(step):
+                with self._schedule.measure(step, tier):
                     started, self.now = self.now, max(self.now, self._committed_at) + self._block
                     self._committed_at = self.now + self._commit
                     self.blocked += self.now - started
@@ -194,10 +189,30 @@ def test_fixed_intervals_are_saved_too() -> None:
     """The run's folder at multiples of `every`; everything else goes to the hosts' disks if there are local saves."""
     fixed = SimulatedSaves(Checkpoint(every=4, local_every=3), block=1, commit=1).run(9)
     assert fixed == {3: Tier.local, 4: Tier.run, 6: Tier.local, 8: Tier.run, 9: Tier.local}
-    both = SimulatedSaves(Checkpoint(every=100, local_every=70, max_overhead=0.01), block=0.1, commit=5).run(400)
+    checkpoint = Checkpoint(every=100, local_every=70, max_overhead=0.01, every_minutes=None)
+    both = SimulatedSaves(checkpoint, block=0.1, commit=5).run(400)
     assert [step for step, tier in both.items() if tier is Tier.run] == [100, 200, 300, 400]
     assert {70, 140, 210, 280, 350} < {step for step, tier in both.items() if tier is Tier.local}
     assert len(both) > 20
+
+
+def test_saves_by_time() -> None:
+    """The first after a minute, then one in ten minutes; expensive saves less often."""
+    cheap = SimulatedSaves(Checkpoint(every=10**6), block=0.0, commit=1).run(2000)
+    assert list(cheap) == [61, 661, 1261, 1861]
+    expensive = SimulatedSaves(Checkpoint(every=10**6), block=90.0, commit=1)
+    assert list(expensive.run(20000))[:3] == [61, 1711, 3421] and expensive.blocked / expensive.now < 0.06
+    assert list(SimulatedSaves(Checkpoint(every=500), block=0.0, commit=1).run(1600)) == [61, 500, 1000, 1500]
+    assert not SimulatedSaves(Checkpoint(every=10**6, every_minutes=None), block=0.0, commit=1).run(2000)
+    slow = SimulatedSaves(Checkpoint(every=10**6, every_minutes=2, first_minutes=0.5), block=0.0, commit=1, step=50.0)
+    assert list(slow.run(10)) == [2, 4, 6, 8, 10]
+
+
+def test_a_run_saves_by_time(tmp_path: Path) -> None:
+    train = Train(steps=40, log_every=1, eval_every=0)
+    checkpoint = Checkpoint(every=1000, keep=100, every_minutes=1e-4, first_minutes=1e-5)
+    run_loop(tmp_path, train, checkpoint, evals=[1.0])
+    assert 40 in saved_steps(tmp_path) and len(saved_steps(tmp_path)) > 1
 
 
 def test_max_overhead_saves_between_the_fixed_steps(tmp_path: Path) -> None:

@@ -14,14 +14,15 @@ import maxhydra
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import to_json
+from maxhydra.record.facts import DEFAULT_OUTPUTS
+from maxhydra.record.labels import LABELS
 from maxhydra.record.log import printable
-from maxhydra.record.run_dir import LABELS
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.summary import format_cell, format_duration
 
 # Warnings that are printed one by one; the rest is only counted.
 _MAX_WARNINGS = 10
-_COLOURS = {"finished": "32", "running": "34", "failed": "31", "preempted": "33", "lost": "33"}
+_COLOURS = {"finished": "32", "running": "34", "failed": "31", "preempted": "33", "pruned": "2", "lost": "33"}
 WIDEST = 60
 
 
@@ -123,6 +124,12 @@ def age(moment: str) -> str:
         if seconds >= size:
             return f"{int(seconds // size)} {unit}"
     return f"{max(0, int(seconds))} s"
+
+
+def runs_command(args: argparse.Namespace, verb: str, *arguments: str) -> str:
+    """Shell command of another verb on the same folder of runs."""
+    outputs = [] if args.outputs == DEFAULT_OUTPUTS else ["-o", args.outputs]
+    return shlex.join(["maxhydra", "runs", verb, *outputs, *arguments])
 
 
 def start(arguments: list[str], folder: str, *, dry: bool) -> int:

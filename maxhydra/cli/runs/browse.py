@@ -15,13 +15,13 @@ from maxhydra.cli.runs._common import (
     print_warnings,
     say,
 )
-from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.config.errors import UNSET, ConfigError, Problem
 from maxhydra.record import scan_metrics
 from maxhydra.runs.compare import Difference, compare, differing_keys
 from maxhydra.runs.query import parse_condition, rank_runs, select_runs, sort_runs
 from maxhydra.runs.registry import FIELDS, Registry, Run
 from maxhydra.runs.rerun import rerun_command
-from maxhydra.runs.settings import get_setting, list_settings, read_config_text
+from maxhydra.runs.settings import chosen_options, get_setting, list_settings, read_config_text
 from maxhydra.runs.summary import Facts, format_cell, format_time, key_numbers
 
 # Rows that fit a screen; --json prints all.
@@ -83,7 +83,7 @@ def declare_show(parser: argparse.ArgumentParser) -> None:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Show one run: status, results, and the config values that differ from the defaults: show [RUN] [--json].
+    """Show one run: status, results, the chosen options and the values that its command set: show [RUN] [--json].
 
     maxhydra runs show            # the newest
     maxhydra runs show lr/3 --json
@@ -105,8 +105,11 @@ def run_show(args: argparse.Namespace) -> int:
         facts, scan_metrics(directory.metrics_path).rows, total_steps=get_setting(config_yaml, "train.steps")
     ):
         _line(figure.label.lower(), f"{figure.value}{f'  ({figure.note})' if figure.note else ''}")
-    say("\nconfig" if args.all else "\nconfig values that are not the default (--all shows the rest)")
-    for setting in list_settings(config_yaml):
+    say("\noptions" if (options := chosen_options(facts)) else "\nno options chosen")
+    for group, option in options.items():
+        say(f"  {group} = {option}")
+    say("\nconfig" if args.all else "\nconfig values set by the command (--all shows the rest)")
+    for setting in list_settings(config_yaml, facts):
         if args.all or setting.changed:
             say(f"  {setting.path} = {setting.value}")
     return 0
@@ -151,7 +154,11 @@ def run_best(args: argparse.Namespace) -> int:
     maxhydra runs best model=tiny --metric tokens_per_second --max -n 3
     """
     registry = Registry(args.outputs)
-    metric, ranked = rank_runs(registry, select_runs(registry, args.conditions), args.metric, largest=args.max)
+    selected = select_runs(registry, args.conditions)
+    if not selected:
+        reason = "no run matches these conditions" if args.conditions else f"no runs in {args.outputs}"
+        raise ConfigError(Problem("runs best", reason, " ".join(args.conditions) if args.conditions else UNSET))
+    metric, ranked = rank_runs(registry, selected, args.metric, largest=args.max)
     if not ranked:
         raise ConfigError(Problem(metric, "no matching run has a value of this metric yet"))
     shown = ranked[: max(1, args.limit)]

@@ -4,10 +4,7 @@ import argparse
 import os
 import sys
 
-from maxhydra.cli.runs._common import (
-    say,
-    start,
-)
+from maxhydra.cli.runs._common import runs_command, say, start
 from maxhydra.config.errors import ConfigError, Problem, quoted
 from maxhydra.record.storage import is_remote
 from maxhydra.runs.registry import Registry
@@ -57,7 +54,7 @@ def run_resume(args: argparse.Namespace) -> int:
     found = registry.find(args.name)
     if found.status == "running":
         raise ConfigError(
-            Problem(args.name, f"is still running on {found.host}", hint=f"maxhydra runs tail {found.path} -f")
+            Problem(args.name, f"is still running on {found.host}", hint=runs_command(args, "tail", found.path, "-f"))
         )
     directory = registry.directory(found)
     facts = directory.read()

@@ -32,13 +32,14 @@ from maxhydra.config.compose.hydra_loader import (
     unused_folder,
 )
 from maxhydra.config.compose.merge import ConfigMerge
-from maxhydra.config.compose.overrides import apply_override, parse, sweep_problem
+from maxhydra.config.compose.overrides import apply_override, parse, replaced_key_problem, sweep_problem
 from maxhydra.config.compose.provenance import SourcedValue, locate, read_yaml
 from maxhydra.config.compose.validate import UNSURE, Validator
 from maxhydra.config.errors import UNSET, ConfigError, Problem
 from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema.config import Config
 from maxhydra.config.serialize import origin_to_show
+from maxhydra.config.usage import unused_problems
 from maxhydra.config.yaml_files import display_path
 
 CONFIG_NAME = "config"
@@ -153,14 +154,23 @@ class Composer:
             validator = Validator(origin=lambda path: origin_to_show(merge.origin(path)), unsure=merge.unsure)
             section = validator.section(node)
             merge.problems += validator.problems
+            if section is not UNSURE and not merge.problems:
+                merge.problems += unused_problems(section, self._given_values(usable))
             config = None if section is UNSURE or merge.problems else section
         return CheckedConfig(node, config, composes, _choices(defaults), merge, distinct(merge.problems))
+
+    def _given_values(self, overrides: Iterable[Override]) -> list[tuple[str, Any]]:
+        """Return the keys that overrides set, with their values."""
+        values = [o for o in overrides if not (self.groups.is_choice(o) or o.is_hydra_override() or o.is_delete())]
+        return [(override.key_or_group, override.value()) for override in values]
 
     def _is_usable(self, override: Override, merge: ConfigMerge) -> bool:
         """Return whether Hydra can process an override; a choice that does not exist makes its section unsure."""
         group = override.key_or_group
-        problem = None
-        if override.is_sweep_override():
+        problem = replaced_key_problem(override)
+        if problem is not None:
+            pass
+        elif override.is_sweep_override():
             problem = sweep_problem(override)
         elif self.groups.is_choice(override):
             problem = self.groups.choice_problem(override)

@@ -100,7 +100,8 @@ def _path(text: str) -> str:
     return match[1] if match else ""
 
 
-LONGEST = 100
+# Characters in the name of a job's folder, and digits of a number in it that someone may have written.
+LONGEST, MAX_DIGITS = 100, 6
 
 
 def sweep_folder(outputs: str, name: str | None) -> str:
@@ -117,12 +118,19 @@ def job_folder(number: int, overrides: ListConfig | list[str], constant: ListCon
     swept = [(key, value) for key, value in pairs if key.partition("@")[0] not in constant]
     short = [re.split(r"[./]", key)[-1] for key, _ in swept]
     names = [name if short.count(name) == 1 else key for name, (key, _) in zip(short, swept, strict=True)]
-    label = ",".join(f"{name}={value}" for name, (_, value) in zip(names, swept, strict=True))
+    label = ",".join(f"{name}={_short_number(value)}" for name, (_, value) in zip(names, swept, strict=True))
     safe = re.sub(r"[^-\w.=,+]", "_", label)
     folder = f"{number}_{safe}" if safe else str(number)
     if len(folder) <= LONGEST:
         return folder
     return f"{folder[: LONGEST - 9]}_{hashlib.sha256(label.encode()).hexdigest()[:8]}"
+
+
+def _short_number(value: str) -> str:
+    """A sampled value such as 0.004430375245218269 with three significant digits; others as they were written."""
+    digits = re.fullmatch(r"-?([0-9]+\.[0-9]*)(?:e[-+]?[0-9]+)?", value)
+    is_long = digits is not None and len(digits[1].replace(".", "").strip("0")) > MAX_DIGITS
+    return f"{float(value):.3g}" if is_long else value
 
 
 def register() -> None:

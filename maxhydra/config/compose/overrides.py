@@ -14,6 +14,9 @@ from maxhydra.config.compose.merge import ConfigMerge
 from maxhydra.config.compose.provenance import COMMAND_LINE, locate
 from maxhydra.config.errors import Problem, did_you_mean, show
 
+# Override that adds folders of options.
+SEARCHPATH = "hydra.searchpath="
+
 
 @dataclasses.dataclass
 class Parsed:
@@ -46,7 +49,7 @@ def _syntax_problem(text: str, error: HydraException) -> Problem:
 
 def searchpath(texts: list[str]) -> list[str]:
     """Return the folders that `hydra.searchpath=[...]` adds."""
-    given = parse([text for text in texts if text.startswith("hydra.searchpath=")], loader=None)
+    given = parse([text for text in texts if text.startswith(SEARCHPATH)], loader=None)
     values = (override.value() for override in given.overrides)
     return [str(folder) for value in values if isinstance(value, list) for folder in value]
 
@@ -138,6 +141,26 @@ def expand(overrides: list[Override], *, product: bool) -> list[list[str]]:
     first = {key: lines[0] for key, lines in choices.items()}
     swept = [list({**first, key: line}.values()) for key, lines in choices.items() for line in lines[1:]]
     return [list(first.values()), *swept]
+
+
+# Keys of Hydra that maxhydra replaces: the value that has no effect, and what to set instead.
+REPLACED_KEYS = {
+    "hydra.run.dir": (".", "set the folder of the run with run.outputs and run.name"),
+    "hydra.sweep.subdir": (None, "jobs are named by their swept values; set the folder of the sweep with run.name"),
+    "hydra.job.chdir": (False, "runs stay in the folder of the command; set their files with run.outputs"),
+    "hydra.output_subdir": (None, "config.yaml and log.txt are in the folder of the run"),
+}
+
+
+def replaced_key_problem(override: Override) -> Problem | None:
+    """Return the problem of a key of Hydra that would have no effect."""
+    key = override.key_or_group
+    if key not in REPLACED_KEYS or override.is_sweep_override():
+        return None
+    unused, hint = REPLACED_KEYS[key]
+    if not override.is_delete() and override.value() == unused:
+        return None
+    return Problem(key, "is not used by maxhydra", value=override.value(), hint=hint, source=COMMAND_LINE)
 
 
 def sweep_problem(override: Override) -> Problem:

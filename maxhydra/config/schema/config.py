@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 
 from maxhydra.config.declare import MAX_PARAMETERS, Schema, option, schema, section
 from maxhydra.config.errors import Problem
+from maxhydra.config.schema.checkpoint import Checkpoint
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.hardware import Hardware, Mesh
 from maxhydra.config.schema.health import Alerts, Profile, Statistics, Watchdog
@@ -17,7 +18,7 @@ from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, 
 from maxhydra.config.schema.optimizer import Optimizer
 from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantization
 from maxhydra.config.schema.reward import Environment, Reward
-from maxhydra.config.schema.run import EVAL_LOSS, LOGGED, Checkpoint, Run, Task, Tracker, Train
+from maxhydra.config.schema.run import EVAL_LOSS, LOGGED, Run, Task, Tracker, Train
 from maxhydra.record.storage import is_remote
 
 # Tasks whose batches do not depend on the weights, so that each replica can train on its own rows of them.

@@ -93,8 +93,8 @@ class Hardware(Schema):
     """Device memory bandwidth in 10^9 bytes per second."""
     links: Links = section(Links)
     xla_flags: list[str] = option([])
-    """Added to XLA_FLAGS (LIBTPU_INIT_ARGS on a TPU) before the backend starts; flags in the environment take
-    precedence."""
+    """Added to the flags of the hardware option, and all of them to XLA_FLAGS (LIBTPU_INIT_ARGS on a TPU) before the
+    backend starts: a flag replaces one of the same name, ~--xla_name removes one; the environment takes precedence."""
     flag_sets: dict[str, list[str]] = option({})
     """Sets of flags for task=tune to try on top of xla_flags, by a name of your choice."""
     compilation_cache: str | None = "~/.cache/maxhydra/xla"

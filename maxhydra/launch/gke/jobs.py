@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from maxhydra.config.compose.composer import Composer
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.launch.base import CLAIM, CONSOLE, Job, SweepContext, Trial
-from maxhydra.launch.compose import compose_job
+from maxhydra.launch.compose import compose_job, job_composer
 from maxhydra.launch.gke.api_errors import ClusterApiError
 from maxhydra.launch.gke.manifests import (
     CONTAINER,
@@ -122,10 +122,7 @@ class GkeJobs:
         self._sweep_id = sweep_id(sweep.folder)
         self._job_sets: dict[str, Manifest] | None = None
         self._fetched_at = float("-inf")
-
-    @cached_property
-    def _composer(self) -> Composer:
-        return Composer(self._sweep.config_dir)
+        self._composer: Composer | None = None
 
     @cached_property
     def _cluster(self) -> "Cluster":
@@ -219,6 +216,8 @@ class GkeJobs:
 
     def _compose(self, trial: Trial) -> JobSpec:
         """Compose the job's config, with the output folder as mounted in the pod."""
+        if self._composer is None:
+            self._composer = job_composer(self._sweep, trial)
         spec = compose_job(self._composer, self._sweep, trial)
         run = dataclasses.replace(spec.config.run, outputs=f"{OUTPUTS}/{self._sweep.folder.name}")
         return dataclasses.replace(spec, config=dataclasses.replace(spec.config, run=run))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from maxhydra.config.compose.composer import Composer
 from maxhydra.config.errors import ConfigError
 from maxhydra.launch.base import CLAIM, Job, SweepContext, Trial, read_claim
-from maxhydra.launch.compose import compose_job
+from maxhydra.launch.compose import compose_job, job_composer
 from maxhydra.launch.slurm import scheduler
 from maxhydra.launch.slurm.scheduler import TERMINAL_STATES, Entry, Queue
 from maxhydra.launch.slurm.settings import SCRIPTS, SlurmSettings, render
@@ -19,6 +20,8 @@ from maxhydra.record.atomic_io import replace_file
 
 # SLURM's default MaxArraySize.
 MAX_ARRAY_SIZE = 1000
+# State of a job that was cancelled or has ended, and whose processes have not all exited: it is not running.
+COMPLETING = "COMPLETING"
 # States in which the cluster ended a job that neither failed nor was cancelled.
 INTERRUPTED_STATES = ("BOOT_FAIL", "NODE_FAIL", "PREEMPTED", "TIMEOUT")
 
@@ -27,8 +30,6 @@ INTERRUPTED_STATES = ("BOOT_FAIL", "NODE_FAIL", "PREEMPTED", "TIMEOUT")
 class SlurmJob(Job):
     claim: dict[str, Any] = dataclasses.field(default_factory=dict)
     """`name` and `index` identify the job in the queue; `id` is set once it is known."""
-    was_completing: bool = False
-    """True if the job was COMPLETING when found, for example after a cancel; if unfinished, it is restarted."""
 
     @property
     def key(self) -> scheduler.Key:
@@ -45,7 +46,7 @@ class SlurmJobs:
 
     def prepare(self, trial: Trial) -> None:
         if self._composer is None:
-            self._composer = Composer(self._sweep.config_dir)
+            self._composer = job_composer(self._sweep, trial)
         compose_job(self._composer, self._sweep, trial).write(self._sweep.path(trial))
 
     def render(self, trials: Sequence[Trial]) -> str:
@@ -54,7 +55,15 @@ class SlurmJobs:
         return render(self._settings, name=name, sweep=self._sweep.folder, folders=folders)
 
     def start(self, trials: Sequence[Trial]) -> Sequence[SlurmJob]:
+        for trial in trials:
+            self._wait_until_ended(trial)
         return [job for batch in _array_batches(trials) for job in self._submit(batch)]
+
+    def _wait_until_ended(self, trial: Trial) -> None:
+        """Wait for an earlier job of the trial that is about to end, such as one that saves after a cancel."""
+        job = self.find_started(trial)
+        while job is not None and (entry := self._entry(job)) is not None and entry.state == COMPLETING:
+            time.sleep(self._settings.poll_seconds)
 
     def _submit(self, trials: Sequence[Trial]) -> list[SlurmJob]:
         """Submit one job or an array. Claims are written first, so that a restarted controller finds jobs by name."""
@@ -82,10 +91,7 @@ class SlurmJobs:
     def find_active(self, trial: Trial) -> SlurmJob | None:
         job = self.find_started(trial)
         entry = None if job is None else self._entry(job)
-        if job is None or entry is None or entry.state in TERMINAL_STATES:
-            return None
-        job.was_completing = entry.state == "COMPLETING"
-        return job
+        return None if entry is None or entry.state in (*TERMINAL_STATES, COMPLETING) else job
 
     def find_started(self, trial: Trial) -> SlurmJob | None:
         claim = read_claim(self._sweep.path(trial), "name", "index")
@@ -97,7 +103,7 @@ class SlurmJobs:
 
     def may_restart(self, job: Job) -> bool:
         entry = self._last_entry(job)
-        return entry is None or entry.state in INTERRUPTED_STATES or _as_slurm_job(job).was_completing
+        return entry is None or entry.state in INTERRUPTED_STATES
 
     def state(self, job: Job) -> str:
         entry = self._last_entry(job)

@@ -203,7 +203,7 @@
     const counts = {};
     for (const run of runs.values()) counts[run.status] = (counts[run.status] ?? 0) + 1;
     const press = (status) => { table.state.status = table.state.status === status ? null : status; statuses(); table.arrange(); };
-    page.update(byId("statuses"), [counts, table.state.status], () => ["running", "finished", "failed", "preempted", "lost"].filter((status) => counts[status]).map((status) =>
+    page.update(byId("statuses"), [counts, table.state.status], () => ["running", "finished", "failed", "preempted", "pruned", "lost"].filter((status) => counts[status]).map((status) =>
       page.html("button", { type: "button", class: `status ${status}`, "aria-pressed": String(table.state.status === status), onclick: () => press(status) }, status, page.html("b", {}, counts[status].toLocaleString("en")))));
   }
 
