@@ -98,6 +98,8 @@ class Optimizer:
     norm: Callable[[Tree], jax.Array] = optax.tree.norm
     is_trained: Tree = None
     """Tree of bools, one per parameter; None if all are trained."""
+    grad_dtype: str | None = None
+    """Dtype of the gradients; None: that of the weights to add up, that of the backward pass otherwise."""
 
     def restore_frozen(self, new: Tree, old: Tree) -> Tree:
         """Replace frozen parameters in `new` by those in `old`, also where a layer updates itself (router bias)."""
@@ -156,7 +158,13 @@ def build(
     )
     is_trained = jax.tree.map(lambda label: label == "trained", labels)
     norm = GradNorm(is_trained=is_trained, is_per_layer=is_per_layer)
-    return Optimizer(_scale_by_schedule(inner, learning_rate, norm, config.clip_norm), learning_rate, norm, is_trained)
+    return Optimizer(
+        _scale_by_schedule(inner, learning_rate, norm, config.clip_norm),
+        learning_rate,
+        norm,
+        is_trained,
+        grad_dtype=config.grad_dtype.value if config.grad_dtype else None,
+    )
 
 
 def _scale_by_schedule(
@@ -186,8 +194,10 @@ Axes = dict[str, LogicalAxes]
 def _adamw(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
     if config.moments is MomentFormat.dynamic8:
         assert config.b1 is not None and config.b2 is not None and config.eps is not None
-        return scale_by_adam8(axes, b1=config.b1, b2=config.b2, eps=config.eps)
-    return optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps, mu_dtype=_mu_dtype(config))
+        return scale_by_adam8(axes, b1=config.b1, b2=config.b2, eps=config.eps, eps_root=config.eps_root or 0.0)
+    return optax.scale_by_adam(
+        b1=config.b1, b2=config.b2, eps=config.eps, eps_root=config.eps_root or 0.0, mu_dtype=_mu_dtype(config)
+    )
 
 
 def _lion(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:

@@ -133,6 +133,8 @@ class StateFactory:
     """Whether the optimizer state is stored in pinned host memory."""
     offloads_params: bool = False
     """Whether the trainable parameters are."""
+    weights_seed: int | None = None
+    """Seed of the initial weights; None: that of the run."""
 
     def spec(self, axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
         """The PartitionSpec of a trainable parameter or an array of the optimizer state.
@@ -217,7 +219,10 @@ class StateFactory:
         return DilocoState(jax.tree.map(lambda axes: ("replicas", *axes), replica, is_leaf=is_axes), params)
 
     def _init_weights(self, seed: jax.Array) -> Tree:
-        return self.model.init(jax.random.split(jax.random.key(seed))[0])
+        return self.model.init(self._weights_key(seed))
+
+    def _weights_key(self, seed: jax.Array) -> jax.Array:
+        return jax.random.split(jax.random.key(seed if self.weights_seed is None else jnp.uint32(self.weights_seed)))[0]
 
     def shardings(self) -> TrainState:
         params, frozen = split_trainable(self.model.axes)
@@ -274,7 +279,7 @@ class StateFactory:
     def init_base(self, seed: int) -> Tree:
         """The base model weights that `create` gives for the seed, without adapter or optimizer."""
         build = jax.jit(
-            lambda seed: self.model.base.init(jax.random.split(jax.random.key(seed))[0]),
+            lambda seed: self.model.base.init(self._weights_key(seed)),
             out_shardings=self.sharder.tree(self.model.base.axes),
             compiler_options=_run_once_options(),
         )
@@ -355,6 +360,7 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         shards_over_data=config.mesh.shard_state_over_data,
         offloads_moments=config.optimizer.offload,
         offloads_params=config.optimizer.offload_weights,
+        weights_seed=config.run.weights_seed,
     )
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.model import Dtype
+from maxhydra.config.schema.optimizer import MomentFormat, OptimizerKind, Schedule, ScheduleKind
 from maxhydra.config.schema.optimizer import Optimizer as Config
-from maxhydra.config.schema.optimizer import OptimizerKind, Schedule, ScheduleKind
 from maxhydra.optim import build, state_axes
 from maxhydra.sharding import is_axes
 
@@ -319,3 +319,16 @@ def test_invalid_patterns_are_rejected(fields):
 def test_no_decay_pattern_may_match_nothing():
     optimizer = build(config(no_decay=["nothing_of_this_name"]), steps=STEPS, shapes=SHAPES, axes=AXES)
     assert jax.tree.leaves(jax.eval_shape(optimizer.transform.init, SHAPES))
+
+
+@pytest.mark.parametrize("moments", [None, MomentFormat.dynamic8])
+def test_eps_under_the_root(moments):
+    """Moments of small vectors stay in float32, so that both formats equal optax."""
+    params, gradient = {"norm": {"scale": jnp.ones(8)}}, {"norm": {"scale": jnp.linspace(-1e-4, 1e-4, 8)}}
+    axes = {"norm": {"scale": ("norm",)}}
+    settings = config(eps_root=1e-8, moments=moments, clip_norm=None, weight_decay=0.0)
+    optimizer = build(settings, steps=STEPS, shapes=jax.eval_shape(lambda: params), axes=axes)
+    updates, _ = optimizer.transform.update(gradient, optimizer.transform.init(params), params)
+    expected = optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8, eps_root=1e-8)
+    scaled, _ = expected.update(gradient, expected.init(params))
+    np.testing.assert_allclose(updates["norm"]["scale"], -learning_rate(0) * scaled["norm"]["scale"], rtol=1e-5)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from enum import Enum
+from itertools import pairwise
 
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem
@@ -31,6 +32,14 @@ class ScheduleKind(Enum):
 class DecayStyle(Enum):
     linear = "linear"
     cosine = "cosine"
+    sqrt = "sqrt"
+    exponential = "exponential"
+    inverse = "inverse"
+
+
+# Styles whose rate never reaches zero.
+POSITIVE_STYLES = (DecayStyle.exponential, DecayStyle.inverse)
+DECAYING = (ScheduleKind.cosine, ScheduleKind.linear, ScheduleKind.wsd)
 
 
 @schema
@@ -46,23 +55,56 @@ class Schedule(Schema):
     decay_steps: int | None = option(None, ge=1)
     """wsd: length of the final decay."""
     decay_style: DecayStyle | None = None
-    """wsd: shape of the final decay, linear or cosine."""
+    """wsd: shape of the final decay, linear, cosine, sqrt (1 - sqrt of the progress; Haegele et al., 2024),
+    exponential, or inverse (linear in 1 / rate; Wen et al., 2024)."""
+    steps: int | None = option(None, ge=1)
+    """Steps after which the schedule is complete; later steps keep its last rate. null: train.steps."""
+    restarts: list[int] = option([], ge=1)
+    """cosine, linear, wsd: numbers of steps after which a decay is complete and the rate returns to the peak. With wsd
+    this is WSD-S (Wen et al., 2024), with cosine SGDR (Loshchilov and Hutter, 2017)."""
+
+    def length(self, train_steps: int) -> int:
+        """Steps of the schedule in a run of this length."""
+        return train_steps if self.steps is None else self.steps
 
     def check(self) -> Iterator[Problem]:
-        wsd = self.kind is ScheduleKind.wsd
-        decays = self.kind in (ScheduleKind.cosine, ScheduleKind.linear, ScheduleKind.wsd)
+        wsd, decays = self.kind is ScheduleKind.wsd, self.kind in DECAYING
         yield from _used(self, "optimizer/schedule", {"decay_steps": wsd, "decay_style": wsd, "final_fraction": decays})
+        if self.decay_style in POSITIVE_STYLES and self.final_fraction == 0:
+            reason = f"is never reached with decay_style={self.decay_style.value}"
+            yield Problem("final_fraction", reason, value=0.0, accepted="over 0 and at most 1")
+        if self.restarts and not decays:
+            reason, accepted = f"is not used by kind={self.kind.value}, which has no decay", "[]"
+            yield Problem("restarts", reason, value=self.restarts, accepted=accepted)
+        shortest = max(self.decay_steps or 0, 1)
+        starts = [self.warmup_steps, *self.restarts]
+        if any(after - before < shortest for before, after in pairwise(starts)):
+            reason = f"leaves less than {shortest} steps between warm-up and restarts"
+            yield Problem("restarts", reason, value=self.restarts, accepted="ascending numbers of steps")
+
+    def check_length(self, train_steps: int) -> Iterator[Problem]:
+        """Yield the problem of a run that is too short for the schedule, with a path from the config root."""
+        path = "train.steps" if self.steps is None else "optimizer.schedule.steps"
+        needed = max(self.warmup_steps, *self.restarts, 0) + (self.decay_steps or 0)
+        if needed > self.length(train_steps):
+            yield Problem(
+                path,
+                f"is less than the {needed} steps of warm-up, restarts and decay in optimizer.schedule",
+                value=self.length(train_steps),
+                accepted=f"{needed} or more",
+                hint="or reduce optimizer.schedule.warmup_steps, restarts and decay_steps",
+            )
 
 
 # Which of the kind-specific fields each optimizer uses; the others must stay null.
 USES: dict[OptimizerKind, tuple[str, ...]] = {
-    OptimizerKind.adamw: ("b1", "b2", "eps", "mu_dtype", "moments"),
+    OptimizerKind.adamw: ("b1", "b2", "eps", "eps_root", "mu_dtype", "moments"),
     OptimizerKind.adafactor: ("b2_decay", "eps", "min_dim_factored"),
     OptimizerKind.sgd: ("momentum", "mu_dtype"),
-    OptimizerKind.muon: ("b1", "b2", "eps", "momentum", "newton_schulz_steps", "mu_dtype"),
+    OptimizerKind.muon: ("b1", "b2", "eps", "eps_root", "momentum", "newton_schulz_steps", "mu_dtype"),
     OptimizerKind.lion: ("b1", "b2", "mu_dtype"),
 }
-OPTIONAL = ("mu_dtype", "moments")
+OPTIONAL = ("mu_dtype", "moments", "eps_root")
 # In bfloat16, subtracting less than 1/256 of a number leaves it unchanged.
 LARGEST_DECAY = 0.995
 
@@ -93,6 +135,8 @@ class Optimizer(Schema):
     """adafactor: exponent of the second moment's decay, 1 - step ** -b2_decay."""
     eps: float | None = option(None, gt=0)
     """adamw, adafactor, muon: added to the denominator for numerical stability."""
+    eps_root: float | None = option(None, ge=0)
+    """adamw, muon (its adamw part): added to the second moment under the square root. null: 0."""
     momentum: float | None = option(None, ge=0, lt=1)
     """sgd, muon: momentum (Nesterov in muon)."""
     newton_schulz_steps: int | None = option(None, ge=1)
@@ -101,6 +145,9 @@ class Optimizer(Schema):
     """adafactor: the second moment is factored if the two largest dimensions are at least this."""
     mu_dtype: Dtype | None = None
     """Dtype of the first moment. null: that of the weights."""
+    grad_dtype: Dtype | None = None
+    """Dtype of the gradients from the backward pass to the update, in which those of micro-batches add up. null: that
+    of the weights to add up, model.dtypes.compute otherwise."""
     offload: bool = False
     """Keep the optimizer state in pinned host memory. The update copies the arrays of one group of weights after the
     other to the device and back; device memory holds a few of them at a time."""
@@ -117,6 +164,15 @@ class Optimizer(Schema):
         if self.moments is not None and self.mu_dtype is not None:
             reason = f"has no effect with moments={self.moments.value}, which sets the format of both moments"
             yield Problem("mu_dtype", reason, value=self.mu_dtype.value, accepted="null")
+
+    def check_grad_dtype(self, compute: Dtype, *, grad_accum: int) -> Iterator[Problem]:
+        """Yield the problem of a gradient dtype that would change nothing; paths are relative to the optimizer."""
+        is_wider = self.grad_dtype is Dtype.float32 and compute is not Dtype.float32
+        if grad_accum == 1 and (is_wider or self.grad_dtype is compute):
+            reason = f"has no effect on gradients that the backward pass computes in {compute.value}"
+            hint = "it sets the dtype in which micro-batches add up: train.grad_accum=2 or more"
+            assert self.grad_dtype is not None
+            yield Problem("grad_dtype", reason, value=self.grad_dtype.value, accepted="null", hint=hint)
 
     def check_moments(self, weights: Dtype) -> Iterator[Problem]:
         """Yield problems of decay rates that moments in their dtype cannot represent."""
