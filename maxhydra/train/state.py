@@ -14,10 +14,10 @@ from maxhydra import model, optim
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.quantization import QAT, STORED_KINDS, TRAINING_KINDS, AdapterKind
 from maxhydra.model import ModelDef, amax_histories, fit_adapter, merge_trees, split_trainable
-from maxhydra.model.lora import ADAPTER, CONSTANT, UNDECAYED
-from maxhydra.optim import Optimizer, PathRules, state_axes
+from maxhydra.optim import Optimizer, OptimizerState, exchange, state_axes
 from maxhydra.sharding import LogicalAxes, Sharder, is_axes
 from maxhydra.train.loss import Tree
+from maxhydra.train.path_rules import path_rules
 
 # Memory kind in which offloaded optimizer state is stored.
 OFFLOAD_MEMORY = "pinned_host"
@@ -76,6 +76,14 @@ class TrainState:
     def weights(self) -> Tree:
         """All weights that a loss reads, as one tree. Parameters in host memory are copied to the devices."""
         return merge_trees(merge_trees(jax.tree.map(_on_device, self.params), self.frozen), self.history)
+
+    def exchange_average(self) -> "TrainState":
+        """Exchange the trained weights and their average, if there is one, which is evaluated and saved."""
+        optimizer = self.opt_state
+        if not isinstance(optimizer, OptimizerState) or optimizer.average is None:
+            return self
+        params, average = exchange(optimizer.average, self.params)
+        return dataclasses.replace(self, params=params, opt_state=optimizer._replace(average=average))
 
 
 class Replica(NamedTuple):
@@ -350,7 +358,7 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         axes=axes,
         # Gradient accumulation is a loop that adds up whole layer stacks.
         is_unrolled=decoder.is_unrolled_on(sharder) and config.train.grad_accum == 1,
-        rules=_path_rules(config),
+        rules=path_rules(config, decoder),
     )
     return StateFactory(
         decoder,
@@ -361,16 +369,6 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         offloads_moments=config.optimizer.offload,
         offloads_params=config.optimizer.offload_weights,
         weights_seed=config.run.weights_seed,
-    )
-
-
-def _path_rules(config: Config) -> PathRules:
-    """Arrays of an adapter, and layers that the loss does not use: without decay those do not change."""
-    ratio = config.adapter.b_rate_ratio
-    return PathRules(
-        constant=CONSTANT,
-        undecayed=[*UNDECAYED, *([] if config.task.trains_mtp else ["^mtp/"])],
-        rate_ratios={} if ratio == 1 else {f"/{ADAPTER}/b$": ratio},
     )
 
 

@@ -14,7 +14,7 @@ from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.hardware import Hardware, Mesh
 from maxhydra.config.schema.health import Alerts, Profile, Statistics, Watchdog
 from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, MlpKind, Model, Positions
-from maxhydra.config.schema.optimizer import Optimizer
+from maxhydra.config.schema.optimizer import Optimizer, OptimizerKind
 from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantization
 from maxhydra.config.schema.reward import Environment, Reward
 from maxhydra.config.schema.run import EVAL_LOSS, LOGGED, Checkpoint, Run, Task, Tracker, Train
@@ -136,6 +136,10 @@ class Config(Schema):
         trained = self.model.dtypes.weights if self.adapter.kind is AdapterKind.none else Dtype.float32
         for problem in self.optimizer.check_moments(trained):
             yield dataclasses.replace(problem, path=f"optimizer.{problem.path}")
+        has_bias = any(kind.moe.router.bias_rate for kind in self.model.kinds.values())
+        if self.optimizer.kind is OptimizerKind.schedule_free and has_bias:
+            reason = "is not supported with router biases, which change outside of the optimizer"
+            yield Problem("optimizer.kind", reason, value="schedule_free", accepted="another kind, with ema_decay")
         compute, grad_accum = self.model.dtypes.compute, self.train.grad_accum
         for problem in self.optimizer.check_grad_dtype(compute, grad_accum=grad_accum):
             yield dataclasses.replace(problem, path=f"optimizer.{problem.path}")
@@ -225,6 +229,10 @@ class Config(Schema):
         if section is not None and self.mesh.shard_state_over_data:
             reason, accepted = "is not supported with DiLoCo", f"false, or {section}.replica=1"
             yield Problem("mesh.shard_state_over_data", reason, value=True, accepted=accepted)
+        if section is not None and self.optimizer.has_average:
+            key = "kind" if self.optimizer.ema_decay is None else "ema_decay"
+            reason, accepted = "averages the weights, which is not supported with DiLoCo", f"{section}.replica=1"
+            yield Problem(f"optimizer.{key}", reason, accepted=accepted)
         for key in ("offload", "offload_weights"):
             if section is not None and getattr(self.optimizer, key):
                 reason, accepted = "is not supported with DiLoCo", f"false, or {section}.replica=1"
