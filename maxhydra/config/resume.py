@@ -32,7 +32,8 @@ FREE_KEYS = (
     *("run.name", "run.outputs", "run.staging", "run.tags", "run.notes", "run.accept_changed_*"),
     *("tracker.*", "objective"),
     # Length, and the lengths in the learning rate schedule that follow from it.
-    *("train.steps", "optimizer.schedule.warmup_steps", "optimizer.schedule.decay_steps"),
+    *("train.steps", "train.epochs", "optimizer.schedule.warmup_steps", "optimizer.schedule.decay_steps"),
+    *("optimizer.schedule.steps", "optimizer.schedule.restarts"),
     # Reports and evaluations.
     *("train.log_every", "train.progress", "train.sample.*", "train.eval_every", "train.eval_start"),
     *("train.eval_batches", "train.target_eval_loss", "train.early_stop.*", "task.evaluation.*"),
@@ -78,7 +79,10 @@ _CORPUS_KEYS = (
     *("repetition_filter", "digits", "operators", "problems", "eval_fraction", "record_type", "columns*", "formatting"),
 )
 FIXED_KEYS = (
-    *("run.seed", "hardware.matmul_precision", "adapter.*", "quantization.*"),
+    *("run.seed", "run.weights_seed", "run.data_seed", "optimizer.eps_root", "optimizer.grad_dtype"),
+    *("optimizer.cautious_decay", "optimizer.rate_ratios*", "optimizer.layer_decay", "optimizer.ema_decay"),
+    *("optimizer.matrix_weight_decay", "optimizer.update_rms", "optimizer.neuron_b2"),
+    *("hardware.matmul_precision", "adapter.*", "quantization.*"),
     *("optimizer.kind", "optimizer.learning_rate", "optimizer.schedule.kind", "optimizer.schedule.final_fraction"),
     *("optimizer.schedule.decay_style", "optimizer.weight_decay", "optimizer.no_decay", "optimizer.trainable"),
     *("optimizer.clip_norm", "optimizer.b1", "optimizer.b2", "optimizer.b2_decay", "optimizer.eps"),

@@ -1,9 +1,11 @@
 """From a data config to streams of rows: opens the sources and connects readers, tokenizers and packing."""
 
 import importlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing
 from functools import cached_property, partial
 from typing import Any
 
@@ -77,6 +79,25 @@ class Pipeline:
             accepted = f"1 to {len(rows) // (count // batches)}"
             raise ConfigError(Problem("data.overfit_batches", reason, value=batches, accepted=accepted))
         return rows
+
+    def count_training_rows(self) -> int:
+        """Rows of one epoch. Records are read, tokenized and packed once to count theirs.
+
+        Raises ConfigError for data of unknown size: streams, and mixtures, whose sources have different lengths.
+        """
+        if len(self.sources) > 1 or self.data.overfit_batches:
+            reason, fix = "of a mixture or of data.overfit_batches has no size", "one source of data"
+        elif any(isinstance(source, StreamSource) for source in self.sources.values()):
+            reason, fix = "of data that is streamed has no known size", "data.streaming=false, or another source"
+        else:
+            (name, source), *_ = self.sources.items()
+            if isinstance(source, RowSource):
+                return len(source.train)
+            stream = self._stream(name, TRAIN, share=(0, 1), epochs=1, shuffle=False)
+            with closing(stream):
+                return _count(stream)
+        hint = f"set train.steps instead, or use {fix}"
+        raise ConfigError(Problem("train.epochs", f"an epoch {reason}", hint=hint))
 
     def check_enough(self, batch: int) -> None:
         """Raise if the training rows, where their number is known, do not fill one batch."""
@@ -214,6 +235,22 @@ class Pipeline:
         if self.data.on_error is OnError["raise"]:
             raise bad_record_error(bad_record)
         log.warning("skipped %s: %s", bad_record.location, bad_record.reason)
+
+
+def _count(stream: Stream) -> int:
+    """Rows of a stream that ends."""
+    for count in itertools.count():
+        try:
+            stream.skip()
+        except StopIteration:
+            return count
+    raise AssertionError
+
+
+def count_training_rows(data: Data, spec: RowSpec) -> int:
+    """Rows of one epoch of the training data."""
+    with closing(Pipeline(data, spec)) as pipeline:
+        return pipeline.count_training_rows()
 
 
 def _records_of_payload(payload: Any) -> list[Record | BadRecord]:

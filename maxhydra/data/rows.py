@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from maxhydra.config import ConfigError, Problem
+from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.data.packing import PackingPlan
 
 # One training sequence: tokens, targets, positions int32 and weights float32 (0: no loss), each [seq_len]. A row of
@@ -24,6 +24,12 @@ class RowSpec:
     vocab_size: int
     """Vocabulary size of the model; every token of a source must be below it."""
     seed: int
+
+    @classmethod
+    def of(cls, config: Config) -> "RowSpec":
+        """The rows of a training run."""
+        seed = config.run.seed if config.run.data_seed is None else config.run.data_seed
+        return cls(seq_len=config.train.seq_len, vocab_size=config.model.vocab_size, seed=seed)
 
 
 NO_COLUMNS: Mapping[str, np.ndarray] = {}

@@ -85,7 +85,9 @@ def dequantize(moment: Quantized, values: np.ndarray) -> jax.Array:
     return (blocks * scales[..., None]).reshape(codes.shape)
 
 
-def scale_by_adam8(axes: dict[str, LogicalAxes], *, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+def scale_by_adam8(
+    axes: dict[str, LogicalAxes], *, b1: float, b2: float, eps: float, eps_root: float = 0.0
+) -> optax.GradientTransformation:
     """`optax.scale_by_adam` with quantized moments, its state with a `Quantized` in place of each quantized moment."""
 
     def block_of(path: str, shape: tuple[int, ...]) -> int | None:
@@ -111,7 +113,7 @@ def scale_by_adam8(axes: dict[str, LogicalAxes], *, b1: float, b2: float, eps: f
             mean = b1 * _dense(mu, SIGNED) + (1 - b1) * grad
             square = b2 * _dense(nu, UNSIGNED) + (1 - b2) * jnp.square(grad)
             corrected = mean / (1 - b1**count), square / (1 - b2**count)
-            updates.append(corrected[0] / (jnp.sqrt(corrected[1]) + eps))
+            updates.append(corrected[0] / (jnp.sqrt(corrected[1] + eps_root) + eps))
             new_mu.append(mean if block is None else quantize(mean, SIGNED, block))
             new_nu.append(square if block is None else quantize(square, UNSIGNED, block))
         new = (jax.tree.unflatten(structure, tree) for tree in (updates, new_mu, new_nu))

@@ -7,31 +7,23 @@ on the number of applied updates in the state, so a step whose new state is disc
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from maxhydra.config.schema.optimizer import MomentFormat, OptimizerKind
 from maxhydra.config.schema.optimizer import Optimizer as OptimizerConfig
 from maxhydra.config.values import matches_any
 from maxhydra.optim.adafactor import Factored, scale_by_adafactor
 from maxhydra.optim.adam8 import Quantized, scale_by_adam8
-from maxhydra.optim.parameters import (
-    MatrixDims,
-    axes_by_path,
-    check_patterns,
-    is_stacked,
-    is_table,
-    matrix_dims,
-    path_of,
-    paths,
-)
+from maxhydra.optim.averages import Averaging, ExponentialAverage, ScheduleFreeAverage, start_average
+from maxhydra.optim.muon import muon_matrices, orthogonal_momentum
+from maxhydra.optim.parameters import axes_by_path, check_patterns, is_stacked, matrix_dims, path_of, paths
 from maxhydra.optim.schedule import Schedule, schedule
 from maxhydra.sharding import LogicalAxes, is_axes
 
@@ -73,16 +65,15 @@ def clip_to_norm(grads: Tree, norm: jax.Array, limit: float) -> Tree:
     return jax.tree.map(lambda g: jnp.where(norm < limit, g, (g / norm) * limit), grads)
 
 
-# Typical RMS of AdamW updates. Muon updates are scaled to it, so that Muon's matrices and AdamW's vectors share one
-# learning rate and weight decay (Liu et al., 2025, "Muon is scalable for LLM training").
-ADAM_RMS = 0.2
-
-
 class OptimizerState(NamedTuple):
-    """Number of applied updates, and the state of the inner transformations."""
+    """Number of applied updates, the state of the inner transformations, and an average of the weights.
+
+    `average` is an `Average`, or None.
+    """
 
     applied: jax.Array
     inner: Tree
+    average: Tree = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +89,8 @@ class Optimizer:
     norm: Callable[[Tree], jax.Array] = optax.tree.norm
     is_trained: Tree = None
     """Tree of bools, one per parameter; None if all are trained."""
+    grad_dtype: str | None = None
+    """Dtype of the gradients; None: that of the weights to add up, that of the backward pass otherwise."""
 
     def restore_frozen(self, new: Tree, old: Tree) -> Tree:
         """Replace frozen parameters in `new` by those in `old`, also where a layer updates itself (router bias)."""
@@ -116,6 +109,10 @@ class PathRules:
     """Without weight decay, in addition to those of the config."""
     rate_ratios: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Learning rate relative to that of the other parameters."""
+    rates_by_path: Mapping[str, float | np.ndarray] = dataclasses.field(default_factory=dict)
+    """The same by path: a number, or an array that broadcasts over the parameter."""
+    decays_by_path: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Weight decay relative to that of the config, by path."""
 
 
 def build(
@@ -132,17 +129,13 @@ def build(
     `is_unrolled`: the layer loop is unrolled, so gradients of stacked layers are computed layer by layer.
     """
     names = paths(shapes)
-    check_patterns(config.trainable, config.no_decay, jax.tree.leaves(names))
+    check_patterns(config.trainable, config.no_decay, list(config.rate_ratios), jax.tree.leaves(names))
     axes_of = axes_by_path(axes)
     transforms = [("scale", _SCALINGS[config.kind](config, axes_of))]
-    if config.weight_decay > 0:
-        undecayed = (*config.no_decay, *rules.undecayed)
-        decayed = jax.tree.map(lambda path: not matches_any(undecayed, path), names)
-        transforms.append(("decay", optax.add_decayed_weights(config.weight_decay, mask=decayed)))
-    transforms += [
-        (f"ratio_{number}", optax.masked(optax.scale(ratio), jax.tree.map(partial(matches_any, [pattern]), names)))
-        for number, (pattern, ratio) in enumerate(rules.rate_ratios.items())
-    ]
+    if any(decays := _decays(config, axes_of, rules)):
+        transforms.append(("decay", _add_decay(decays, is_cautious=config.cautious_decay)))
+    if ratios := _ratios(config, list(axes_of), rules):
+        transforms.append(("ratio", _multiply(ratios)))
 
     def label(path: str) -> str:
         is_trained = matches_any(config.trainable, path) and not matches_any(rules.constant, path)
@@ -156,7 +149,15 @@ def build(
     )
     is_trained = jax.tree.map(lambda label: label == "trained", labels)
     norm = GradNorm(is_trained=is_trained, is_per_layer=is_per_layer)
-    return Optimizer(_scale_by_schedule(inner, learning_rate, norm, config.clip_norm), learning_rate, norm, is_trained)
+    averaging = _averaging(config)
+    transform = _scale_by_schedule(inner, learning_rate, norm, config.clip_norm)
+    return Optimizer(
+        transform if averaging is None else _with_average(transform, averaging, learning_rate, is_trained),
+        learning_rate,
+        norm,
+        is_trained,
+        grad_dtype=config.grad_dtype.value if config.grad_dtype else None,
+    )
 
 
 def _scale_by_schedule(
@@ -175,9 +176,77 @@ def _scale_by_schedule(
         # The training step passes the rate that it logs; both count applied updates.
         rate = -(extra["learning_rate"] if "learning_rate" in extra else learning_rate(state.applied))
         stored = jax.tree.map(lambda new, old: new.astype(old.dtype), new_inner, state.inner)
-        return jax.tree.map(lambda u: rate * u, updates), OptimizerState(state.applied + 1, stored)
+        return jax.tree.map(lambda u: rate * u, updates), state._replace(applied=state.applied + 1, inner=stored)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _with_average(
+    inner: optax.GradientTransformationExtraArgs, averaging: Averaging, learning_rate: Schedule, is_trained: Tree
+) -> optax.GradientTransformationExtraArgs:
+    """Let the changes that `inner` makes to the weights enter their average."""
+
+    def init(params: Tree) -> OptimizerState:
+        return inner.init(params)._replace(average=start_average(params, is_trained))
+
+    def update(grads: Tree, state: OptimizerState, params: Tree, **extra: jax.Array) -> tuple[Tree, OptimizerState]:
+        changes, new = inner.update(grads, state, params, **extra)
+        params_f32 = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        rate = extra["learning_rate"] if "learning_rate" in extra else learning_rate(state.applied)
+        updates, average = averaging(changes, state.average, params_f32, rate)
+        return updates, new._replace(average=average)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _averaging(config: OptimizerConfig) -> Averaging | None:
+    if config.kind is OptimizerKind.schedule_free:
+        assert config.b1 is not None
+        return ScheduleFreeAverage(config.b1)
+    return None if config.ema_decay is None else ExponentialAverage(config.ema_decay)
+
+
+def _decays(config: OptimizerConfig, axes: "Axes", rules: PathRules) -> dict[str, float]:
+    """Weight decay of the parameters that have any, by path."""
+    matrices = muon_matrices(axes) if config.matrix_weight_decay is not None else {}
+    decays = {}
+    for path in axes:
+        own = config.matrix_weight_decay if path in matrices else None
+        decay = (config.weight_decay if own is None else own) * rules.decays_by_path.get(path, 1.0)
+        if decay and not matches_any((*config.no_decay, *rules.undecayed), path):
+            decays[path] = decay
+    return decays
+
+
+def _add_decay(decays: Mapping[str, float], *, is_cautious: bool) -> optax.GradientTransformation:
+    """Add decayed weights to the updates; cautiously (Chen et al., 2025) only where both move a weight towards zero."""
+
+    def add(keys: jax.tree_util.KeyPath, update: jax.Array, param: jax.Array) -> jax.Array:
+        decay = decays.get(path_of(keys), 0.0)
+        if not decay:
+            return update
+        decayed = decay * param
+        return update + (jnp.where(update * param > 0, decayed, 0) if is_cautious else decayed)
+
+    return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(add, updates, params))
+
+
+def _ratios(config: OptimizerConfig, known: list[str], rules: PathRules) -> dict[str, float | np.ndarray]:
+    """Learning rates relative to that of the config, of the parameters that have another, by path."""
+    ratios = dict(rules.rates_by_path)
+    for pattern, ratio in (*rules.rate_ratios.items(), *config.rate_ratios.items()):
+        for path in known:
+            if matches_any([pattern], path):
+                ratios[path] = ratios.get(path, 1.0) * ratio
+    return ratios
+
+
+def _multiply(ratios: Mapping[str, float | np.ndarray]) -> optax.GradientTransformation:
+    def scale(keys: jax.tree_util.KeyPath, update: jax.Array) -> jax.Array:
+        ratio = ratios.get(path_of(keys))
+        return update if ratio is None else update * ratio
+
+    return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(scale, updates))
 
 
 Axes = dict[str, LogicalAxes]
@@ -186,8 +255,10 @@ Axes = dict[str, LogicalAxes]
 def _adamw(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
     if config.moments is MomentFormat.dynamic8:
         assert config.b1 is not None and config.b2 is not None and config.eps is not None
-        return scale_by_adam8(axes, b1=config.b1, b2=config.b2, eps=config.eps)
-    return optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps, mu_dtype=_mu_dtype(config))
+        return scale_by_adam8(axes, b1=config.b1, b2=config.b2, eps=config.eps, eps_root=config.eps_root or 0.0)
+    return optax.scale_by_adam(
+        b1=config.b1, b2=config.b2, eps=config.eps, eps_root=config.eps_root or 0.0, mu_dtype=_mu_dtype(config)
+    )
 
 
 def _lion(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
@@ -204,43 +275,12 @@ def _adafactor(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformat
 
 
 def _muon(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
-    """Orthogonalized momentum for the layers' matrices; AdamW for embeddings, head, norms and biases.
-
-    `optax.contrib.muon` composes the same transformations, but cannot mask the weight decay of its AdamW half.
-    """
-    matrices = {path: matrix_dims(names) for path, names in axes.items() if not is_table(names)}
-    dimensions = {path: MuonDimensionNumbers(m.rows, m.columns) for path, m in matrices.items() if m is not None}
-
-    def dimensions_of(updates: Tree) -> Tree:
-        return jax.tree_util.tree_map_with_path(lambda keys, _: dimensions[path_of(keys)], updates)
-
-    def labels(params: Tree) -> Tree:
-        return jax.tree_util.tree_map_with_path(lambda keys, _: _label(path_of(keys) in dimensions), params)
-
-    orthogonal = scale_by_muon(
-        ns_steps=config.newton_schulz_steps,
-        beta=config.momentum,
-        eps=config.eps,
-        mu_dtype=_mu_dtype(config),
-        weight_dimension_numbers=dimensions_of,
-    )
-    matched = _match_adam_rms({path: m for path, m in matrices.items() if m is not None})
-    return optax.partition({"muon": optax.chain(orthogonal, matched), "adamw": _adamw(config, axes)}, labels)
+    return orthogonal_momentum(config, axes, _adamw(config, axes))
 
 
-def _label(is_matrix: bool) -> str:
-    return "muon" if is_matrix else "adamw"
-
-
-def _match_adam_rms(matrices: dict[str, MatrixDims]) -> optax.GradientTransformation:
-    """Scale updates to ADAM_RMS; an orthogonal n x m matrix has an RMS of 1 / sqrt(max(n, m))."""
-
-    def scale(keys: jax.tree_util.KeyPath, update: jax.Array) -> jax.Array:
-        matrix = matrices[path_of(keys)]
-        longest = max(math.prod(update.shape[d] for d in dims) for dims in (matrix.rows, matrix.columns))
-        return update * (ADAM_RMS * math.sqrt(longest))
-
-    return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(scale, updates))
+def _schedule_free(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
+    """AdamW without a first moment, whose part the average of the weights takes."""
+    return optax.scale_by_rms(decay=config.b2, eps=config.eps, eps_in_sqrt=False, bias_correction=True)
 
 
 def _mu_dtype(config: OptimizerConfig) -> str | None:
@@ -253,6 +293,7 @@ _SCALINGS: dict[OptimizerKind, Callable[[OptimizerConfig, Axes], optax.GradientT
     OptimizerKind.sgd: _sgd,
     OptimizerKind.muon: _muon,
     OptimizerKind.lion: _lion,
+    OptimizerKind.schedule_free: _schedule_free,
 }
 
 
@@ -278,9 +319,11 @@ def state_axes(optimizer: Optimizer, shapes: Tree, axes: Tree) -> Tree:
             return _factored_axes(names)
         if isinstance(leaf, Quantized):
             return Quantized(names, names)  # type: ignore[arg-type]
-        if leaf.shape != shape_of[path]:
+        sizes = list(zip(leaf.shape, shape_of[path], strict=False))
+        if len(leaf.shape) != len(shape_of[path]) or any(size not in (1, whole) for size, whole in sizes):
             raise ValueError(f"{path_of(keys)} has shape {leaf.shape}, its parameter {path} has {shape_of[path]}")
-        return names
+        # A dimension over which a moment is reduced has size 1.
+        return tuple(name if size == whole else None for name, (size, whole) in zip(names, sizes, strict=True))
 
     return jax.tree_util.tree_map_with_path(
         axes_of_leaf, state, is_leaf=lambda node: isinstance(node, (Factored, Quantized))

@@ -73,22 +73,26 @@ def axes_by_path(axes: Tree) -> dict[str, LogicalAxes]:
     return {path_of(keys): names for keys, names in jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)}
 
 
-def check_patterns(trainable: list[str], no_decay: list[str], known: list[str]) -> None:
-    """Raise ConfigError for an invalid pattern, or a trainable pattern that matches no parameter."""
-    problems = [*regex_problems("optimizer.trainable", trainable), *regex_problems("optimizer.no_decay", no_decay)]
+ACCEPTED = "regular expressions on parameter paths"
+
+
+def check_patterns(trainable: list[str], no_decay: list[str], ratios: list[str], known: list[str]) -> None:
+    """Raise ConfigError for an invalid pattern, or one of trainable or rate_ratios that matches no parameter."""
+    patterns = {"trainable": trainable, "no_decay": no_decay, "rate_ratios": ratios}
+    problems = [problem for key, values in patterns.items() for problem in regex_problems(f"optimizer.{key}", values)]
     if not problems:
-        problems = list(_unmatched(trainable, known))
+        problems = [*_unmatched("trainable", trainable, known), *_unmatched("rate_ratios", ratios, known)]
+    if not trainable:
+        reason = "is empty, so nothing would be trained"
+        problems.append(Problem("optimizer.trainable", reason, value=[], accepted=ACCEPTED))
     if problems:
         raise ConfigError(problems)
 
 
-def _unmatched(patterns: list[str], known: list[str]) -> Iterator[Problem]:
-    accepted = "regular expressions on parameter paths"
-    if not patterns:
-        yield Problem("optimizer.trainable", "is empty, so nothing would be trained", value=[], accepted=accepted)
+def _unmatched(key: str, patterns: list[str], known: list[str]) -> Iterator[Problem]:
     for pattern in patterns:
         if not any(matches_any([pattern], path) for path in known):
             near = difflib.get_close_matches(pattern, known, n=5, cutoff=0.0)
             reason = f"no parameter's path matches {pattern!r}"
             hint = f"nearest paths: {', '.join(near)}"
-            yield Problem("optimizer.trainable", reason, value=patterns, accepted=accepted, hint=hint)
+            yield Problem(f"optimizer.{key}", reason, value=patterns, accepted=ACCEPTED, hint=hint)

@@ -82,7 +82,7 @@ class Memory:
 @lru_cache(maxsize=8192)
 def memory(case: Case) -> Memory:
     """Memory of a training step on each device."""
-    accumulators = _trained_bytes(case) if case.grad_accum > 1 else 0
+    accumulators = _accumulator_bytes(case) if case.grad_accum > 1 else 0
     stream = case.stream_tokens * case.config.model.emb_dim * _compute_bytes(case)
     layer, rows = _layer_work(case)
     in_work = _layers_in_work(case)
@@ -136,6 +136,15 @@ def _moment_bytes(case: Case) -> float:
 @per_mesh
 def _trained_bytes(case: Case) -> float:
     return sum(map(case.local_bytes, case.subject.trained))
+
+
+def _accumulator_bytes(case: Case) -> float:
+    """Gradients of all micro-batches, in the dtype of the weights or in optimizer.grad_dtype."""
+    dtype = case.config.optimizer.grad_dtype
+    if dtype is None:
+        return _trained_bytes(case)
+    size = jnp.dtype(dtype.value).itemsize
+    return sum(case.local_bytes(array) * size / array.dtype.itemsize for array in case.subject.trained)
 
 
 def _compute_bytes(case: Case) -> int:

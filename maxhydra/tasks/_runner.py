@@ -33,6 +33,7 @@ from maxhydra.record.storage import StorageError
 from maxhydra.runtime import Machine, alerts, peers, signals
 from maxhydra.tasks._resume import Session, prepare_session
 from maxhydra.tasks._storage import check_reachable, stored_run
+from maxhydra.train.batches import resolve_epochs
 
 log = logging.getLogger("maxhydra")
 
@@ -111,6 +112,8 @@ def _run_on(
 ) -> Result:
     if (getattr(task, "TRAINS", False) or config.task.name in MEASURED) and config.hardware.compiled is None:
         machine, config = _choose_remat(machine, config)
+    if getattr(task, "TRAINS", False):
+        config = resolve_epochs(config)
     path = path or config.run.folder() / (config.run.name or _default_name(config, choices))
     is_main = machine.process_index == 0
     folder = RunDirectory(path.absolute(), writes=is_main and task.KEEPS_RUN)

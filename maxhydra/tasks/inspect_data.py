@@ -69,7 +69,7 @@ def run(job: Job) -> Outcome:
 def _measure(config: Config, count: int) -> tuple[list[list[Row]], dict[str, Any]]:
     """Read the first training batches, and measure how long they take."""
     size = max(1, round(config.train.per_device_batch_size * config.train.grad_accum))
-    rows = RowSpec(seq_len=config.train.seq_len, vocab_size=config.model.vocab_size, seed=config.run.seed)
+    rows = RowSpec.of(config)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     start = time.perf_counter()
     loader = host_loader(config.data, BatchSpec(rows=rows, batch=size, sharding=sharding))

@@ -1,6 +1,7 @@
 """Sources of training batches: a data loader, or a task that generates batches with the current weights."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -8,9 +9,12 @@ from typing import Any, Protocol
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.run import Train
 from maxhydra.data import BatchSpec, Loader, RowSpec
+from maxhydra.data.pipeline import count_training_rows
 from maxhydra.sharding import Sharder
 from maxhydra.train.loss import Batch
 from maxhydra.train.state import TrainState
+
+log = logging.getLogger("maxhydra")
 
 
 class BatchSource(Protocol):
@@ -79,11 +83,30 @@ def plan_batches(config: Config, sharder: Sharder) -> BatchSpec:
             )
         )
     return BatchSpec(
-        rows=RowSpec(seq_len=train.seq_len, vocab_size=config.model.vocab_size, seed=config.run.seed),
+        rows=RowSpec.of(config),
         batch=_micro_batch(train.per_device_batch_size, "train.per_device_batch_size", sharder) * train.grad_accum,
         sharding=sharder.sharding(("act_batch", "act_length")),
         ramp=tuple(_ramp(train, sharder)),
     )
+
+
+def resolve_epochs(config: Config) -> Config:
+    """Replace train.steps by the steps of train.epochs passes over the training rows; raises ConfigError if unknown."""
+    epochs = config.train.epochs
+    if epochs is None:
+        return config
+    spec = plan_batches(config, Sharder.from_config(config.mesh))
+    rows, sequences, steps = count_training_rows(config.data, spec.rows), 0, 0
+    while sequences < round(epochs * rows):
+        remaining, size = round(epochs * rows) - sequences, spec.batch_at(sequences)
+        # Beyond the ramp all batches have one size.
+        count = math.ceil(remaining / size) if size == spec.batch else 1
+        sequences, steps = sequences + count * size, steps + count
+    if problems := list(config.optimizer.schedule.check_length(steps)):
+        hint = f"train.epochs={epochs:g} are {steps} steps"
+        raise ConfigError([dataclasses.replace(problem, hint=hint) for problem in problems])
+    log.info("train.epochs=%g: %d steps over %s sequences", epochs, steps, f"{rows:,}")
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
 
 
 def _micro_batch(per_device: float, path: str, sharder: Sharder) -> int:

@@ -328,8 +328,8 @@ def _restored(
         seek(data)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"data/metadata does not hold a data position of this task: {data!r}") from error
-    state = TrainState(params=trees["params"], frozen=abstract.frozen, **{"history": {}, **trees["rest"]})
-    return Restored(state=state, data=data, source=source)
+    saved = TrainState(params=trees["params"], frozen=abstract.frozen, **{"history": {}, **trees["rest"]})
+    return Restored(state=saved.exchange_average(), data=data, source=source)
 
 
 def _other_replicas(path: Path, abstract: TrainState) -> ConfigError | None:
@@ -347,8 +347,13 @@ def _other_replicas(path: Path, abstract: TrainState) -> ConfigError | None:
 
 
 def saved_trees(state: TrainState) -> dict[str, Tree]:
-    """The items of a checkpoint that hold arrays."""
-    return {"params": state.params, "rest": _rest(state)}
+    """The items of a checkpoint that hold arrays.
+
+    With an average of the weights, it is in `params`, where all readers of weights find it, and the trained weights are
+    in its place in `rest`.
+    """
+    saved = state.exchange_average()
+    return {"params": saved.params, "rest": _rest(saved)}
 
 
 def _rest(state: TrainState) -> dict[str, Tree]:

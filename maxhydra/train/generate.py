@@ -31,7 +31,7 @@ def final_sample(config: Config, states: StateFactory, result: TrainResult) -> d
     model_config = dataclasses.replace(states.model.config, kernels=ModelKernels())  # type: ignore[call-arg]
     text = write_sample(
         dataclasses.replace(states.model, config=model_config),
-        result.state.weights,
+        result.state.exchange_average().weights,
         config.data,
         config.train.sample,
         sharder=states.sharder,

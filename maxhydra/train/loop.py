@@ -191,10 +191,11 @@ class _Loop:
         if self._context.metrics.halted:
             return
         with self._context.paused("eval"):
+            evaluated = state.exchange_average()
             if signals.is_distributed():
-                metrics = self._context.evaluate(state)
+                metrics = self._context.evaluate(evaluated)
             else:
-                metrics = signals.wait(self._worker.submit(self._context.evaluate, state))
+                metrics = signals.wait(self._worker.submit(self._context.evaluate, evaluated))
         self._context.history.evaluations[step] = metrics
         self._context.metrics.log_evaluation(step, metrics)
 

@@ -40,7 +40,7 @@ def initialize_or_resume(
     if restored is None:
         if initial is not None:
             return InitialState(states.create_from_base(initial(), seed), 0, "weights initialized by the task")
-        source = f"fresh weights from seed {seed}"
+        source = f"fresh weights from seed {seed if states.weights_seed is None else states.weights_seed}"
         if checkpoint.load_parameters is not None:
             source = f"the weights of {checkpoint.load_parameters}"
         return InitialState(_fresh_state(states, checkpoint, seed), 0, source)

@@ -14,10 +14,10 @@ from maxhydra import model, optim
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.quantization import QAT, STORED_KINDS, TRAINING_KINDS, AdapterKind
 from maxhydra.model import ModelDef, amax_histories, fit_adapter, merge_trees, split_trainable
-from maxhydra.model.lora import ADAPTER, CONSTANT, UNDECAYED
-from maxhydra.optim import Optimizer, PathRules, state_axes
+from maxhydra.optim import Optimizer, OptimizerState, exchange, state_axes
 from maxhydra.sharding import LogicalAxes, Sharder, is_axes
 from maxhydra.train.loss import Tree
+from maxhydra.train.path_rules import path_rules
 
 # Memory kind in which offloaded optimizer state is stored.
 OFFLOAD_MEMORY = "pinned_host"
@@ -77,6 +77,14 @@ class TrainState:
         """All weights that a loss reads, as one tree. Parameters in host memory are copied to the devices."""
         return merge_trees(merge_trees(jax.tree.map(_on_device, self.params), self.frozen), self.history)
 
+    def exchange_average(self) -> "TrainState":
+        """Exchange the trained weights and their average, if there is one, which is evaluated and saved."""
+        optimizer = self.opt_state
+        if not isinstance(optimizer, OptimizerState) or optimizer.average is None:
+            return self
+        params, average = exchange(optimizer.average, self.params)
+        return dataclasses.replace(self, params=params, opt_state=optimizer._replace(average=average))
+
 
 class Replica(NamedTuple):
     """What each DiLoCo replica has for itself, stacked over the replicas."""
@@ -133,6 +141,8 @@ class StateFactory:
     """Whether the optimizer state is stored in pinned host memory."""
     offloads_params: bool = False
     """Whether the trainable parameters are."""
+    weights_seed: int | None = None
+    """Seed of the initial weights; None: that of the run."""
 
     def spec(self, axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
         """The PartitionSpec of a trainable parameter or an array of the optimizer state.
@@ -217,7 +227,10 @@ class StateFactory:
         return DilocoState(jax.tree.map(lambda axes: ("replicas", *axes), replica, is_leaf=is_axes), params)
 
     def _init_weights(self, seed: jax.Array) -> Tree:
-        return self.model.init(jax.random.split(jax.random.key(seed))[0])
+        return self.model.init(self._weights_key(seed))
+
+    def _weights_key(self, seed: jax.Array) -> jax.Array:
+        return jax.random.split(jax.random.key(seed if self.weights_seed is None else jnp.uint32(self.weights_seed)))[0]
 
     def shardings(self) -> TrainState:
         params, frozen = split_trainable(self.model.axes)
@@ -274,7 +287,7 @@ class StateFactory:
     def init_base(self, seed: int) -> Tree:
         """The base model weights that `create` gives for the seed, without adapter or optimizer."""
         build = jax.jit(
-            lambda seed: self.model.base.init(jax.random.split(jax.random.key(seed))[0]),
+            lambda seed: self.model.base.init(self._weights_key(seed)),
             out_shardings=self.sharder.tree(self.model.base.axes),
             compiler_options=_run_once_options(),
         )
@@ -345,7 +358,7 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         axes=axes,
         # Gradient accumulation is a loop that adds up whole layer stacks.
         is_unrolled=decoder.is_unrolled_on(sharder) and config.train.grad_accum == 1,
-        rules=_path_rules(config),
+        rules=path_rules(config, decoder),
     )
     return StateFactory(
         decoder,
@@ -355,16 +368,7 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         shards_over_data=config.mesh.shard_state_over_data,
         offloads_moments=config.optimizer.offload,
         offloads_params=config.optimizer.offload_weights,
-    )
-
-
-def _path_rules(config: Config) -> PathRules:
-    """Arrays of an adapter, and layers that the loss does not use: without decay those do not change."""
-    ratio = config.adapter.b_rate_ratio
-    return PathRules(
-        constant=CONSTANT,
-        undecayed=[*UNDECAYED, *([] if config.task.trains_mtp else ["^mtp/"])],
-        rate_ratios={} if ratio == 1 else {f"/{ADAPTER}/b$": ratio},
+        weights_seed=config.run.weights_seed,
     )
 
 

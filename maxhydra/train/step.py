@@ -57,7 +57,7 @@ def make_step(
         # The "gradient" with respect to the amax history is the amaxes of this step (layers/quant/training.py).
         trainable = (cast(layout.load_params(state.params)), state.history)
         with collect_statistics(has_statistics):
-            (grads, amaxes), sums = _gradients(loss_of, trainable, batch, key, train.grad_accum, like=state.params)
+            (grads, amaxes), sums = _gradients(loss_of, trainable, batch, key, train, optimizer, like=state.params)
         grads = layout.shard_gradients(grads)
         aux, weight = sums.pop(AUX, {}), _nonzero_weight(sums)
         means = {name: total / weight for name, total in sums.items() if name not in ("weight", "nll")}
@@ -102,16 +102,18 @@ def _gradients(
     trainable: tuple[Tree, Tree],
     batch: Batch,
     key: jax.Array,
-    micro_batches: int,
+    train: Train,
+    optimizer: Optimizer,
     *,
     like: Tree,
 ) -> tuple[tuple[Tree, Tree], Sums]:
     """Gradient of sum(loss) over the whole batch, the amaxes of this step, and the sums.
 
     Micro-batches accumulate gradients of sums, to be divided once by the total weight, so that the result equals that
-    of the whole batch even if their token counts differ. Gradients accumulate in the dtypes of `like`, the stored
-    params; amaxes are combined by their maximum.
+    of the whole batch even if their token counts differ. Gradients accumulate in optimizer.grad_dtype, or in the
+    dtypes of `like`, the stored params; amaxes are combined by their maximum.
     """
+    micro_batches, dtype = train.grad_accum, optimizer.grad_dtype
 
     def total_loss(trainable: tuple[Tree, Tree], batch: Batch, key: jax.Array) -> tuple[jax.Array, Sums]:
         sums = loss_fn(trainable, batch, key)
@@ -120,6 +122,7 @@ def _gradients(
     gradient = jax.grad(total_loss, has_aux=True)
     if micro_batches == 1:
         (grads, amaxes), sums = gradient(trainable, batch, key)
+        grads = grads if dtype is None else jax.tree.map(lambda x: x.astype(dtype), grads)
     else:
         parts, keys = split_microbatches(batch, micro_batches), jax.random.split(key, micro_batches)
 
@@ -132,7 +135,7 @@ def _gradients(
         shapes = jax.eval_shape(gradient, trainable, jax.tree.map(lambda x: x[0], parts), keys[0])
         amaxes = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[0][1])
         sums = jax.tree_util.tree_map_with_path(_initial_sum, shapes[1])
-        zeros = ((jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), amaxes), sums)
+        zeros = ((jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype or leaf.dtype), like), amaxes), sums)
         ((grads, amaxes), sums), _ = jax.lax.scan(accumulate, zeros, (parts, keys))
     return (grads, amaxes), sums
 

@@ -11,8 +11,8 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.model import Dtype
+from maxhydra.config.schema.optimizer import MomentFormat, OptimizerKind, Schedule, ScheduleKind
 from maxhydra.config.schema.optimizer import Optimizer as Config
-from maxhydra.config.schema.optimizer import OptimizerKind, Schedule, ScheduleKind
 from maxhydra.optim import build, state_axes
 from maxhydra.sharding import is_axes
 
@@ -54,7 +54,8 @@ FIELDS = {
     OptimizerKind.muon: {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "momentum": 0.95, "newton_schulz_steps": 5},
     OptimizerKind.lion: {"b1": 0.9, "b2": 0.99},
 }
-KINDS = pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kind: kind.value)
+# schedule_free is in test_averages.py.
+KINDS = pytest.mark.parametrize("kind", [kind for kind in OptimizerKind if kind in FIELDS], ids=lambda kind: kind.value)
 
 
 def config(kind=OptimizerKind.adamw, **fields):
@@ -319,3 +320,94 @@ def test_invalid_patterns_are_rejected(fields):
 def test_no_decay_pattern_may_match_nothing():
     optimizer = build(config(no_decay=["nothing_of_this_name"]), steps=STEPS, shapes=SHAPES, axes=AXES)
     assert jax.tree.leaves(jax.eval_shape(optimizer.transform.init, SHAPES))
+
+
+@pytest.mark.parametrize("moments", [None, MomentFormat.dynamic8])
+def test_eps_under_the_root(moments):
+    """Moments of small vectors stay in float32, so that both formats equal optax."""
+    params, gradient = {"norm": {"scale": jnp.ones(8)}}, {"norm": {"scale": jnp.linspace(-1e-4, 1e-4, 8)}}
+    axes = {"norm": {"scale": ("norm",)}}
+    settings = config(eps_root=1e-8, moments=moments, clip_norm=None, weight_decay=0.0)
+    optimizer = build(settings, steps=STEPS, shapes=jax.eval_shape(lambda: params), axes=axes)
+    updates, _ = optimizer.transform.update(gradient, optimizer.transform.init(params), params)
+    expected = optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8, eps_root=1e-8)
+    scaled, _ = expected.update(gradient, expected.init(params))
+    np.testing.assert_allclose(updates["norm"]["scale"], -learning_rate(0) * scaled["norm"]["scale"], rtol=1e-5)
+
+
+def test_cautious_decay_is_masked_by_the_update():
+    params = random_tree(3)
+    plain, cautious = (
+        build(config(weight_decay=0.1, cautious_decay=is_cautious), steps=STEPS, shapes=SHAPES, axes=AXES)
+        for is_cautious in (False, True)
+    )
+    undecayed = build(config(weight_decay=0.0), steps=STEPS, shapes=SHAPES, axes=AXES)
+    grads = random_tree(100)
+    found, full, none = (
+        flat(optimizer.transform.update(grads, optimizer.transform.init(params), params)[0])
+        for optimizer in (cautious, plain, undecayed)
+    )
+    for path, param in flat(params).items():
+        towards_zero = -none[path] * param > 0
+        np.testing.assert_allclose(found[path], np.where(towards_zero, full[path], none[path]), rtol=1e-6, err_msg=path)
+    assert not np.array_equal(found["head/kernel"], full["head/kernel"])
+
+
+def first_update(**fields):
+    params = random_tree(4)
+    optimizer = build(config(clip_norm=None, **fields), steps=STEPS, shapes=SHAPES, axes=AXES)
+    updates, state = optimizer.transform.update(random_tree(100), optimizer.transform.init(params), params)
+    return flat(updates), flat(params), state
+
+
+def test_muon_has_its_own_decay_and_scale():
+    muon = OptimizerKind.muon
+    base, params, _ = first_update(kind=muon, weight_decay=0.1)
+    own, _, _ = first_update(kind=muon, weight_decay=0.1, matrix_weight_decay=0.0)
+    up = "layers/0/mlp/up"
+    np.testing.assert_allclose(own[up] - base[up], learning_rate(0) * 0.1 * params[up], rtol=1e-3, atol=1e-8)
+    np.testing.assert_array_equal(own["head/kernel"], base["head/kernel"])
+    # An orthogonal 8 x 12 matrix has an RMS of 12 ** -0.5; Jordan's scale is sqrt(12 / 8).
+    jordan, _, _ = first_update(kind=muon, weight_decay=0.0, update_rms=0.0)
+    np.testing.assert_allclose(jordan[up] / own[up], np.sqrt(12 / 8) / (0.2 * np.sqrt(12)), rtol=1e-4)
+
+
+def test_normuon_equals_the_transcription():
+    """Two updates of one layer; the paper's rows are our columns, the outputs."""
+    optimizer = build(
+        config(OptimizerKind.muon, neuron_b2=0.9, clip_norm=None, weight_decay=0.0),
+        steps=STEPS,
+        shapes=SHAPES,
+        axes=AXES,
+    )
+    params, state = random_tree(5), None
+    state = optimizer.transform.init(params)
+    memory, second = None, np.zeros(MLP)
+    for step in range(2):
+        grads = random_tree(100 + step)
+        updates, state = optimizer.transform.update(grads, state, params)
+        g, p = (flat(tree)["layers/0/mlp/up"][1] for tree in (grads, params))
+        orthogonal, memory = orthogonalize("", g, p, memory, step)
+        second = 0.9 * second + 0.1 * np.mean(orthogonal**2, axis=0)
+        normalized = orthogonal / (np.sqrt(second) + 1e-8)
+        expected = 0.2 * np.sqrt(normalized.size) / np.linalg.norm(normalized) * normalized
+        found = flat(updates)["layers/0/mlp/up"][1]
+        np.testing.assert_allclose(found, -learning_rate(step) * expected, rtol=1e-4, atol=1e-8)
+    axes = flat_axes(state_axes(optimizer, SHAPES, AXES))
+    neurons = [names for path, names in axes.items() if "second" in path and path.endswith("mlp/up")]
+    assert neurons == [("layers", None, "mlp")]
+
+
+def flat_axes(axes):
+    leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): names for path, names in leaves}
+
+
+def test_rate_ratios_multiply():
+    base, _, _ = first_update()
+    found, _, _ = first_update(rate_ratios={"mlp": 0.5, "mlp/up": 0.1, "head": 0.0})
+    for path, update in base.items():
+        ratio = {"layers/0/mlp/up": 0.05, "layers/0/mlp/down": 0.5, "head/kernel": 0.0}.get(path, 1.0)
+        np.testing.assert_allclose(found[path], ratio * update, rtol=1e-6, err_msg=path)
+    with pytest.raises(ConfigError, match="no parameter's path matches 'absent'"):
+        first_update(rate_ratios={"absent": 0.5})

@@ -25,6 +25,21 @@ SHAPES = {
         {**WSD, "decay_style": DecayStyle.cosine},
         {9: 1, 79: 1, 84: 0.1 + 0.45 * (1 + math.cos(math.pi / 4)), 89: 0.55, 99: 0.1, 200: 0.1},
     ),
+    "wsd sqrt": ({**WSD, "decay_style": DecayStyle.sqrt}, {79: 1, 84: 0.55, 99: 0.1}),
+    "wsd exponential": ({**WSD, "decay_style": DecayStyle.exponential}, {79: 1, 89: 0.1**0.5, 99: 0.1}),
+    "wsd inverse": ({**WSD, "decay_style": DecayStyle.inverse}, {79: 1, 89: 2 / 11, 99: 0.1}),
+    "wsd-s": (
+        {**WSD, "decay_style": DecayStyle.linear, "restarts": [40, 70]},
+        {19: 1, 29: 0.55, 39: 0.1, 40: 1, 49: 1, 69: 0.1, 70: 1, 79: 1, 99: 0.1},
+    ),
+    "cosine with restarts": (
+        {"kind": ScheduleKind.cosine, "final_fraction": 0.0, "restarts": [40]},
+        {9: 1, 24: 0.5, 39: 0, 40: 1, 99: 0},
+    ),
+    "shorter than the run": (
+        {"kind": ScheduleKind.linear, "final_fraction": 0.1, "steps": 60},
+        {9: 1, 34: 0.55, 59: 0.1, 99: 0.1},
+    ),
     "inverse_sqrt": ({"kind": ScheduleKind.inverse_sqrt}, {9: 1, 39: 0.5, 89: 1 / 3, 999: 0.1}),
 }
 
@@ -44,8 +59,27 @@ def test_no_warmup_starts_at_the_peak(fields, points):
     assert float(rate(0)) == pytest.approx(PEAK)
 
 
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"kind": ScheduleKind.constant, "restarts": [5]}, "restarts"),
+        ({**WSD, "decay_style": DecayStyle.linear, "restarts": [40, 50]}, "restarts"),
+        ({**WSD, "decay_style": DecayStyle.inverse, "final_fraction": 0.0}, "final_fraction"),
+    ],
+)
+def test_impossible_schedules_are_rejected(fields, path):
+    assert [problem.path for problem in Schedule(**fields).check()] == [path]
+
+
+def test_a_run_shorter_than_its_schedule_is_rejected():
+    restarted = Schedule(**WSD, decay_style=DecayStyle.linear, restarts=[90])
+    assert [problem.path for problem in restarted.check_length(100)] == ["train.steps"]
+    assert not list(restarted.check_length(110))
+
+
 @pytest.mark.parametrize(("fields", "points"), SHAPES.values(), ids=SHAPES)
 def test_one_step_and_all_warmup_are_finite_and_positive(fields, points):
+    fields = {name: value for name, value in fields.items() if name not in ("steps", "restarts")}
     for steps, warmup in ((1, 0), (1, 1), (20, 20)):
         rate = schedule(Schedule(warmup_steps=warmup, **fields), peak=PEAK, steps=steps)
         rates = [float(rate(step)) for step in range(steps)]

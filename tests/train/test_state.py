@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from maxhydra.config import Config
+from maxhydra.config import Config, ConfigError
+from maxhydra.data import RowSpec
 from maxhydra.train import next_token_loss
 from maxhydra.train.checkpoint import open_checkpointer, restore
 from maxhydra.train.state import StateFactory, TrainState, _run_once_options
@@ -125,3 +126,28 @@ def test_initialization_is_compiled_at_level_1_or_the_lower_one_of_xla_flags(
 ) -> None:
     monkeypatch.setenv("XLA_FLAGS", flags)
     assert _run_once_options() == {"xla_backend_optimization_level": level}
+
+
+def test_weights_and_data_have_seeds_of_their_own():
+    (plain, _), (other, config) = plan(), plan("run.weights_seed=5", "run.data_seed=7")
+    states = [plain.create(5), other.create(0), plain.create(0)]
+    jax.tree.map(np.testing.assert_array_equal, states[1].params, states[0].params)
+    np.testing.assert_array_equal(states[1].key, states[2].key)
+    assert RowSpec.of(config).seed == 7
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_accepted"),
+    [
+        (["optimizer.grad_dtype=float32", "model.dtypes.compute=bfloat16"], False),
+        (["optimizer.grad_dtype=float32", "model.dtypes.compute=bfloat16", "train.grad_accum=2"], True),
+        (["optimizer.grad_dtype=bfloat16", "model.dtypes.compute=float32"], True),
+    ],
+)
+def test_a_gradient_dtype_without_effect_is_rejected(overrides, is_accepted):
+    try:
+        plan(*overrides)
+    except ConfigError as error:
+        assert not is_accepted and [problem.path for problem in error.problems] == ["optimizer.grad_dtype"]
+    else:
+        assert is_accepted

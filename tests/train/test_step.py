@@ -179,3 +179,23 @@ def test_a_failed_check_names_operation_and_line(kind: str, broken: LossFn, mess
         step(fresh(), batch(0))
     line = broken.__code__.co_firstlineno + 2
     assert message in str(error.value) and f"{__file__}:{line} ({broken.__name__})" in str(error.value)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_gradients_are_rounded_to_their_dtype(micro_batches: int) -> None:
+    """Each micro-batch adds to a bfloat16 sum, which the optimizer reads."""
+    seen = []
+
+    def record(updates: optax.Updates, params: optax.Params) -> optax.Updates:
+        seen.append(updates["w"])
+        return updates
+
+    spy = Optimizer(optax.stateless(record), lambda step: 0.1, grad_dtype="bfloat16")
+    state = dataclasses.replace(fresh(), opt_state=spy.transform.init(fresh().params))
+    data = batch(0)
+    make_step(loss, spy, Train(grad_accum=micro_batches))(state, data)
+    expected = jnp.zeros(4, jnp.bfloat16)
+    for part in range(micro_batches):
+        rows = {name: column[part::micro_batches] for name, column in data.items()}
+        expected += jax.grad(lambda p, rows=rows: loss(p, rows, None)["loss"])(state.params)["w"].astype(jnp.bfloat16)
+    np.testing.assert_allclose(seen[0], expected.astype(np.float32) / data["weights"].sum(), rtol=1e-6)

@@ -15,7 +15,7 @@ from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.hardware import Hardware, Mesh
 from maxhydra.config.schema.health import Alerts, Profile, Statistics, Watchdog
 from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, MlpKind, Model, Positions
-from maxhydra.config.schema.optimizer import Optimizer
+from maxhydra.config.schema.optimizer import Optimizer, OptimizerKind
 from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantization
 from maxhydra.config.schema.reward import Environment, Reward
 from maxhydra.config.schema.run import EVAL_LOSS, LOGGED, Run, Task, Tracker, Train
@@ -25,6 +25,8 @@ from maxhydra.record.storage import is_remote
 DILOCO_TASKS = ("pretrain", "sft", "plan")
 
 TRAINING_TASKS = ("pretrain", "sft", "dpo", "reward_model", "grpo", "distill")
+# Tasks that read the rows of their data in epochs, or describe one that does.
+EPOCH_TASKS = ("pretrain", "sft", "dpo", "reward_model", "distill", "plan", "inspect", "inspect_data")
 # Tasks of models with a score head.
 SCORE_TASKS = ("reward_model", "convert", "inspect")
 # Tasks whose engine can be profiled.
@@ -127,20 +129,26 @@ class Config(Schema):
             yield Problem("model.head", reason, value=self.model.head, accepted="score")
         for problem in self.task.check_model(self.model):
             yield dataclasses.replace(problem, path=f"task.{problem.path}")
+        yield from self._optimizer_problems()
+
+    def _optimizer_problems(self) -> Iterator[Problem]:
+        """Dtypes that optimizer and model do not support together, and schedules that do not fit the run."""
         # Adapter weights are float32 whatever the dtype of the frozen weights.
         trained = self.model.dtypes.weights if self.adapter.kind is AdapterKind.none else Dtype.float32
         for problem in self.optimizer.check_moments(trained):
             yield dataclasses.replace(problem, path=f"optimizer.{problem.path}")
-        schedule = self.optimizer.schedule
-        scheduled = schedule.warmup_steps + (schedule.decay_steps or 0)
-        if scheduled > self.train.steps:
-            yield Problem(
-                "train.steps",
-                f"is less than the {scheduled} steps of warm-up and decay in optimizer.schedule",
-                value=self.train.steps,
-                accepted=f"{scheduled} or more",
-                hint="or reduce optimizer.schedule.warmup_steps and decay_steps",
-            )
+        has_bias = any(kind.moe.router.bias_rate for kind in self.model.kinds.values())
+        if self.optimizer.kind is OptimizerKind.schedule_free and has_bias:
+            reason = "is not supported with router biases, which change outside of the optimizer"
+            yield Problem("optimizer.kind", reason, value="schedule_free", accepted="another kind, with ema_decay")
+        compute, grad_accum = self.model.dtypes.compute, self.train.grad_accum
+        for problem in self.optimizer.check_grad_dtype(compute, grad_accum=grad_accum):
+            yield dataclasses.replace(problem, path=f"optimizer.{problem.path}")
+        if self.train.epochs is None:
+            yield from self.optimizer.schedule.check_length(self.train.steps)
+        elif self.task.name not in EPOCH_TASKS:
+            reason, accepted = f"is not supported by task={self.task.name}", f"null, or task={', '.join(EPOCH_TASKS)}"
+            yield Problem("train.epochs", reason, value=self.train.epochs, accepted=accepted)
 
     def _evaluation_problems(self) -> Iterator[Problem]:
         """Keys that depend on a metric which the evaluations of a training task do not report."""
@@ -170,7 +178,8 @@ class Config(Schema):
             reason = f"profiles training and decoding, and task={name} does neither"
             yield Problem(key, reason, accepted=f"task={', '.join(profiled)}")
         is_train = name not in ENGINE_TASKS
-        if is_train and len(self.profile.steps) == 2 and self.profile.steps[1] > self.train.steps:
+        is_known = is_train and self.train.epochs is None
+        if is_known and len(self.profile.steps) == 2 and self.profile.steps[1] > self.train.steps:
             reason = f"ends after the last step, train.steps={self.train.steps}"
             yield Problem("profile.steps", reason, self.profile.steps, accepted=f"steps up to {self.train.steps}")
 
@@ -221,6 +230,10 @@ class Config(Schema):
         if section is not None and self.mesh.shard_state_over_data:
             reason, accepted = "is not supported with DiLoCo", f"false, or {section}.replica=1"
             yield Problem("mesh.shard_state_over_data", reason, value=True, accepted=accepted)
+        if section is not None and self.optimizer.has_average:
+            key = "kind" if self.optimizer.ema_decay is None else "ema_decay"
+            reason, accepted = "averages the weights, which is not supported with DiLoCo", f"{section}.replica=1"
+            yield Problem(f"optimizer.{key}", reason, accepted=accepted)
         for key in ("offload", "offload_weights"):
             if section is not None and getattr(self.optimizer, key):
                 reason, accepted = "is not supported with DiLoCo", f"false, or {section}.replica=1"

@@ -261,7 +261,7 @@ class Data(Corpus):
     """record_type=chat: reasoning of the assistant, in <think> </think> or a separate field of its messages: keep
     trains on it, mask keeps it without loss, drop removes it."""
     shuffle: bool = True
-    """Shuffle records in a new order each epoch, seeded by run.seed; false keeps their order."""
+    """Shuffle records in a new order each epoch, seeded by run.data_seed or run.seed; false keeps their order."""
     streams: int | None = option(None, ge=1)
     """Number of streams into which records are split for reading; fixed when a run resumes on other hosts. null: one
     per process at the start of the run."""

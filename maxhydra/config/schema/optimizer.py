@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from enum import Enum
+from itertools import pairwise
 
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem
@@ -14,6 +15,7 @@ class OptimizerKind(Enum):
     sgd = "sgd"
     muon = "muon"
     lion = "lion"
+    schedule_free = "schedule_free"
 
 
 class MomentFormat(Enum):
@@ -31,6 +33,14 @@ class ScheduleKind(Enum):
 class DecayStyle(Enum):
     linear = "linear"
     cosine = "cosine"
+    sqrt = "sqrt"
+    exponential = "exponential"
+    inverse = "inverse"
+
+
+# Styles whose rate never reaches zero.
+POSITIVE_STYLES = (DecayStyle.exponential, DecayStyle.inverse)
+DECAYING = (ScheduleKind.cosine, ScheduleKind.linear, ScheduleKind.wsd)
 
 
 @schema
@@ -46,23 +56,58 @@ class Schedule(Schema):
     decay_steps: int | None = option(None, ge=1)
     """wsd: length of the final decay."""
     decay_style: DecayStyle | None = None
-    """wsd: shape of the final decay, linear or cosine."""
+    """wsd: shape of the final decay, linear, cosine, sqrt (1 - sqrt of the progress; Haegele et al., 2024),
+    exponential, or inverse (linear in 1 / rate; Wen et al., 2024)."""
+    steps: int | None = option(None, ge=1)
+    """Steps after which the schedule is complete; later steps keep its last rate. null: train.steps."""
+    restarts: list[int] = option([], ge=1)
+    """cosine, linear, wsd: numbers of steps after which a decay is complete and the rate returns to the peak. With wsd
+    this is WSD-S (Wen et al., 2024), with cosine SGDR (Loshchilov and Hutter, 2017)."""
+
+    def length(self, train_steps: int) -> int:
+        """Steps of the schedule in a run of this length."""
+        return train_steps if self.steps is None else self.steps
 
     def check(self) -> Iterator[Problem]:
-        wsd = self.kind is ScheduleKind.wsd
-        decays = self.kind in (ScheduleKind.cosine, ScheduleKind.linear, ScheduleKind.wsd)
+        wsd, decays = self.kind is ScheduleKind.wsd, self.kind in DECAYING
         yield from _used(self, "optimizer/schedule", {"decay_steps": wsd, "decay_style": wsd, "final_fraction": decays})
+        if self.decay_style in POSITIVE_STYLES and self.final_fraction == 0:
+            reason = f"is never reached with decay_style={self.decay_style.value}"
+            yield Problem("final_fraction", reason, value=0.0, accepted="over 0 and at most 1")
+        if self.restarts and not decays:
+            reason, accepted = f"is not used by kind={self.kind.value}, which has no decay", "[]"
+            yield Problem("restarts", reason, value=self.restarts, accepted=accepted)
+        shortest = max(self.decay_steps or 0, 1)
+        starts = [self.warmup_steps, *self.restarts]
+        if any(after - before < shortest for before, after in pairwise(starts)):
+            reason = f"leaves less than {shortest} steps between warm-up and restarts"
+            yield Problem("restarts", reason, value=self.restarts, accepted="ascending numbers of steps")
+
+    def check_length(self, train_steps: int) -> Iterator[Problem]:
+        """Yield the problem of a run that is too short for the schedule, with a path from the config root."""
+        path = "train.steps" if self.steps is None else "optimizer.schedule.steps"
+        needed = max(self.warmup_steps, *self.restarts, 0) + (self.decay_steps or 0)
+        if needed > self.length(train_steps):
+            yield Problem(
+                path,
+                f"is less than the {needed} steps of warm-up, restarts and decay in optimizer.schedule",
+                value=self.length(train_steps),
+                accepted=f"{needed} or more",
+                hint="or reduce optimizer.schedule.warmup_steps, restarts and decay_steps",
+            )
 
 
+MUON_OPTIONAL = ("matrix_weight_decay", "update_rms", "neuron_b2")
 # Which of the kind-specific fields each optimizer uses; the others must stay null.
 USES: dict[OptimizerKind, tuple[str, ...]] = {
-    OptimizerKind.adamw: ("b1", "b2", "eps", "mu_dtype", "moments"),
+    OptimizerKind.adamw: ("b1", "b2", "eps", "eps_root", "mu_dtype", "moments"),
     OptimizerKind.adafactor: ("b2_decay", "eps", "min_dim_factored"),
     OptimizerKind.sgd: ("momentum", "mu_dtype"),
-    OptimizerKind.muon: ("b1", "b2", "eps", "momentum", "newton_schulz_steps", "mu_dtype"),
+    OptimizerKind.muon: ("b1", "b2", "eps", "eps_root", "momentum", "newton_schulz_steps", "mu_dtype", *MUON_OPTIONAL),
     OptimizerKind.lion: ("b1", "b2", "mu_dtype"),
+    OptimizerKind.schedule_free: ("b1", "b2", "eps"),
 }
-OPTIONAL = ("mu_dtype", "moments")
+OPTIONAL = ("mu_dtype", "moments", "eps_root", *MUON_OPTIONAL)
 # In bfloat16, subtracting less than 1/256 of a number leaves it unchanged.
 LARGEST_DECAY = 0.995
 
@@ -72,35 +117,61 @@ class Optimizer(Schema):
     """Optimizer. Its option in conf/optimizer sets the fields that the kind uses and leaves the others null."""
 
     kind: OptimizerKind = OptimizerKind.adamw
-    """adamw, adafactor, sgd, muon (matrices of the layers; adamw for the rest) or lion."""
+    """adamw, adafactor, sgd, muon (matrices of the layers; adamw for the rest), lion or schedule_free (AdamW at a
+    constant rate; the average of its iterates is evaluated, saved and exported)."""
     learning_rate: float = option(3e-4, gt=0)
     """Peak learning rate."""
     schedule: Schedule = section(Schedule)
     weight_decay: float = option(0.1, ge=0)
     """Decoupled weight decay, multiplied by the learning rate."""
+    cautious_decay: bool = False
+    """Decay a weight only in steps whose update also moves it towards zero (Chen et al., 2025)."""
     no_decay: list[str] = option(["norm", "bias"])
     """Parameters whose path matches one of these regular expressions are not decayed."""
+    rate_ratios: dict[str, float] = option({}, ge=0)
+    """Learning rate of parameters whose path matches a regular expression, relative to that of the others; ratios of
+    several matching ones are multiplied."""
+    layer_decay: float | None = option(None, gt=0, le=1)
+    """Learning rate of each layer relative to that of the layer after it; the embedding is before the first layer.
+    null: all are equal."""
+    ema_decay: float | None = option(None, gt=0, lt=1)
+    """Decay of an exponential moving average of the weights, which is evaluated, saved and exported in place of the
+    trained weights; a run resumes from both. null: no average."""
     trainable: list[str] = option([".*"])
     """Parameters whose path matches one of these regular expressions are trained; all others are frozen and have no
     optimizer state."""
     clip_norm: float | None = option(1.0, gt=0)
     """Global norm to which gradients are clipped. null: no clipping."""
     b1: float | None = option(None, ge=0, lt=1)
-    """adamw, muon (its adamw part), lion: decay of the first moment."""
+    """adamw, muon (its adamw part), lion: decay of the first moment; schedule_free: share of the average in the weights
+    at which gradients are computed."""
     b2: float | None = option(None, ge=0, lt=1)
-    """adamw, muon (its adamw part): decay of the second moment; lion: decay of the momentum."""
+    """adamw, muon (its adamw part), schedule_free: decay of the second moment; lion: decay of the momentum."""
     b2_decay: float | None = option(None, gt=0, lt=1)
     """adafactor: exponent of the second moment's decay, 1 - step ** -b2_decay."""
     eps: float | None = option(None, gt=0)
-    """adamw, adafactor, muon: added to the denominator for numerical stability."""
+    """adamw, adafactor, muon, schedule_free: added to the denominator for numerical stability."""
+    eps_root: float | None = option(None, ge=0)
+    """adamw, muon (its adamw part): added to the second moment under the square root. null: 0."""
     momentum: float | None = option(None, ge=0, lt=1)
     """sgd, muon: momentum (Nesterov in muon)."""
     newton_schulz_steps: int | None = option(None, ge=1)
     """muon: iterations of the orthogonalization."""
+    matrix_weight_decay: float | None = option(None, ge=0)
+    """muon: weight decay of the matrices that it updates. null: weight_decay."""
+    update_rms: float | None = option(None, ge=0)
+    """muon: root mean square of an update of a matrix before the learning rate; 0 is Jordan's scale, sqrt(max(1,
+    outputs / inputs)) times an orthogonal matrix. null: 0.2, as in AdamW."""
+    neuron_b2: float | None = option(None, ge=0, lt=1)
+    """muon: decay of the second moment of the update of each neuron, by which it is divided (NorMuon; Li et al., 2025).
+    null: neurons are not normalized."""
     min_dim_factored: int | None = option(None, ge=1)
     """adafactor: the second moment is factored if the two largest dimensions are at least this."""
     mu_dtype: Dtype | None = None
     """Dtype of the first moment. null: that of the weights."""
+    grad_dtype: Dtype | None = None
+    """Dtype of the gradients from the backward pass to the update, in which those of micro-batches add up. null: that
+    of the weights to add up, model.dtypes.compute otherwise."""
     offload: bool = False
     """Keep the optimizer state in pinned host memory. The update copies the arrays of one group of weights after the
     other to the device and back; device memory holds a few of them at a time."""
@@ -118,11 +189,35 @@ class Optimizer(Schema):
             reason = f"has no effect with moments={self.moments.value}, which sets the format of both moments"
             yield Problem("mu_dtype", reason, value=self.mu_dtype.value, accepted="null")
 
+        if self.neuron_b2 is not None and self.update_rms == 0:
+            reason, accepted = "is not the RMS of an update, to which neuron_b2 scales", "over 0, or null"
+            yield Problem("update_rms", reason, value=0, accepted=accepted)
+        if self.kind is OptimizerKind.schedule_free and self.ema_decay is not None:
+            reason = "is not supported with kind=schedule_free, which has its own average"
+            yield Problem("ema_decay", reason, value=self.ema_decay, accepted="null")
+
+    @property
+    def has_average(self) -> bool:
+        """Whether an average of the weights is kept, evaluated and saved."""
+        return self.ema_decay is not None or self.kind is OptimizerKind.schedule_free
+
+    def check_grad_dtype(self, compute: Dtype, *, grad_accum: int) -> Iterator[Problem]:
+        """Yield the problem of a gradient dtype that would change nothing; paths are relative to the optimizer."""
+        is_wider = self.grad_dtype is Dtype.float32 and compute is not Dtype.float32
+        if grad_accum == 1 and (is_wider or self.grad_dtype is compute):
+            reason = f"has no effect on gradients that the backward pass computes in {compute.value}"
+            hint = "it sets the dtype in which micro-batches add up: train.grad_accum=2 or more"
+            assert self.grad_dtype is not None
+            yield Problem("grad_dtype", reason, value=self.grad_dtype.value, accepted="null", hint=hint)
+
     def check_moments(self, weights: Dtype) -> Iterator[Problem]:
         """Yield problems of decay rates that moments in their dtype cannot represent."""
         by_weights, by_mu = (weights, "model.dtypes.weights"), (self.mu_dtype or weights, "optimizer.mu_dtype")
         if self.moments is not None:
             return
+        if self.kind is OptimizerKind.schedule_free and weights is not Dtype.float32:
+            reason, hint = "needs weights in float32", "set model.dtypes.weights=float32"
+            yield Problem("kind", reason, value=self.kind.value, accepted="another kind", hint=hint)
         # Lion's b1 does not belong to any optimizer state.
         formats = {"b1": by_mu, "b2": by_weights, "momentum": by_mu}
         for field, (dtype, key) in ({"b2": by_mu} if self.kind is OptimizerKind.lion else formats).items():

@@ -87,6 +87,10 @@ class Run(Schema):
     ~/.cache/maxhydra/staging."""
     seed: int = option(0, ge=0, le=2**32 - 1)
     """Seed of the weights, the data order and dropout."""
+    weights_seed: int | None = option(None, ge=0, le=2**32 - 1)
+    """Seed of the initial weights. null: seed."""
+    data_seed: int | None = option(None, ge=0, le=2**32 - 1)
+    """Seed of the data order. null: seed."""
     tags: list[str] = option([])
     """Tags to find the run by."""
     notes: str = ""
@@ -213,6 +217,8 @@ class Train(Schema):
 
     steps: int = option(1000, ge=1, le=2**31 - 1)
     """Optimizer steps."""
+    epochs: float | None = option(None, gt=0)
+    """Passes over the training data, from which steps follows, whatever its value. Needs data whose size is known."""
     seq_len: int = option(1024, ge=1, le=MAX_CONTEXT)
     """Tokens per sequence."""
     per_device_batch_size: float = option(8, gt=0)
@@ -258,26 +264,21 @@ class Train(Schema):
             yield Problem("train.z_loss", f"is not used by task={task}", value=self.z_loss, accepted="0")
 
     def check(self) -> Iterator[Problem]:
+        if self.epochs is not None and self.elastic:
+            yield Problem("elastic", "is not supported with train.epochs", value=True, accepted="false, or train.steps")
         if self.ramp.start is not None and self.elastic:
             reason = "is not supported with train.ramp, whose sizes depend on the number of devices"
             yield Problem("elastic", reason, value=True, accepted="false, or train.ramp.start=null")
         if unknown := [name for name in self.checks if name not in CHECKS]:
             yield Problem("checks", f"contains {unknown[0]!r}", self.checks, accepted=", ".join(CHECKS))
         if self.ramp.start is not None and self.ramp.start >= self.per_device_batch_size:
-            yield Problem(
-                "ramp.start",
-                f"is not less than per_device_batch_size={self.per_device_batch_size:g}",
-                value=self.ramp.start,
-                accepted=f"over 0 and under {self.per_device_batch_size:g}, or null",
-            )
+            reason = f"is not less than per_device_batch_size={self.per_device_batch_size:g}"
+            accepted = f"over 0 and under {self.per_device_batch_size:g}, or null"
+            yield Problem("ramp.start", reason, value=self.ramp.start, accepted=accepted)
         if 0 < self.loss_chunk < self.seq_len and self.seq_len % self.loss_chunk:
             divisors = [str(n) for n in range(1, min(self.seq_len, MAX_CHUNK_SHOWN)) if self.seq_len % n == 0]
-            yield Problem(
-                "loss_chunk",
-                f"does not divide seq_len={self.seq_len}",
-                value=self.loss_chunk,
-                accepted=f"0 for no chunks, or {', '.join(divisors)}",
-            )
+            reason, accepted = f"does not divide seq_len={self.seq_len}", f"0 for no chunks, or {', '.join(divisors)}"
+            yield Problem("loss_chunk", reason, value=self.loss_chunk, accepted=accepted)
 
 
 @schema

@@ -1,0 +1,51 @@
+"""Parameters that an optimizer treats differently: arrays of an adapter, layers without a loss, rates by layer."""
+
+import numpy as np
+
+from maxhydra.config import Config
+from maxhydra.model import split_trainable
+from maxhydra.model.lora import ADAPTER, CONSTANT, UNDECAYED
+from maxhydra.model.model_def import ModelDef
+from maxhydra.optim import PathRules, is_stacked
+from maxhydra.optim.parameters import axes_by_path
+
+
+def path_rules(config: Config, decoder: ModelDef) -> PathRules:
+    """The rules of a config. Layers that the loss does not use are not decayed, so that they do not change."""
+    ratio = config.adapter.b_rate_ratio
+    return PathRules(
+        constant=CONSTANT,
+        undecayed=[*UNDECAYED, *([] if config.task.trains_mtp else ["^mtp/"])],
+        rate_ratios={} if ratio == 1 else {f"/{ADAPTER}/b$": ratio},
+        rates_by_path=_layer_rates(config, decoder),
+    )
+
+
+def _layer_rates(config: Config, decoder: ModelDef) -> dict[str, float | np.ndarray]:
+    """Learning rates of optimizer.layer_decay: 1 for the last layer and what follows it, less for earlier ones."""
+    decay, rates = config.optimizer.layer_decay, dict[str, float | np.ndarray]()
+    if decay is None:
+        return rates
+    last = config.model.num_layers - 1
+    for path, axes in axes_by_path(split_trainable(decoder.axes)[0]).items():
+        layers = _layers_of(config, path, is_repeated=is_stacked(axes))
+        if layers is not None:
+            ratios = decay ** (last - layers.astype(np.float64))
+            shape = (-1, *(1 for _ in axes[1:])) if is_stacked(axes) else ()
+            rates[path] = ratios.reshape(shape).astype(np.float32)
+    return rates
+
+
+def _layers_of(config: Config, path: str, *, is_repeated: bool) -> np.ndarray | None:
+    """Numbers of the layers that a parameter belongs to; -1 for embeddings, None after the last layer."""
+    group, _, rest = path.partition("/")
+    if group in ("embedding", "per_layer"):
+        return np.array([-1])
+    if group not in ("prefix", "pattern", "remainder"):
+        return None
+    position, model = int(rest.partition("/")[0]), config.model
+    prefix, period = len(model.prefix), max(1, len(model.pattern))
+    repetitions = (model.num_layers - prefix) // period
+    if group == "pattern":
+        return prefix + position + period * np.arange(repetitions if is_repeated else 1)
+    return np.array([position + (0 if group == "prefix" else prefix + period * repetitions)])
