@@ -18,7 +18,7 @@ from maxhydra.rl.reward_pool import RewardPool
 from maxhydra.rl.rollout import PolicyEngine, RolloutWorker
 from maxhydra.rl.setup import check, episode_runner, make_sharders, plan_prompts, prompt_loader, with_reference
 from maxhydra.tasks import Job, Outcome
-from maxhydra.train import Scorer, TrainingSetup, plan_batches, plan_states, train
+from maxhydra.train import Scorer, TrainingSetup, final_sample, plan_batches, plan_states, train
 
 NEEDS_DEVICES = KEEPS_RUN = TRAINS = True
 
@@ -71,4 +71,5 @@ def run(job: Job) -> Outcome:
             ),
         )
         result = train(training, config, run=job.run, machine=job.machine)
-    return Outcome(result.status, result.reason, result.metrics, {"end_step": result.step})
+    sample = final_sample(config, dataclasses.replace(states, model=policy), result)
+    return Outcome(result.status, result.reason, result.metrics, {"end_step": result.step, **sample})

@@ -45,6 +45,9 @@ def test_a_run_with_a_reference_trains_and_evaluates(tmp_path: Path) -> None:
         "task.loss=dapo",
         "task.clip.high=0.28",
     ]
+    arguments += ["train.eval_every=1", "checkpoint.every=1", "checkpoint.keep=1"]
+    arguments += ["checkpoint.keep_best=1", "checkpoint.best_metric=eval/error", "checkpoint.mode=synchronous"]
+    arguments += ["train.sample.tokens=3", "train.sample.prompt='1+1='"]
     run_ok(*arguments, "run.name=it", cwd=tmp_path, PYTHONPATH=PATHS)
     folder = tmp_path / "outputs" / "it"
     divergence = rows(folder, "kl")
@@ -53,7 +56,14 @@ def test_a_run_with_a_reference_trains_and_evaluates(tmp_path: Path) -> None:
     assert rows(folder, "reward/errors") == [0] * 4
     assert rows(folder, "reward/mean") == rows(folder, "reward/term/own")
     assert all(1 <= ratio <= 2 for ratio in rows(folder, "groups/drawn"))
-    assert len(rows(folder, "eval/pass@1")) == 2
+    assert len(rows(folder, "eval/pass@1")) == 5
+    # The chat template of the prompts puts each message on a line.
+    assert facts(folder)["sample"].startswith("1+1=\n")
+    # Step 0 has no checkpoint.
+    errors = rows(folder, "eval/error")[1:]
+    best = max(step for step, error in enumerate(errors, 1) if error == min(errors))
+    kept = [int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()]
+    assert sorted(kept) == sorted({best, 4})
     first, last = (np.array(rows(folder, f"eval/pass@{k}")) for k in (1, 4))
     assert (last >= first).all() and last.max() > 0
     np.testing.assert_allclose(rows(folder, "eval/error"), 1 - first)

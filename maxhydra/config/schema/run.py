@@ -153,7 +153,7 @@ class Sample(Schema):
     tokens: int = option(0, ge=0)
     """Tokens to sample; 0 samples none."""
     prompt: str = "\n"
-    """Prompt to continue; with data.record_type=chat, the user's message."""
+    """Prompt to continue; with data.record_type=chat, or prompts and a chat template, the user's message."""
     temperature: float = option(0.8, ge=0)
     """Sampling temperature; 0 is greedy."""
 
