@@ -77,8 +77,8 @@ def test_an_on_policy_run_ends_early_with_a_sample_and_its_best_checkpoint(cwd: 
     assert facts(folder)["sample"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     divergences = {line["step"]: line["eval/kl"] for line in lines if "eval/kl" in line}
-    kept = {int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()}
-    assert kept == {min(divergences, key=divergences.__getitem__), 3}
+    stored = {int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()}
+    assert stored == {min(divergences, key=divergences.__getitem__), 3}
 
 
 ON_POLICY = [

@@ -58,8 +58,8 @@ def test_it_ends_early_by_its_eval_loss_and_keeps_its_best_checkpoint(trained: P
     folder = trained / "outputs" / "stop"
     errors = rows(folder, "eval/loss")
     assert facts(folder)["end_step"] == len(errors) == 3
-    kept = {int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()}
-    assert kept == {1 + errors.index(min(errors)), 3}
+    stored = {int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()}
+    assert stored == {1 + errors.index(min(errors)), 3}
 
 
 @pytest.mark.slow

@@ -370,7 +370,7 @@ LOGGED = {
     "sft": (*TRAINED, *LIKELIHOOD),
     "dpo": (*TRAINED, *PAIRS, EVAL_LOSS, "eval/tokens", *(f"eval/{name}" for name in PAIRS)),
     "reward_model": (*TRAINED, *REWARDS, EVAL_LOSS, "eval/tokens", *(f"eval/{name}" for name in REWARDS)),
-    "grpo": (*TRAINED, *ANSWERS, *GRADES),
+    "grpo": (*TRAINED, *ANSWERS, *PAIRS, *GRADES),
     "bench": ("loss", "step_time", *SPEED),
     "distill": (*TRAINED, *DIVERGENCE, "on_policy", "answers/*", *LIKELIHOOD, "eval/kl"),
 }
