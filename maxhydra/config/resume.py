@@ -56,7 +56,7 @@ FREE_KEYS = (
     *("task.on_policy.engine.max_context", "task.on_policy.engine.prefill_*", "task.on_policy.engine.burst"),
     *("task.on_policy.engine.warm_up", "task.on_policy.engine.prefix_cache"),
     *("data.workers", "data.prefetch", "data.cache", "data.fingerprint", "reward.workers", "reward.timeout"),
-    *("environment.timeout", "environment.memory_limit_gib", "environment.concurrency"),
+    *("environment.timeout", "environment.url", "environment.memory_limit_gib", "environment.concurrency"),
     *("reward.memory_limit_gib", "train.allow_no_learning", "train.checks"),
     *(f"reward.terms.*.{key}" for key in ("concurrency", "judge.url", "judge.key_variable", "judge.retries")),
     # Reactions to faults that end a session: the next one may continue past them.
@@ -103,7 +103,7 @@ FIXED_KEYS = (
     *("task.name", "task.loss", "task.beta", "task.label_smoothing", "task.nll_weight", "task.margin"),
     *("task.desirable_weight", "task.undesirable_weight", "task.reference", "task.centering"),
     *("environment.kind", "environment.function", "environment.tools", "environment.max_turns"),
-    "environment.turn_tokens",
+    *("environment.turn_tokens", "environment.action", "environment.observation"),
     *("task.group_size", "task.max_tokens", "task.clip.*", "task.kl.*", "task.scale", "task.mask_degenerate"),
     *("task.baseline", "task.entropy_bonus", "task.mask_truncated", "task.importance", "task.importance_floor"),
     *("task.critic.*", "task.router_replay"),

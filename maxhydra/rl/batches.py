@@ -5,12 +5,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxhydra.config.schema.tasks.policy import PAIRWISE
 from maxhydra.config.schema.tasks.training import GrpoTask, is_kl_in_reward
 from maxhydra.data import BatchSpec, Loader, Row
 from maxhydra.layers.context import EXPERTS
@@ -18,6 +20,7 @@ from maxhydra.model import values_of
 from maxhydra.record.rollout_store import RolloutWriter
 from maxhydra.rl.advantages import advantages, critic_advantages, explained_variance
 from maxhydra.rl.loss import OLD_LOGPROBS, OLD_VALUES, REFERENCE_LOGPROBS, RETURNS
+from maxhydra.rl.pairs import ROLES, TOKEN_COLUMNS, choose_pair, interleaved_rows, pair_columns
 from maxhydra.rl.rollout import Group, Rollout, RolloutWorker, columns, metrics
 from maxhydra.rl.setup import REFERENCE, policy_weights
 from maxhydra.runtime import signals
@@ -69,6 +72,9 @@ class RolloutBatches:
 
     def peek(self) -> Mapping[str, Any]:
         shape, sharding = (self._spec.batch, self._spec.rows.seq_len), self._spec.sharding
+        if self._task.loss in PAIRWISE:
+            empty = {name: np.zeros((2 * shape[0], shape[1]), dtype) for name, dtype in TOKEN_COLUMNS.items()}
+            return self._to_device(pair_columns({**empty, REFERENCE_LOGPROBS: empty["weights"]}))
         dtypes = {**COLUMNS, **dict.fromkeys(loss_columns(self._task), np.float32)}
         columns = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
         if self._task.router_replay:
@@ -145,6 +151,8 @@ class RolloutBatches:
     def _arrange(self, groups: Sequence[Group], batch_size: int, weights: Tree) -> Rollout:
         """A batch of the first `batch_size` groups, with log-probs under `weights`."""
         task, batch = self._task, groups[:batch_size]
+        if task.loss in PAIRWISE:
+            return self._arrange_pairs(groups, batch_size, weights)
         arrays, values = columns(batch, task, self._spec.rows.seq_len), metrics(groups, batch_size, task)
         if logprob_columns(task):
             placed = {**arrays, "advantages": np.zeros_like(arrays["weights"])}
@@ -161,6 +169,19 @@ class RolloutBatches:
         else:
             arrays["advantages"] = advantages(rewards_PG, mask_BS, task, log_ratio_BS)
         return Rollout(arrays, values, self._records(groups, arrays))
+
+    def _arrange_pairs(self, groups: Sequence[Group], batch_size: int, weights: Tree) -> Rollout:
+        """A batch of pairs, one of each of the first `batch_size` groups."""
+        batch, values = groups[:batch_size], metrics(groups, batch_size, self._task)
+        pairs = [choose_pair(group, self._task) for group in batch]
+        rows = interleaved_rows(batch, pairs, self._task, self._spec.rows.seq_len)
+        rows |= jax.device_get(self._logprob_fn(weights, self._to_device(rows)))
+        records = []
+        for group, pair in zip_longest(groups if self._writer is not None else (), pairs):
+            roles = dict(zip(pair or (), ROLES, strict=False))
+            for index, record in enumerate(group.records() if group is not None else ()):
+                records.append({**record, "is_used": index in roles, "role": roles.get(index)})
+        return Rollout(pair_columns(rows), values, records)
 
     def _records(self, groups: Sequence[Group], arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
         """Records of all completions; those of the batch with their advantage and the error of the sampler."""
@@ -182,7 +203,8 @@ class RolloutBatches:
         """Global arrays of columns that every process holds."""
 
         def place(column: np.ndarray) -> jax.Array:
-            return jax.make_array_from_callback(column.shape, self._spec.sharding, lambda index: column[index])
+            sharding = self._spec.sharding_of(column.ndim)
+            return jax.make_array_from_callback(column.shape, sharding, lambda index: column[index])
 
         return {name: place(column) for name, column in columns.items()}
 
@@ -280,7 +302,8 @@ def logprob_columns(task: GrpoTask) -> tuple[str, ...]:
     Old log-probs are needed if the weights change before or while a batch is used, and for a KL penalty in the reward;
     reference log-probs for any KL penalty; old values for a critic.
     """
-    needs_old = task.iterations > 1 or task.off_policy_steps > 0 or is_kl_in_reward(task)
+    is_off_policy = task.iterations > 1 or task.off_policy_steps > 0
+    needs_old = (is_off_policy and task.loss not in PAIRWISE) or is_kl_in_reward(task)
     columns = {OLD_LOGPROBS: needs_old, REFERENCE_LOGPROBS: task.kl.beta > 0, OLD_VALUES: task.has_value_head}
     return tuple(name for name, is_needed in columns.items() if is_needed)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.reward import Environment as Config
+from maxhydra.config.schema.reward import EnvironmentKind
 from maxhydra.rl.environment_process import CRASHES, END, INVALID, RESET, STEP, Failure, supervise
 from maxhydra.rl.environments import Message
 from maxhydra.rl.reward_process import LoadFailure, SupervisorLink
@@ -71,7 +72,8 @@ class EnvironmentPool:
         if isinstance(reply, LoadFailure):
             link.stop()
             field = reply.term if getattr(self._config, reply.term, None) else "kind"
-            hint = "check that its folder is on PYTHONPATH" if field != "kind" else "pip install 'maxhydra[rl]'"
+            extra = "openenv" if self._config.kind is EnvironmentKind.openenv else "rl"
+            hint = "check that its folder is on PYTHONPATH" if field != "kind" else f"pip install 'maxhydra[{extra}]'"
             value = getattr(self._config, field) if field != "kind" else self._config.kind.value
             raise ConfigError(Problem(f"environment.{field}", reply.reason, value=value, hint=hint))
         threading.Thread(target=self._receive, args=(link,), name="environments", daemon=True).start()

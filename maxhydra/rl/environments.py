@@ -102,6 +102,41 @@ class ReasoningGymEnvironment:
         return [{"role": "user", "content": feedback}], reward, False
 
 
+class OpenEnvEnvironment:
+    """A session with an OpenEnv server: the text of a turn is the action, that of the observation the reply."""
+
+    def __init__(self, config: Config):
+        from openenv.core import GenericEnvClient  # noqa: PLC0415
+
+        assert config.url is not None and config.action is not None and config.observation is not None
+        self._action, self._observation = config.action, config.observation
+        self._client = GenericEnvClient(config.url, message_timeout_s=config.timeout).sync()
+
+    def reset(self, record: dict[str, Any]) -> Sequence[Message]:
+        """The prompt; the first observation, if it has a text, follows the last message of the user."""
+        *earlier, last = record["prompt"]
+        text = self._text(self._client.reset(seed=record["seed"]).observation)
+        if not text:
+            return [*earlier, last]
+        if last["role"] != "user":
+            return [*earlier, last, {"role": "user", "content": text}]
+        # Many chat templates reject two messages of the user in a row.
+        return [*earlier, {**last, "content": f"{last['content']}\n{text}"}]
+
+    def step(self, message: Message) -> StepResult:
+        result = self._client.step({self._action: message["content"]})
+        replies = [] if result.done else [{"role": "user", "content": self._text(result.observation)}]
+        return replies, result.reward or 0.0, result.done
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
+        if self._observation not in observation:
+            fields = ", ".join(observation) or "none"
+            raise LookupError(
+                f"an observation has no field {self._observation} (environment.observation), but {fields}"
+            )
+        return str(observation[self._observation])
+
+
 def _load_tools(config: Config) -> Callable[[], Environment]:
     tools = [load_tool(name, timeout=config.timeout, memory_limit_gib=config.memory_limit_gib) for name in config.tools]
     return lambda: ToolEnvironment(tools)
@@ -110,6 +145,11 @@ def _load_tools(config: Config) -> Callable[[], Environment]:
 def _load_reasoning_gym(config: Config) -> Callable[[], Environment]:
     importlib.import_module("reasoning_gym")
     return ReasoningGymEnvironment
+
+
+def _load_openenv(config: Config) -> Callable[[], Environment]:
+    importlib.import_module("openenv.core.generic_client")
+    return lambda: OpenEnvEnvironment(config)
 
 
 def _load_function(config: Config) -> Callable[[], Environment]:
@@ -124,5 +164,6 @@ def _load_function(config: Config) -> Callable[[], Environment]:
 LOADERS: dict[EnvironmentKind, Callable[[Config], Callable[[], Environment]]] = {
     EnvironmentKind.tools: _load_tools,
     EnvironmentKind.reasoning_gym: _load_reasoning_gym,
+    EnvironmentKind.openenv: _load_openenv,
     EnvironmentKind.function: _load_function,
 }

@@ -9,6 +9,7 @@ import jax
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.quantization import AdapterKind
 from maxhydra.config.schema.reward import ENVIRONMENT, EnvironmentKind
+from maxhydra.config.schema.tasks.policy import PAIRWISE
 from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.data import BatchSpec, Loader, Row, host_loader
 from maxhydra.model import VALUE
@@ -58,15 +59,19 @@ def _problems(config: Config, task: GrpoTask, processes: int) -> Iterator[Proble
 
 
 def plan_prompts(spec: BatchSpec, task: GrpoTask, sharder: Sharder) -> BatchSpec:
-    """The prompts whose groups fill a batch: on the host, and short enough to leave space for a completion."""
-    if spec.batch % task.group_size:
+    """The prompts whose groups fill a batch: on the host, and short enough to leave space for a completion.
+
+    A group fills as many rows as it has completions; with a loss of pairs, it is one row.
+    """
+    rows_per_prompt = 1 if task.loss in PAIRWISE else task.group_size
+    if spec.batch % rows_per_prompt:
         reason = f"does not divide the {spec.batch} completions of a batch"
         hint = "a batch has train.per_device_batch_size x devices x train.grad_accum completions"
         raise ConfigError(Problem("task.group_size", reason, value=task.group_size, hint=hint))
     max_length = spec.rows.seq_len + 1 - task.max_tokens
     return BatchSpec(
         rows=dataclasses.replace(spec.rows, seq_len=max_length),
-        batch=spec.batch // task.group_size,
+        batch=spec.batch // rows_per_prompt,
         sharding=sharder.sharding((None, None)),
     )
 

@@ -90,6 +90,7 @@ def describe(record: Mapping[str, Any]) -> str:
         f"reward {_brief(record['reward'])}",
         ", ".join(f"{name} {_brief(value)}" for name, value in terms.items()) if len(terms) > 1 else "",
         f"advantage {_brief(record['advantage'])}" if "advantage" in record else "",
+        record.get("role") or "",
         f"{record['tokens']} tokens",
         f"{len(record['turns'])} messages" if "turns" in record else "",
         "truncated" if record.get("finish") == "length" else "",

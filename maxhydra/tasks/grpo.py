@@ -4,8 +4,10 @@ import dataclasses
 from contextlib import closing
 
 from maxhydra import data
+from maxhydra.align.loss import PairScorer, preference_loss
 from maxhydra.config.schema.reward import EnvironmentKind
-from maxhydra.config.schema.tasks.training import GrpoTask
+from maxhydra.config.schema.tasks.policy import PAIRWISE
+from maxhydra.config.schema.tasks.training import GrpoTask, Reference, preference_of
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.record.rollout_store import RolloutWriter
 from maxhydra.record.rollouts import EVAL, FOLDER, KINDS, TRAIN
@@ -18,7 +20,7 @@ from maxhydra.rl.reward_pool import RewardPool
 from maxhydra.rl.rollout import PolicyEngine, RolloutWorker
 from maxhydra.rl.setup import check, episode_runner, make_sharders, plan_prompts, prompt_loader, with_reference
 from maxhydra.tasks import Job, Outcome
-from maxhydra.train import Scorer, TrainingSetup, plan_batches, plan_states, train
+from maxhydra.train import Scorer, TrainingSetup, final_sample, plan_batches, plan_states, train
 
 NEEDS_DEVICES = KEEPS_RUN = TRAINS = True
 
@@ -55,12 +57,18 @@ def run(job: Job) -> Outcome:
     with closing(RewardPool(config.reward, reward_models)) as reward_pool, environments as runner, closing(engine):
         worker = RolloutWorker(engine, reward_pool, task, config.reward, runner)
         scorer = Scorer(policy, sharder, config.train.loss_chunk)
+        is_pairwise = task.loss in PAIRWISE
+        loss = group_loss(scorer, task)
+        if is_pairwise:
+            pairs = PairScorer(policy, sharder, config.train.loss_chunk)
+            loss = preference_loss(pairs, preference_of(task), Reference.cached)
         logprob_fn = make_logprob_fn(scorer, task, parts=config.train.grad_accum)
         batches = RolloutBatches if task.max_staleness is None else AsynchronousBatches
         training = TrainingSetup(
             states=states,
-            loss=group_loss(scorer, task),
+            loss=loss,
             spec=spec,
+            passes=2 if is_pairwise else 1,
             batches=batches(worker, prompt_loader(config, prompt_spec), spec, logprob_fn, writers.get(TRAIN)),
             evaluate=held_out_pass_rate(
                 worker,
@@ -71,4 +79,5 @@ def run(job: Job) -> Outcome:
             ),
         )
         result = train(training, config, run=job.run, machine=job.machine)
-    return Outcome(result.status, result.reason, result.metrics, {"end_step": result.step})
+    sample = final_sample(config, dataclasses.replace(states, model=policy), result)
+    return Outcome(result.status, result.reason, result.metrics, {"end_step": result.step, **sample})

@@ -83,8 +83,9 @@ def write_sample(model: ModelDef, params: Tree, data: Data, sample: Sample, *, s
 
 
 def _encode_prompt(data: Data, text_tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of the prompt; for chat data, of a conversation with one user message."""
-    if data.record_type != "chat":
+    """Token ids of the prompt; for chat data, and prompts of a chat model, of a conversation with one user message."""
+    is_chat = data.record_type == "chat" or (data.record_type == "prompts" and text_tokenizer.chat_template is not None)
+    if not is_chat:
         return text_tokenizer.encode(text)
     return text_tokenizer.encode_with_special_tokens(
         render_prompt([{"role": "user", "content": text}], text_tokenizer)

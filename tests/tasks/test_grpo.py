@@ -45,6 +45,9 @@ def test_a_run_with_a_reference_trains_and_evaluates(tmp_path: Path) -> None:
         "task.loss=dapo",
         "task.clip.high=0.28",
     ]
+    arguments += ["train.eval_every=1", "checkpoint.every=1", "checkpoint.keep=1"]
+    arguments += ["checkpoint.keep_best=1", "checkpoint.best_metric=eval/error", "checkpoint.mode=synchronous"]
+    arguments += ["train.sample.tokens=3", "train.sample.prompt='1+1='"]
     run_ok(*arguments, "run.name=it", cwd=tmp_path, PYTHONPATH=PATHS)
     folder = tmp_path / "outputs" / "it"
     divergence = rows(folder, "kl")
@@ -53,7 +56,14 @@ def test_a_run_with_a_reference_trains_and_evaluates(tmp_path: Path) -> None:
     assert rows(folder, "reward/errors") == [0] * 4
     assert rows(folder, "reward/mean") == rows(folder, "reward/term/own")
     assert all(1 <= ratio <= 2 for ratio in rows(folder, "groups/drawn"))
-    assert len(rows(folder, "eval/pass@1")) == 2
+    assert len(rows(folder, "eval/pass@1")) == 5
+    # The chat template of the prompts puts each message on a line.
+    assert facts(folder)["sample"].startswith("1+1=\n")
+    # Step 0 has no checkpoint.
+    errors = rows(folder, "eval/error")[1:]
+    best = max(step for step, error in enumerate(errors, 1) if error == min(errors))
+    stored = [int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()]
+    assert sorted(stored) == sorted({best, 4})
     first, last = (np.array(rows(folder, f"eval/pass@{k}")) for k in (1, 4))
     assert (last >= first).all() and last.max() > 0
     np.testing.assert_allclose(rows(folder, "eval/error"), 1 - first)
@@ -147,6 +157,27 @@ def test_ppo_learns_values_and_resumes(tmp_path: Path) -> None:
     assert values[1] < values[0]
     decode = [*SMALL[:6], "task=decode", "task.prompt=1+1", "task.sampling.max_tokens=2", "data=arithmetic"]
     run_ok(*decode, "checkpoint.load_parameters=outputs/adapter", "run.name=out", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_online_dpo_prefers_the_best_completions_and_resumes(tmp_path: Path) -> None:
+    """A batch has a pair of each of its 16 prompts; with 2 updates per batch, it survives a kill between them."""
+    arguments = [*TASK, *function_reward("vowels"), "task.loss=dpo", "task.kl.beta=0.1", "train.steps=6"]
+    arguments += ["task.iterations=2", "checkpoint.every=3", "train.eval_batches=0", "train.grad_accum=2"]
+    arguments += ["train.per_device_batch_size=8"]
+    run_ok(*arguments, "run.name=whole", cwd=tmp_path, PYTHONPATH=PATHS)
+    whole = tmp_path / "outputs" / "whole"
+    assert losses(whole)[1] == pytest.approx(np.log(2), abs=1e-5), "the policy is its reference"
+    assert rows(whole, "reward_margin")[-1] > 0.1 and rows(whole, "accuracy")[-1] > 0.6
+    records = rollout_records(whole)
+    assert len(records) == 3 * 16 * 4
+    roles = {role: [r["reward"] for r in records if r["role"] == role] for role in ("chosen", "rejected", None)}
+    assert len(roles["chosen"]) == len(roles["rejected"]) <= 3 * 16
+    assert all(best > worst for best, worst in zip(roles["chosen"], roles["rejected"], strict=True))
+    folder = rewind(whole, 3, "killed")
+    run_ok(*arguments, "run.name=killed", cwd=tmp_path, PYTHONPATH=PATHS)
+    assert losses(folder) == losses(whole) and parameter_hash(folder, 6) == parameter_hash(whole, 6)
+    assert rollout_records(folder) == records
 
 
 ENVIRONMENT = [*TASK, "environment=function", "data.tokenizer.chat_template=lines_tools", "train.seq_len=64"]

@@ -50,6 +50,19 @@ def test_it_resumes_bit_identically(trained: Path) -> None:
 
 
 @pytest.mark.slow
+def test_it_ends_early_by_its_eval_loss_and_keeps_its_best_checkpoint(trained: Path) -> None:
+    best = ["checkpoint.keep=1", "checkpoint.keep_best=1", "checkpoint.mode=synchronous", "checkpoint.every=1"]
+    early = ["train.eval_every=1", "train.early_stop.patience=2", "train.early_stop.min_delta=9"]
+    start = ["checkpoint.load_parameters=outputs/base", "train.target_eval_loss=0"]
+    run_ok(*RUN, *best, *early, *start, "run.name=stop", cwd=trained)
+    folder = trained / "outputs" / "stop"
+    errors = rows(folder, "eval/loss")
+    assert facts(folder)["end_step"] == len(errors) == 3
+    stored = {int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()}
+    assert stored == {1 + errors.index(min(errors)), 3}
+
+
+@pytest.mark.slow
 def test_reward_models_score_completions_of_grpo(trained: Path) -> None:
     """One with full weights, and one with an adapter that was trained on two devices, next to another term."""
     adapter = ["adapter=lora", "mesh=fsdp", "train.per_device_batch_size=4", "train.steps=2", "run.name=adapter"]

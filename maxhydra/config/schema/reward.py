@@ -32,9 +32,18 @@ class EnvironmentKind(Enum):
     none = "none"
     tools = "tools"
     reasoning_gym = "reasoning_gym"
+    openenv = "openenv"
     function = "function"
 
 
+# Fields that a kind of environment requires; other kinds do not use them.
+NEEDED_BY_ENVIRONMENT = {
+    "function": EnvironmentKind.function,
+    "tools": EnvironmentKind.tools,
+    "url": EnvironmentKind.openenv,
+    "action": EnvironmentKind.openenv,
+    "observation": EnvironmentKind.openenv,
+}
 # Tools that environment.tools names without a module.
 BUILT_IN_TOOLS = ("calculator", "python")
 # Name of the environment's reward among the terms of a rollout.
@@ -49,6 +58,7 @@ NEEDED = {
     RewardKind.model: ("weights",),
 }
 
+HTTP_ADDRESS = r"https?://[^/]"
 # Kinds whose calls can run concurrently.
 CONCURRENT = (RewardKind.function, RewardKind.judge)
 
@@ -74,7 +84,7 @@ class Judge(Schema):
     between them double from half a second, and count in reward.timeout."""
 
     def check(self) -> Iterator[Problem]:
-        if self.url is not None and not re.match(r"https?://[^/]", self.url):
+        if self.url is not None and not re.match(HTTP_ADDRESS, self.url):
             yield Problem("url", "is not an HTTP address", value=self.url, accepted="such as http://localhost:8000/v1")
         if self.key_variable is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.key_variable):
             # The value may be the key itself.
@@ -195,13 +205,19 @@ class Environment(Schema):
 
     kind: EnvironmentKind = EnvironmentKind.none
     """none: one completion per prompt; tools: the model may call functions; reasoning_gym: further attempts at a
-    problem of data=reasoning_gym, with feedback; function: an environment of yours."""
+    problem of data=reasoning_gym, with feedback; openenv: a server of OpenEnv; function: an environment of yours."""
     function: str | None = None
     """function: `package.module:name`, a class or function that is called without arguments for each episode and
     returns an object with reset(record) -> messages and step(message) -> (messages, reward, done)."""
     tools: list[str] = option([])
     """tools: calculator, python (in a sandbox), and functions of yours as `package.module:function`, whose annotations
     and docstring describe them to the model."""
+    url: str | None = None
+    """openenv: address of the server, such as http://localhost:8000; each episode has its own session."""
+    action: str | None = None
+    """openenv: field of an action that holds the text of the model's turn, such as message."""
+    observation: str | None = None
+    """openenv: field of an observation that holds the text of the reply to the model, such as echoed_message."""
     max_turns: int = option(8, ge=1)
     """Maximum number of the model's turns in an episode."""
     turn_tokens: int | None = option(None, ge=1)
@@ -215,12 +231,14 @@ class Environment(Schema):
     """Episodes at a time, each in a separate process; further ones of a batch wait."""
 
     def check(self) -> Iterator[Problem]:
-        for field in ("function", "tools"):
-            value, is_needed = getattr(self, field), self.kind.value == field
+        for field, kind in NEEDED_BY_ENVIRONMENT.items():
+            value, is_needed = getattr(self, field), self.kind is kind
             if is_needed and not value:
                 yield Problem(field, f"is needed by kind={self.kind.value}", value=value)
             if value and not is_needed:
                 yield Problem(field, f"is not used by kind={self.kind.value}", value=value)
+        if self.url is not None and not re.match(HTTP_ADDRESS, self.url):
+            yield Problem("url", "is not an HTTP address", value=self.url, accepted="such as http://localhost:8000")
         if self.function is not None and self.function.count(":") != 1:
             yield Problem("function", "is not an object", value=self.function, accepted="package.module:name")
         for tool in self.tools:

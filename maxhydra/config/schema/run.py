@@ -151,7 +151,7 @@ class Sample(Schema):
     tokens: int = option(0, ge=0)
     """Tokens to sample; 0 samples none."""
     prompt: str = "\n"
-    """Prompt to continue; with data.record_type=chat, the user's message."""
+    """Prompt to continue; with data.record_type=chat, or prompts and a chat template, the user's message."""
     temperature: float = option(0.8, ge=0)
     """Sampling temperature; 0 is greedy."""
 
@@ -315,7 +315,7 @@ LOGGED = {
     "sft": (*TRAINED, *LIKELIHOOD),
     "dpo": (*TRAINED, *PAIRS, EVAL_LOSS, "eval/tokens", *(f"eval/{name}" for name in PAIRS)),
     "reward_model": (*TRAINED, *REWARDS, EVAL_LOSS, "eval/tokens", *(f"eval/{name}" for name in REWARDS)),
-    "grpo": (*TRAINED, *ANSWERS, *GRADES),
+    "grpo": (*TRAINED, *ANSWERS, *PAIRS, *GRADES),
     "bench": ("loss", "step_time", *SPEED),
     "distill": (*TRAINED, *DIVERGENCE, "on_policy", "answers/*", *LIKELIHOOD, "eval/kl"),
 }

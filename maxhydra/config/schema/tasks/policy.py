@@ -16,8 +16,12 @@ class PolicyLoss(Enum):
     cispo = "cispo"
     rloo = "rloo"
     reinforce_pp = "reinforce_pp"
+    dpo = "dpo"
+    ipo = "ipo"
 
 
+# Losses of pairs, the best and the worst completion of a prompt.
+PAIRWISE = (PolicyLoss.dpo, PolicyLoss.ipo)
 # Losses with one ratio per completion.
 SEQUENCE_LEVEL = (PolicyLoss.gspo, PolicyLoss.rloo)
 
@@ -71,7 +75,8 @@ class Kl(Schema):
     """KL penalty to the initial model."""
 
     beta: float = option(0.0, ge=0)
-    """Weight of the KL divergence from the initial weights; 0 does not keep a copy of them."""
+    """Weight of the KL divergence from the initial weights; 0 does not keep a copy of them. dpo, ipo: the factor beta
+    of the log-ratios, which has the same effect; 0.1 is usual."""
     estimator: KlEstimator = KlEstimator.k3
     """With r = log p_start - log p of a token: k1 is -r, k2 is r^2 / 2, k3 is exp(r) - r - 1 (Schulman, 2020)."""
     in_reward: bool | None = None

@@ -7,11 +7,12 @@ from enum import Enum
 from typing import ClassVar
 
 from maxhydra.config.declare import option, schema, section
-from maxhydra.config.errors import Problem
+from maxhydra.config.errors import Problem, show
 from maxhydra.config.schema.decode import Engine
 from maxhydra.config.schema.model import Model
 from maxhydra.config.schema.run import Task
 from maxhydra.config.schema.tasks.policy import (
+    PAIRWISE,
     SEQUENCE_LEVEL,
     Baseline,
     Clip,
@@ -113,6 +114,13 @@ class DpoTask(Task):
         return Reference.adapter_off if adapter else Reference.cached
 
 
+# Keys of task=grpo that losses of pairs do not use.
+UNUSED_BY_PAIRS = (
+    *("clip.low", "clip.high", "clip.dual", "kl.estimator", "kl.in_reward", "entropy_bonus", "baseline", "scale"),
+    *("mask_degenerate", "importance", "importance_cap", "importance_floor", "router_replay"),
+)
+
+
 @schema
 class GrpoTask(Task):
     """Group relative policy optimization: the advantage of a completion is its reward relative to its group."""
@@ -128,7 +136,8 @@ class GrpoTask(Task):
     dr_grpo: token sum divided by max_tokens, mean over completions (Liu et al., 2025); gspo: ratios of whole
     completions (Zheng et al., 2025); cispo: log-probs weighted by the clipped ratio (MiniMax, 2025); rloo:
     leave-one-out baseline (Ahmadian et al., 2024); reinforce_pp: advantages normalized over the batch (Hu et al.,
-    2025)."""
+    2025). dpo, ipo: online DPO (Guo et al., 2024), the loss of task=dpo on the best and the worst completion of each
+    prompt; a batch then consists of pairs, one of each prompt."""
     clip: Clip = section(Clip)
     kl: Kl = section(Kl)
     entropy_bonus: float = option(0.0, ge=0)
@@ -201,7 +210,21 @@ class GrpoTask(Task):
             accepted = "sequence_truncate, sequence_mask"
             yield Problem("importance", "is not supported by loss=rloo", value=self.importance, accepted=accepted)
 
+        yield from self._check_pairs()
         yield from self._check_asynchronous()
+
+    def _check_pairs(self) -> Iterator[Problem]:
+        if self.loss not in PAIRWISE:
+            return
+        if not self.kl.beta:
+            yield Problem("kl.beta", f"is needed by loss={self.loss.value}", value=0, accepted="over 0; 0.1 is usual")
+        for path in UNUSED_BY_PAIRS:
+            section, _, name = path.rpartition(".")
+            owner = getattr(self, section) if section else self
+            value, default = getattr(owner, name), getattr(type(owner), name)
+            if value != default:
+                accepted = f"{show(default)}, the default"
+                yield Problem(path, f"is not used by loss={self.loss.value}", value=value, accepted=accepted)
 
     def _check_baseline(self) -> Iterator[Problem]:
         baseline = baseline_of(self)
@@ -250,6 +273,12 @@ class GrpoTask(Task):
         if self.router_replay and self.engine.prefix_cache:
             reason = "is not supported with router_replay, which needs the experts of all tokens"
             yield Problem("engine.prefix_cache", reason, value=True, accepted="false or null")
+
+
+def preference_of(task: GrpoTask) -> DpoTask:
+    """The preference loss of online DPO."""
+    loss = PreferenceLoss.ipo if task.loss is PolicyLoss.ipo else PreferenceLoss.sigmoid
+    return DpoTask(name="dpo", loss=loss, beta=task.kl.beta)  # type: ignore[call-arg]
 
 
 def baseline_of(task: GrpoTask) -> Baseline:
