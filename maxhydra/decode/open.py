@@ -22,7 +22,7 @@ from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.quantization import STORED_KINDS, TRAINING_KINDS, Quantization
 from maxhydra.config.serialize import from_yaml, read_run_facts
 from maxhydra.config.yaml_files import read_yaml_text
-from maxhydra.convert.adapter_lineage import run_folder
+from maxhydra.convert.adapter_lineage import ACCEPTED, run_folder
 from maxhydra.convert.compatibility import KEYS_WITHOUT_EFFECT_ON_WEIGHTS
 from maxhydra.convert.load import load_weights, stored_format
 from maxhydra.decode.engine import Engine
@@ -119,9 +119,8 @@ def open_prompts(config: Config) -> PromptEncoder:
 def check_weights_source(config: Config) -> None:
     """Raise ConfigError if no weights are configured, or if they belong to a different model."""
     if config.checkpoint.load_parameters is None:
-        accepted = "a run or checkpoint folder, a Hugging Face folder, a .gguf file, or package:NAME"
         reason = f"is required: task={config.task.name} needs trained weights"
-        raise ConfigError(Problem("checkpoint.load_parameters", reason, value=None, accepted=accepted))
+        raise ConfigError(Problem("checkpoint.load_parameters", reason, value=None, accepted=ACCEPTED))
     check_same_model(config, config.checkpoint.load_parameters)
 
 

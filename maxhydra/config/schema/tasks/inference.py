@@ -1,5 +1,6 @@
 """Fields of the tasks that run a model: task=decode, serve, score and convert."""
 
+import re
 from collections.abc import Iterator
 from enum import Enum
 
@@ -8,6 +9,7 @@ from maxhydra.config.errors import Problem
 from maxhydra.config.schema.decode import Engine, Sampling
 from maxhydra.config.schema.model import Dtype, Model
 from maxhydra.config.schema.run import Progress, Task
+from maxhydra.config.values import HUB_NAME
 
 
 class Chat(Enum):
@@ -166,9 +168,17 @@ class ConvertTask(Task):
     that are quantized."""
     model_type: str | None = None
     """Hugging Face model_type to write. null: the first that can represent the model."""
+    push: str | None = None
+    """hf, peft: repository ORG/NAME on the Hugging Face hub to which the output folder is then uploaded; it is created
+    private if it does not exist. The token comes from the environment variable HF_TOKEN. null: none."""
 
     def check(self) -> Iterator[Problem]:
         if self.output is None:
             yield Problem("output", "is needed", value=None, accepted="a folder that does not exist yet")
         if self.format is ConvertFormat.peft and self.dtype is not None:
             yield Problem("dtype", "is not used by format=peft, which is written in float32", value=self.dtype)
+        if self.push is not None and not re.fullmatch(HUB_NAME, self.push):
+            yield Problem("push", "is not the name of a repository", value=self.push, accepted="ORG/NAME")
+        if self.push is not None and self.format is ConvertFormat.maxhydra:
+            reason = "is not supported with format=maxhydra, which only maxhydra reads"
+            yield Problem("push", reason, value=self.push, accepted="null, or format=hf or peft")
