@@ -6,6 +6,8 @@ from pathlib import Path
 
 from maxhydra.config.errors import Problem
 
+# Name of a repository on the Hugging Face hub: ORG/NAME.
+HUB_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 ACCEPTED = "a file, a folder, a glob pattern or an fsspec URL; several separated by ;"
 
 

@@ -20,12 +20,16 @@ from maxhydra.convert.hf_config import is_hf_folder
 from maxhydra.convert.orbax_io import FORMAT, PARAMS, find_checkpoint
 from maxhydra.convert.peft import SETTINGS, is_peft_folder
 from maxhydra.modelfiles import local_path, locate
+from maxhydra.modelfiles.hub import hub_commit, is_hub_id
 from maxhydra.record.checkpoint_manifest import DamagedCheckpointError, manifest_digest
 from maxhydra.record.fingerprint import describe_change, fingerprint_files
 from maxhydra.record.storage import is_remote
 
 Record = dict[str, Any]
-ACCEPTED = "a run or checkpoint folder, a Hugging Face or PEFT folder with safetensors, a .gguf file, or package:NAME"
+ACCEPTED = (
+    "a run or checkpoint folder, a Hugging Face or PEFT folder with safetensors, a .gguf file, ORG/NAME on the hub, "
+    "or package:NAME"
+)
 HF_FILES = ("*.json", "*.safetensors")
 
 
@@ -39,7 +43,10 @@ def weights_record(key: str, location: str, *, like: Mapping[str, Any] | None = 
         raise ConfigError(Problem(key, "does not exist", value=location, accepted=ACCEPTED))
     if path.is_dir() and not is_hf_folder(path) and not is_peft_folder(path):
         return {"location": location, **_checkpoint_record(key, find_checkpoint(key, location), like)}
-    return {"location": location, "path": str(path), **fingerprint_files(_weight_files(key, path), like=_sampled(like))}
+    identity = {"location": location, "path": str(path)}
+    if is_hub_id(location):
+        identity["commit"] = hub_commit(key, location)
+    return {**identity, **fingerprint_files(_weight_files(key, path), like=_sampled(like))}
 
 
 def find_pinned(key: str, locations: list[str], recorded: Mapping[str, Any]) -> str | None:
@@ -100,6 +107,8 @@ def _candidates(key: str, locations: list[str], recorded: Mapping[str, Any]) -> 
     for location in locations:
         if (step := recorded.get("step")) is not None:
             yield from (locate(key, f"{folder}/{step}") for folder in (f"{location}/checkpoints", location))
+        if (commit := recorded.get("commit")) is not None and is_hub_id(location):
+            yield locate(key, f"{location.partition('@')[0]}@{commit}")
         yield locate(key, location)
 
 

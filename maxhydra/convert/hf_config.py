@@ -16,7 +16,7 @@ from maxhydra.config.declare import MAX_LAYERS
 from maxhydra.config.options import model_from
 from maxhydra.config.schema import model as config
 from maxhydra.convert.name_table import Settings, Table, UnsupportedError, all_tables
-from maxhydra.modelfiles import local_path
+from maxhydra.modelfiles import model_path
 from maxhydra.record.atomic_io import read_json
 
 CONFIG = "config.json"
@@ -33,10 +33,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 def hf_model_section(key: str, location: str) -> dict[str, Any]:
     """The `model` section described by a Hugging Face folder."""
-    folder = local_path(key, location)
+    folder = model_path(key, location, weights=False)
     if not is_hf_folder(folder):
         reason = f"has no {CONFIG}" if folder.is_dir() else "is not a folder"
-        raise ConfigError(Problem(key, reason, value=location, accepted="a Hugging Face folder"))
+        accepted = "a Hugging Face folder, or ORG/NAME on the hub"
+        raise ConfigError(Problem(key, reason, value=location, accepted=accepted))
     settings = read_settings(key, location, folder)
     values = to_model_values(key, location, find_table(key, location, settings), settings)
     build_model(key, location, values)
@@ -45,7 +46,7 @@ def hf_model_section(key: str, location: str) -> dict[str, Any]:
 
 def hf_run_section(location: str) -> dict[str, Any]:
     """Config values outside `model` that a folder determines: its tokenizer, if it has one."""
-    folder = local_path("model.path", location)
+    folder = model_path("model.path", location, weights=False)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
     return {"data": {"tokenizer": {"kind": "hf", "path": location}}} if has_tokenizer else {}
 

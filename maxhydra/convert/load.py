@@ -13,11 +13,12 @@ from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.model import Head
-from maxhydra.config.schema.quantization import Quantization
+from maxhydra.config.schema.quantization import Adapter, Quantization
 from maxhydra.convert.adapter_lineage import ACCEPTED, find_adapter_lineage
 from maxhydra.convert.gguf import gguf_source
 from maxhydra.convert.hf import hf_source
 from maxhydra.convert.hf_config import is_hf_folder
+from maxhydra.convert.hf_write import find_family
 from maxhydra.convert.orbax_io import PARAMS, find_checkpoint, read_format, read_parameters, stored_shapes
 from maxhydra.convert.peft import PeftFolder, is_peft_folder, open_peft
 from maxhydra.convert.source import Source
@@ -29,6 +30,7 @@ from maxhydra.sharding import is_axes
 
 Tree = Any
 log = logging.getLogger("maxhydra")
+ADAPTERS = "a PEFT folder, or a run that was trained with adapter=lora or adapter=qlora"
 
 
 def load_weights(
@@ -158,6 +160,20 @@ def _load_peft(folder: PeftFolder, model: ModelDef, *, shardings: Tree, dtype: D
     trained = folder.trained(model, external.table)
     base = stream_weights(external, model, shardings=shardings, dtype="float32")
     return _merge_adapter(adapted, trained, base, shardings=shardings, dtype=dtype)
+
+
+def load_adapter(key: str, source: str, model: ModelDef) -> tuple[Adapter, Tree]:
+    """The adapter of a PEFT folder or a run, and its weights for this model, which has none itself."""
+    path = locate(key, source)
+    if not path.exists():
+        raise ConfigError(Problem(key, "does not exist", value=source, accepted=ADAPTERS))
+    if is_peft_folder(path):
+        folder, table = open_peft(key, source, path), find_family(model, None)
+        return folder.adapter(model, table), folder.trained(model, table)
+    lineage = None if is_hf_folder(path) else find_adapter_lineage(key, find_checkpoint(key, source))
+    if lineage is None:
+        raise ConfigError(Problem(key, "contains no adapter", value=source, accepted=ADAPTERS))
+    return lineage.adapter, read_adapter(key, source, build(model.config, lineage.adapter))
 
 
 def _merge_adapter(adapted: ModelDef, trained: Tree, base: Tree, *, shardings: Tree, dtype: DTypeLike) -> Tree:

@@ -10,9 +10,10 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import as_completed
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ import numpy as np
 from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.config.schema.run import Progress
 from maxhydra.data import Tokenizer
+from maxhydra.decode.adapters import AdapterLimits, AdapterTable, LoadedAdapter
 from maxhydra.decode.inbox import Inbox
 from maxhydra.decode.request import Handle, Request, RequestRejectedError, TokenLogprob
 from maxhydra.decode.runner import PendingTokens, Runner
@@ -55,11 +57,14 @@ class Engine:
         profiler: Profiler | None = None,
         version: int = 0,
         records_experts: bool = False,
+        adapters: AdapterLimits | None = None,
     ):
         """`eos`: token ids that end a completion. `prefill_sharder`: of separate devices that prefill prompts; None if
         all devices do both. `profiler`: profiles iterations, counted from 1. `version`: of the weights; see
         `update_params`. `records_experts`: completions contain the experts of their tokens, and prompts are not taken
-        from a prefix cache."""
+        from a prefix cache. `adapters`: of the adapters that requests may name; None: requests have no adapter."""
+        self._adapters = AdapterTable(0 if adapters is None else adapters.slots)
+        self._adapter_lock = threading.Lock()
         self._profiler = profiler
         self._tokenizer, self._eos = tokenizer, frozenset(eos)
         self._vocab_size, self._max_batch = model.config.vocab_size, config.max_batch
@@ -73,12 +78,15 @@ class Engine:
             sharder=sharder,
             prefix_cache=prefix_cache and is_shared and not records_experts,
             records_experts=records_experts,
+            adapters=adapters,
         )
         self._runner.version = version
         self._runners = [self._runner]
         self._transfer: Transfer | None = None
         if prefill_sharder is not None:
-            self._prefill_runner = Runner(model, params, config, sharder=prefill_sharder, prefix_cache=prefix_cache)
+            self._prefill_runner = Runner(
+                model, params, config, sharder=prefill_sharder, prefix_cache=prefix_cache, adapters=adapters
+            )
             self._runners.append(self._prefill_runner)
             self._transfer = Transfer(self._prefill_runner, self._runner)
         self._programs = self._runner.programs
@@ -132,7 +140,10 @@ class Engine:
                 f"the prompt has {length} tokens, but prompt and completion together may have at most {limit}: "
                 "shorten it, or raise task.engine.max_context"
             )
-        sequence = Sequence(request, budget=min(request.max_tokens, limit - length))
+        adapter = None if request.adapter is None else self._adapters.use(request.adapter)
+        sequence = Sequence(request, budget=min(request.max_tokens, limit - length), adapter=adapter)
+        if adapter is not None:
+            self._adapters.add_user(adapter, sequence)
         self._check_cache(sequence.cache_tokens, self._runner, f"or lower max_tokens={request.max_tokens}")
         self._check_cache(length, self._prefill_runner, "or shorten the prompt")
         return sequence
@@ -168,7 +179,30 @@ class Engine:
         The prefix cache is cleared; running sequences continue on their existing KV cache. Log-probabilities of tokens
         carry the `version` of the weights that sampled them.
         """
-        self._inbox.barrier([(runner.prepare_params(params), version) for runner in self._runners])
+        self._inbox.barrier(
+            [partial(runner.set_params, runner.prepare_params(params), version) for runner in self._runners]
+        )
+
+    @property
+    def adapters(self) -> Mapping[str, LoadedAdapter]:
+        """The loaded adapters by name."""
+        return self._adapters.loaded
+
+    def load_adapter(self, name: str, location: str, weights: Tree) -> None:
+        """Make an adapter available to requests; AdapterError if no slot is free, or the name is taken.
+
+        `weights`: as `AdapterReader.read` returns them. Running sequences continue. A collective call.
+        """
+        with self._adapter_lock:
+            adapter = self._adapters.reserve(name, location)
+            self._inbox.barrier(
+                [partial(runner.set_adapters, runner.replaced(adapter.slot, weights)) for runner in self._runners]
+            )
+            self._adapters.add(adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """Make an adapter unavailable to new requests; its running sequences finish with it."""
+        self._adapters.remove(name)
 
     def synchronize(self) -> None:
         """Wait until every process has dispatched all steps of finished sequences; a collective call.
@@ -231,10 +265,8 @@ class Engine:
         turn = self._inbox.take(is_busy=is_busy, admitted=self._scheduler.sequences)
         for sequence in turn.sequences:
             self._scheduler.add(sequence)
-        if turn.params is not None:
-            for runner, (params, version) in zip(self._runners, turn.params, strict=True):
-                runner.set_params(params, version)
-                runner.capacity.clear_prefix_cache()
+        for update in turn.updates:
+            update()
         self._scheduler.drop(turn.cancelled)
         return not turn.is_last
 

@@ -8,13 +8,13 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxhydra.decode.request import Request, RequestRejectedError
 from maxhydra.decode.sequence import Sequence
 from maxhydra.runtime.channel import Channel, ChannelClosedError, is_main
 
-Tree = Any
+Updates = Iterable[Callable[[], None]]
 REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(Request))
 
 
@@ -24,8 +24,8 @@ class Turn(NamedTuple):
     sequences: list[Sequence]
     cancelled: frozenset[int]
     """Numbers of sequences."""
-    params: Tree
-    """New weights, or None."""
+    updates: Updates
+    """Changes of the weights, to apply before the next iteration."""
     is_last: bool
     """Whether the engine closes instead."""
 
@@ -39,7 +39,7 @@ class Inbox:
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._submitted: list[Sequence] = []
-        self._new_params: Tree = None
+        self._updates: Updates = ()
         self._has_barrier = self._is_closing = False
         self._end_reason: str | None = None
         """Why the engine accepts no more requests; None while it runs."""
@@ -60,14 +60,14 @@ class Inbox:
             self._submitted += sequences
             self._changed.notify_all()
 
-    def barrier(self, params: Tree = None) -> None:
-        """Wait until the engine's thread takes a turn, the same one in all processes, with new weights, if any.
+    def barrier(self, updates: Updates = ()) -> None:
+        """Wait until the engine's thread takes a turn, the same one in all processes, and applies these updates.
 
         A collective call. Afterwards every process has dispatched all steps of sequences that finished before.
         """
         with self._changed:
             self._reject_if_ended()
-            self._new_params, self._has_barrier = params, True
+            self._updates, self._has_barrier = updates, True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._has_barrier or self._end_reason is not None)
             self._reject_if_ended()
@@ -98,7 +98,7 @@ class Inbox:
             self._changed.wait_for(lambda: is_busy or self._submitted or self._has_barrier or self._is_closing)
             sequences, self._submitted = self._submitted, []
             has_barrier, is_last = self._has_barrier, self._is_closing
-            params = self._pass_barrier() if has_barrier else None
+            updates = self._pass_barrier() if has_barrier else ()
         for sequence in sequences:
             sequence.number = next(self._numbers)
         # Read once: a handle may be cancelled at any time, but only the numbers that are sent take effect.
@@ -106,7 +106,7 @@ class Inbox:
         if self.is_shared:
             requests = [[getattr(each.request, name) for name in REQUEST_FIELDS] for each in sequences]
             self._channel.share([requests, cancelled, has_barrier, is_last])
-        return Turn(sequences, frozenset(cancelled), params, is_last)
+        return Turn(sequences, frozenset(cancelled), updates, is_last)
 
     def _receive(self) -> Turn:
         try:
@@ -114,24 +114,24 @@ class Inbox:
         except ChannelClosedError:
             if not self._is_closing:
                 raise
-            return Turn([], frozenset(), None, is_last=True)
+            return Turn([], frozenset(), (), is_last=True)
         sequences = []
         for values in requests:
             named = dict(zip(REQUEST_FIELDS, values, strict=True))
             request = Request(**{**named, "prompt": tuple(named["prompt"]), "stop": tuple(named["stop"])})
             sequences.append(self._make_sequence(request))
             sequences[-1].number = next(self._numbers)
-        params = None
+        updates: Updates = ()
         if has_barrier:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_barrier or self._is_closing)
-                params = self._pass_barrier()
-        return Turn(sequences, frozenset(cancelled), params, is_last)
+                updates = self._pass_barrier()
+        return Turn(sequences, frozenset(cancelled), updates, is_last)
 
-    def _pass_barrier(self) -> Tree:
-        params, self._new_params, self._has_barrier = self._new_params, None, False
+    def _pass_barrier(self) -> Updates:
+        updates, self._updates, self._has_barrier = self._updates, (), False
         self._changed.notify_all()
-        return params
+        return updates
 
     def _reject_if_ended(self) -> None:
         if self._end_reason is not None:

@@ -19,6 +19,7 @@ from maxhydra.decode.open import model_values
 from maxhydra.decode.request import Completion, Delta, Handle, RequestRejectedError, TokenLogprob
 from maxhydra.decode.sampling_params import PromptClient, PromptError
 from maxhydra.modelfiles import local_path
+from maxhydra.modelfiles.hub import hub_commit, is_hub_id
 from maxhydra.runtime.progress import ItemProgress, open_item_progress
 
 # Submitted sequences per batch slot of the engine, so that it never waits for this thread.
@@ -182,7 +183,7 @@ def settings_fingerprint(config: Config) -> str:
     settings = {
         **model,
         "weights": source,
-        **_latest_step(source),
+        **_version(source),
         "template": config.data.tokenizer.chat_template,
         "compute": config.model.dtypes.compute,
         "quantization": OmegaConf.to_container(OmegaConf.structured(config.quantization)),
@@ -193,8 +194,10 @@ def settings_fingerprint(config: Config) -> str:
     return fingerprint(original_names(settings))
 
 
-def _latest_step(source: str | None) -> dict[str, int]:
-    """Return the latest checkpoint step if the source is a run, which may be resumed between two commands."""
+def _version(source: str | None) -> dict[str, int | str]:
+    """Return the latest checkpoint step of a run, or the commit of a repository: both may change between commands."""
+    if source and is_hub_id(source):
+        return {"commit": hub_commit("checkpoint.load_parameters", source)}
     root = local_path("checkpoint.load_parameters", source or "")
     steps = source and (checkpoint_steps(root / "checkpoints") or checkpoint_steps(root))
     return {"step": steps[-1]} if steps else {}

@@ -20,17 +20,22 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.errors import show
 from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.quantization import STORED_KINDS, TRAINING_KINDS, Quantization
+from maxhydra.config.schema.tasks.inference import ServeTask
 from maxhydra.config.serialize import from_yaml, read_run_facts
 from maxhydra.config.yaml_files import read_yaml_text
-from maxhydra.convert.adapter_lineage import run_folder
+from maxhydra.convert.adapter_lineage import ACCEPTED, run_folder
 from maxhydra.convert.compatibility import KEYS_WITHOUT_EFFECT_ON_WEIGHTS
 from maxhydra.convert.load import load_weights, stored_format
+from maxhydra.convert.peft import is_peft_folder
+from maxhydra.decode.adapters import AdapterLimits, AdapterReader
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.model import ModelDef
+from maxhydra.modelfiles import locate
 from maxhydra.runtime.profiler import Profiler
 from maxhydra.sharding import Sharder, build_mesh
 
+Tree = Any
 # Tokenizer keys that change the ids of a text.
 TOKENIZER_KEYS = ("kind", "path", "bos", "eos", "add_bos")
 # Keys that may differ from the run. Unlike in convert, mtp must match: runs store the MTP layers in their checkpoints.
@@ -38,7 +43,7 @@ FREE_KEYS = tuple(pattern for pattern in KEYS_WITHOUT_EFFECT_ON_WEIGHTS if patte
 MAX_LISTED = 6
 
 
-def check_same_model(config: Config, source: str) -> None:
+def check_same_model(config: Config, source: str, *, key: str = "checkpoint.load_parameters") -> None:
     """Raise ConfigError if `source` is in a run whose model or tokenizer differs from the config's.
 
     Weights of the same shapes may still belong to a different model (another RoPE, another norm): they would load
@@ -56,7 +61,7 @@ def check_same_model(config: Config, source: str) -> None:
     more = f" and {len(differing) - MAX_LISTED} more" if len(differing) > MAX_LISTED else ""
     reason = f"was trained with a different model: {'; '.join(lines)}{more}"
     hint = f"use the settings it was trained with: {' '.join(_overrides(run, expected, config))}"
-    raise ConfigError(Problem("checkpoint.load_parameters", reason, value=source, hint=hint))
+    raise ConfigError(Problem(key, reason, value=source, hint=hint))
 
 
 def model_values(config: Config) -> dict[str, Any]:
@@ -119,9 +124,8 @@ def open_prompts(config: Config) -> PromptEncoder:
 def check_weights_source(config: Config) -> None:
     """Raise ConfigError if no weights are configured, or if they belong to a different model."""
     if config.checkpoint.load_parameters is None:
-        accepted = "a run or checkpoint folder, a Hugging Face folder, a .gguf file, or package:NAME"
         reason = f"is required: task={config.task.name} needs trained weights"
-        raise ConfigError(Problem("checkpoint.load_parameters", reason, value=None, accepted=accepted))
+        raise ConfigError(Problem("checkpoint.load_parameters", reason, value=None, accepted=ACCEPTED))
     check_same_model(config, config.checkpoint.load_parameters)
 
 
@@ -172,9 +176,14 @@ def load_params(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:
 
 
 def open_engine(
-    config: Config, engine: EngineConfig, prompts: PromptEncoder, *, profiler: Profiler | None = None
+    config: Config,
+    engine: EngineConfig,
+    prompts: PromptEncoder,
+    *,
+    profiler: Profiler | None = None,
+    adapters: AdapterLimits | None = None,
 ) -> Engine:
-    """Load the weights and start the engine."""
+    """Load the weights and start the engine; `adapters`: of the adapters that requests may name."""
     decode_devices, prefill_devices = split_devices(engine)
     try:
         decoder, sharder = build_model(config, decode_devices)
@@ -195,7 +204,30 @@ def open_engine(
         eos=prompts.eos_ids,
         prefill_sharder=prefill_sharder,
         profiler=profiler,
+        adapters=adapters,
     )
+
+
+def open_adapters(config: Config) -> AdapterReader | None:
+    """The reader of adapters that task.lora describes; None if requests have no adapters."""
+    task = config.task
+    if not isinstance(task, ServeTask) or not task.has_adapters:
+        return None
+    limits = AdapterLimits(task.lora.slots, task.lora.max_rank, tuple(task.lora.targets))
+    base = model.build(config.model)
+    try:
+        _ = limits.model(base).shapes
+    except ConfigError as error:
+        problems = [dataclasses.replace(problem, path="task.lora.targets") for problem in error.problems]
+        raise ConfigError(problems) from None
+    return AdapterReader(base, limits)
+
+
+def read_adapter_weights(config: Config, reader: AdapterReader, key: str, location: str) -> Tree:
+    """The weights of an adapter for `Engine.load_adapter`; ConfigError if it does not belong to the model."""
+    if not is_peft_folder(locate(key, location)):
+        check_same_model(config, location, key=key)
+    return reader.read(key, location)
 
 
 def split_devices(engine: EngineConfig) -> tuple[list[jax.Device], list[jax.Device]]:

@@ -14,7 +14,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 Key = tuple[int, tuple[int, ...]]
-"""Id of the preceding page in the chain (0: none), and the tokens of the page."""
+"""Id of the preceding page in the chain, and the tokens of the page. The first page has the root of the chain: 0, or a
+negative number for a sequence with an adapter, whose KV cache differs for the same tokens."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,18 +65,18 @@ class PagePool:
         """Return the number of pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
-    def next_missing_key(self, prompt: Sequence[int]) -> Key | None:
+    def next_missing_key(self, prompt: Sequence[int], root: int = 0) -> Key | None:
         """Return the key of the first page of a prompt that is not cached; None if all cacheable pages are."""
-        pages, parent = self._find_prefix(prompt)
+        pages, parent = self._find_prefix(prompt, root)
         return self._key(prompt, len(pages), parent) if len(pages) < self._num_cacheable(prompt) else None
 
-    def num_cached_pages(self, prompt: Sequence[int]) -> int:
+    def num_cached_pages(self, prompt: Sequence[int], root: int = 0) -> int:
         """Return how many leading pages of a prompt are cached."""
-        return len(self._find_prefix(prompt)[0])
+        return len(self._find_prefix(prompt, root)[0])
 
-    def reserve(self, prompt: Sequence[int], tokens: int) -> PageLease | None:
+    def reserve(self, prompt: Sequence[int], tokens: int, root: int = 0) -> PageLease | None:
         """Reserve pages for `tokens` tokens, starting with the prompt; None if there are not enough at the moment."""
-        shared, parent = self._find_prefix(prompt)
+        shared, parent = self._find_prefix(prompt, root)
         free, ref_counts, needed = self._free, self._ref_counts, self.pages_for(tokens) - len(shared)
         num_revived = sum(page in self._unused for page in shared) if shared else 0
         if needed > len(free) + len(self._unused) - num_revived:
@@ -130,13 +131,13 @@ class PagePool:
         self._key_of.clear()
         self._generation += 1
 
-    def _find_prefix(self, prompt: Sequence[int]) -> tuple[list[int], int]:
+    def _find_prefix(self, prompt: Sequence[int], root: int) -> tuple[list[int], int]:
         """Return cached pages of a prompt's prefix and the chain id of the last one.
 
         The last token of the prompt is excluded, since its logits must be computed.
         """
         pages: list[int] = []
-        parent = 0
+        parent = root
         for index in range(self._num_cacheable(prompt)):
             cached = self._cached.get(self._key(prompt, index, parent))
             if cached is None:
@@ -203,7 +204,7 @@ class Capacity:
         """Pages that are only held by the prefix caches."""
         return sum(pool.num_cached for pool in self.pools)
 
-    def order_groups(self, prompt: Sequence[int]) -> list[int]:
+    def order_groups(self, prompt: Sequence[int], root: int = 0) -> list[int]:
         """Return the groups with a free slot, the best for a prompt first.
 
         The least loaded one, since a step takes as long as its fullest group; among these, the one that has cached the
@@ -212,11 +213,11 @@ class Capacity:
         groups = [group for group, slots in enumerate(self._free_slots) if slots]
         if len(groups) < 2:
             return groups
-        return sorted(groups, key=lambda g: (-len(self._free_slots[g]), -self.pools[g].num_cached_pages(prompt)))
+        return sorted(groups, key=lambda g: (-len(self._free_slots[g]), -self.pools[g].num_cached_pages(prompt, root)))
 
-    def reserve(self, group: int, prompt: Sequence[int], tokens: int) -> Place | None:
+    def reserve(self, group: int, prompt: Sequence[int], tokens: int, root: int = 0) -> Place | None:
         """Reserve a slot, and pages for `tokens` tokens; None if the group has not enough pages at the moment."""
-        lease = self.pools[group].reserve(prompt, tokens)
+        lease = self.pools[group].reserve(prompt, tokens, root)
         if lease is None:
             return None
         return Place(group, self._free_slots[group].pop(), lease, array("I", lease.pages).tobytes())

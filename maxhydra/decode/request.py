@@ -28,6 +28,8 @@ class Request:
     """Number of most likely tokens to report with each token's log-probability; None: no log-probabilities."""
     stream: bool = True
     """Emit deltas while the sequence runs. False: one delta at the end, which takes a fraction of the host's time."""
+    adapter: str | None = None
+    """Name of a loaded adapter; None: the model without one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +139,10 @@ class Handle:
 
 class RequestRejectedError(ValueError):
     """The engine can never serve this request; the message says why and which setting to change."""
+
+
+class UnknownAdapterError(RequestRejectedError):
+    """No adapter of this name is loaded; the message lists the names."""
 
 
 class Engine(Protocol):

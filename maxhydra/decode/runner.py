@@ -4,6 +4,7 @@ An engine has one runner, or two on separate devices: one prefills prompts, and 
 the other, which decodes.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as List
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 
 from maxhydra.config.schema.decode import CacheDtype
 from maxhydra.config.schema.decode import Engine as Config
+from maxhydra.decode.adapters import AdapterLimits, AdapterStacks, StepWeights
 from maxhydra.decode.compile_cache import Program
 from maxhydra.decode.page_pool import Capacity, Place
 from maxhydra.decode.sampler import SampledTokens
@@ -101,8 +103,9 @@ class Runner:
         sharder: Sharder,
         prefix_cache: bool,
         records_experts: bool = False,
+        adapters: AdapterLimits | None = None,
     ):
-        """`params`: in the standard layout."""
+        """`params`: in the standard layout. `adapters`: None if sequences have no adapters."""
         is_cpu, groups = jax.default_backend() == "cpu", sharder.num_shards("act_batch")
         self.multi_steps = config.burst or (1 if is_cpu else MULTI_STEPS)
         pages = -(-config.cache_tokens // config.page_size)
@@ -129,11 +132,15 @@ class Runner:
         self.sharder, self._shardings = sharder, sharder.tree(model.axes)
         self._layout = choose_weight_layout(model, sharder, jax.default_backend())
         self._params, self.version = self.prepare_params(params), 0
+        self.adapters: AdapterStacks | None = None
+        if adapters is not None:
+            self.adapters = AdapterStacks(adapters, self._layout, sharder, num_slots=self.capacity.num_slots)
+            self._layout = self.adapters.layout
         # Which programs are ready differs between processes.
         deterministic = config.deterministic or jax.process_count() > 1
         self.programs = CompiledSteps(
             self._layout,
-            self._params,
+            self._weights,
             cache_spec,
             sharder=sharder,
             deterministic=deterministic,
@@ -156,11 +163,36 @@ class Runner:
         return self._layout.keep(params)
 
     def set_params(self, params: Tree, version: int = 0) -> None:
-        """Use other weights of the same shapes from the next call on."""
+        """Use other weights of the same shapes from the next call on; the prefix cache is cleared."""
         self._params, self.version = params, version
+        self.capacity.clear_prefix_cache()
+
+    def replaced(self, slot: int, weights: Tree) -> Tree:
+        """The stacks of adapters with other weights in one slot, for `set_adapters`."""
+        assert self.adapters is not None
+        return self.adapters.replaced(slot, weights)
+
+    def set_adapters(self, stacks: Tree) -> None:
+        """Use other stacks of adapters from the next call on."""
+        assert self.adapters is not None
+        self.adapters.stacks = stacks
+
+    @property
+    def _weights(self) -> StepWeights:
+        if self.adapters is None:
+            return StepWeights(self._params)
+        return StepWeights(self._params, self.adapters.stacks, self.adapters.adapter_N)
+
+    def _assign_adapters(self, sequences: Iterable[tuple[Place | None, Sequence]]) -> None:
+        """Let the next calls use the adapters of these sequences in their slots."""
+        if self.adapters is not None:
+            self.adapters.assign(
+                {place.slot: each.adapter.slot if each.adapter else 0 for place, each in sequences if place is not None}
+            )
 
     def prefill(self, chunks: List[PrefillChunk]) -> PrefillOutput:
         """Prefill prompt chunks, and sample the first token of each prompt that is complete with its chunk."""
+        self._assign_adapters((chunk.place, chunk.sequence) for chunk in chunks)
         needed = self.buckets.prefill_shape(chunks)
         shape = self.programs.choose_shape(needed, eventual=needed)
         rows = self.buckets.arrange_rows(chunks, shape)
@@ -179,6 +211,7 @@ class Runner:
 
     def decode(self, sequences: list[Sequence], shape: StepShape) -> PendingTokens:
         """Decode one token per sequence."""
+        self._assign_adapters((sequence.place, sequence) for sequence in sequences)
         rows = self.buckets.arrange_rows(sequences, shape)
         logits_BV, head_BC, ids = self._forward(shape, decode_inputs(rows, shape, self.programs.padding_slot))
         for sequence in sequences:
@@ -198,6 +231,7 @@ class Runner:
         key = self.programs.choose_multi_step(MultiStepKey(shape, sampling_features(sequences), self.multi_steps))
         if key is None:
             return None
+        self._assign_adapters((sequence.place, sequence) for sequence in sequences)
         resident, num_computed = self._resident, [sequence.num_computed for sequence in sequences]
         rows = self.buckets.arrange_rows(sequences, key.shape)
         if resident is not None and resident[:3] == (key, sequences, num_computed):
@@ -205,7 +239,7 @@ class Runner:
         else:
             inputs_BC = decode_inputs(rows, key.shape, self.programs.padding_slot)
         self._cache, self._slot_state, inputs_BC, sampled, ids = self.programs.decode_multi(
-            key, self._params, self._cache, self._slot_state, inputs_BC
+            key, self._weights, self._cache, self._slot_state, inputs_BC
         )
         counts = [0 if sequence is None else min(key.num_steps, sequence.remaining) for sequence in rows]
         for sequence, count in zip(rows, counts, strict=True):
@@ -235,7 +269,7 @@ class Runner:
     def _forward(self, shape: StepShape, inputs_BC: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Return the logits of the rows, the columns of the inputs that sampling needs, and recorded experts."""
         logits_BV, self._cache, head_BC, experts = self.programs.forward(
-            shape, self._params, self._cache, self._slot_state, inputs_BC
+            shape, self._weights, self._cache, self._slot_state, inputs_BC
         )
         return logits_BV, head_BC, experts
 

@@ -179,12 +179,13 @@ class Scheduler:
             return False
         prompt, capacity = sequence.request.prompt, self.prefill_capacity
         num_tokens = len(prompt) if self._is_separate else sequence.cache_tokens
-        for group in capacity.order_groups(prompt):
-            key = capacity.pools[group].next_missing_key(prompt)
+        root = 0 if sequence.adapter is None else sequence.adapter.prefix_root
+        for group in capacity.order_groups(prompt, root):
+            key = capacity.pools[group].next_missing_key(prompt, root)
             is_computed = key is not None and (group, key) in call.computed_keys
             if group in call.full_groups or is_computed or not call.fits(sequence, group):
                 continue
-            prefill_place = capacity.reserve(group, prompt, num_tokens)
+            prefill_place = capacity.reserve(group, prompt, num_tokens, root)
             if prefill_place is not None:
                 sequence.admit(place or prefill_place, prefill_place, capacity.page_size)
                 if key is not None:

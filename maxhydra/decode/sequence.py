@@ -11,6 +11,7 @@ import numpy as np
 
 from maxhydra.config.schema.decode import LARGEST
 from maxhydra.data import Tokenizer
+from maxhydra.decode.adapters import LoadedAdapter
 from maxhydra.decode.detokenize import Detokenizer, StopMatcher
 from maxhydra.decode.page_pool import Place
 from maxhydra.decode.request import Delta, Handle, Request, TokenLogprob
@@ -25,8 +26,8 @@ class Sequence:
     the host has read back.
     """
 
-    def __init__(self, request: Request, *, budget: int):
-        self.request = request
+    def __init__(self, request: Request, *, budget: int, adapter: LoadedAdapter | None = None):
+        self.request, self.adapter = request, adapter
         self.handle = Handle()
         self.number = -1
         """Position in the order of admission, the same in all processes; -1 before."""

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxhydra.decode.adapters import StepWeights
 from maxhydra.decode.compile_cache import CompileCache, Program
 from maxhydra.decode.sampler import SampledTokens, SamplingArrays, SamplingFeatures, greedy_tokens, sample
 from maxhydra.decode.step_inputs import HEAD, StepInputs, StepShape, advance, num_columns
@@ -99,14 +100,14 @@ class CompiledSteps:
     def __init__(
         self,
         layout: WeightLayout,
-        params: Tree,
+        weights: StepWeights,
         cache_spec: PagedCacheSpec,
         *,
         sharder: Sharder,
         deterministic: bool,
         records_experts: bool = False,
     ):
-        """`params`: in the engine's layout, used for their shapes and shardings only.
+        """`weights`: used for their shapes and shardings only.
 
         `deterministic`: never substitute a larger program for the exact one, and wait for its compilation.
         `records_experts`: return the experts of all tokens, [B, T, L, K].
@@ -115,7 +116,7 @@ class CompiledSteps:
         model = layout.model
         self._layout, self._model, self._cache_spec, self._sharder = layout, model, cache_spec, sharder
         self._deterministic = deterministic
-        self._abstract_params = jax.tree.map(lambda leaf: _abstract(leaf, leaf.sharding), params)
+        self._abstract_weights = jax.tree.map(lambda leaf: _abstract(leaf, leaf.sharding), weights)
         self.replicated = sharder.sharding(())
         self._logits_sharding = sharder.sharding(("act_batch", "act_vocab"))
         caches = jax.eval_shape(lambda: model.empty_cache(cache_spec))
@@ -179,11 +180,11 @@ class CompiledSteps:
         self._samplers.start(self._samplers.choose(key, eventual=key))
 
     def forward(
-        self, shape: StepShape, params: Tree, cache: Tree, slot_state: SlotState, inputs_BC: np.ndarray
+        self, shape: StepShape, weights: StepWeights, cache: Tree, slot_state: SlotState, inputs_BC: np.ndarray
     ) -> tuple[jax.Array, Tree, jax.Array, jax.Array | None]:
         """Return logits [B, V] of each row's last token, the updated cache, the inputs of sampling, and the experts."""
         logits_BV, cache, head_BC, experts = self._forwards.get(shape)(
-            params, cache, slot_state.last_token_N, inputs_BC
+            weights, cache, slot_state.last_token_N, inputs_BC
         )
         return logits_BV, cache, head_BC, experts
 
@@ -203,13 +204,18 @@ class CompiledSteps:
         return chosen if self._deterministic or self._multi_steps.is_ready(chosen) else None
 
     def decode_multi(
-        self, key: MultiStepKey, params: Tree, cache: Tree, slot_state: SlotState, inputs_BC: np.ndarray | jax.Array
+        self,
+        key: MultiStepKey,
+        weights: StepWeights,
+        cache: Tree,
+        slot_state: SlotState,
+        inputs_BC: np.ndarray | jax.Array,
     ) -> tuple[Tree, SlotState, jax.Array, SampledTokens, jax.Array | None]:
         """Decode `key.num_steps` tokens per row; return them as [num_steps, B], with the inputs of the next call.
 
         Entries beyond a row's remaining tokens are undefined. Experts are [B, num_steps, L, K].
         """
-        cache, slot_state, next_BC, sampled, experts = self._multi_steps.get(key)(params, cache, slot_state, inputs_BC)
+        cache, slot_state, next_BC, sampled, experts = self._multi_steps.get(key)(weights, cache, slot_state, inputs_BC)
         return cache, slot_state, next_BC, sampled, experts
 
     def mark_prompt(self, slot_state: SlotState, slot: int, prompt: tuple[int, ...]) -> SlotState:
@@ -239,7 +245,7 @@ class CompiledSteps:
         options: dict[str, str | bool] | None = {"xla_gpu_enable_command_buffer": ""} if is_long else None
         inputs = self._abstract_inputs(shape.rows, num_columns(shape))
         last_token = self._abstract_slots().last_token_N
-        lowered = jitted.lower(self._abstract_params, self._abstract_caches, last_token, inputs)
+        lowered = jitted.lower(self._abstract_weights, self._abstract_caches, last_token, inputs)
         return lowered.compile(compiler_options=options)
 
     def _compile_sample(self, key: SampleKey) -> Program:
@@ -256,7 +262,7 @@ class CompiledSteps:
         shardings = (self.cache_shardings, self.replicated, self.replicated, self.replicated, self.replicated)
         jitted = jax.jit(decode, donate_argnums=(1, 2), out_shardings=shardings)
         inputs = self._abstract_inputs(key.shape.rows, num_columns(key.shape))
-        return jitted.lower(self._abstract_params, self._abstract_caches, self._abstract_slots(), inputs).compile()
+        return jitted.lower(self._abstract_weights, self._abstract_caches, self._abstract_slots(), inputs).compile()
 
     def _abstract_inputs(self, rows: int, columns: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, columns), jnp.uint32, sharding=self.replicated)
@@ -274,12 +280,13 @@ def _make_forward(
     hidden = _make_hidden(layout, sharder, shape, records_experts=records_experts)
 
     def forward(
-        params: Tree, cache: Tree, last_token_N: jax.Array, inputs_BC: jax.Array
+        weights: StepWeights, cache: Tree, last_token_N: jax.Array, inputs_BC: jax.Array
     ) -> tuple[jax.Array, Tree, jax.Array, jax.Array | None]:
-        params, inputs = layout.use(params), StepInputs.unpack(inputs_BC, pages=shape.pages)
+        params, inputs = weights.used(layout), StepInputs.unpack(inputs_BC, pages=shape.pages)
+        adapters_B = weights.adapters_of(inputs.rows.slots_B)
         tokens_BT = inputs.tokens_BT if shape.is_prefill else last_token_N[inputs.rows.slots_B][:, None]
         positions_BT = inputs.positions(shape.tokens)
-        hidden_B1D, cache, experts = hidden(params, cache, tokens_BT, positions_BT, inputs.rows)
+        hidden_B1D, cache, experts = hidden(params, cache, tokens_BT, positions_BT, inputs.rows, adapters_B)
         logits_BV = layout.model.logits(params, hidden_B1D, sharder)[:, 0]
         return logits_BV, cache, advance(inputs_BC[:, :HEAD], shape.tokens), experts
 
@@ -292,7 +299,12 @@ def _make_hidden(
     """Return a function for the hidden states [B, 1, D] of each row's last token, the updated cache and the experts."""
 
     def hidden(
-        params: Tree, cache: Tree, tokens_BT: jax.Array, positions_BT: jax.Array, rows: PageTable
+        params: Tree,
+        cache: Tree,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        rows: PageTable,
+        adapters_B: jax.Array | None,
     ) -> tuple[jax.Array, Tree, jax.Array | None]:
         is_token_BT = positions_BT >= 0
         context = Context(
@@ -302,6 +314,7 @@ def _make_hidden(
             cache=cache,
             dropout_key=None,
             rows=rows,
+            adapters_B=adapters_B,
             output_index=jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0) if shape.is_prefill else None,
             is_fresh=shape.is_fresh,
             records_experts=records_experts,
@@ -341,19 +354,20 @@ def _make_multi_step(
     model = layout.model
 
     def decode(
-        params: Tree, cache: Tree, slot_state: SlotState, inputs_BC: jax.Array
+        stored: StepWeights, cache: Tree, slot_state: SlotState, inputs_BC: jax.Array
     ) -> tuple[Tree, SlotState, jax.Array, SampledTokens, jax.Array | None]:
         inputs = StepInputs.unpack(inputs_BC, pages=key.shape.pages)
         table_BW, slots_B = inputs.rows
+        adapters_B = stored.adapters_of(slots_B)
 
         def step(carry: tuple[Tree, jax.Array, jax.Array], number: jax.Array) -> tuple[Any, Any]:
             """Decode one token per row; a row without remaining tokens neither reads nor writes the cache."""
-            (cache, seen_NV, last_B), weights = carry, layout.use(params)
+            (cache, seen_NV, last_B), weights = carry, stored.used(layout)
             is_active_B = number < inputs.remaining_B
             position_B1 = jnp.where(is_active_B, inputs.start_B + number, -1)[:, None]
             active_B = jnp.where(is_active_B, slots_B, padding_slot)
             table = PageTable(table_BW, active_B)
-            hidden_B1D, cache, experts = hidden(weights, cache, last_B[:, None], position_B1, table)
+            hidden_B1D, cache, experts = hidden(weights, cache, last_B[:, None], position_B1, table, adapters_B)
             if key.features.is_greedy:
                 logit_B, token_B = model.largest_logit(weights, hidden_B1D[:, 0], sharder)
                 return (cache, seen_NV, token_B), (greedy_tokens(logit_B, token_B), experts)

@@ -36,16 +36,18 @@ class WeightLayout:
     """Convert weights from the standard layout to the stored one."""
     use: Callable[[Tree], Tree]
     """Convert stored weights to those that `model` takes; called inside a program."""
+    unstack: Callable[[Tree], Tree]
+    """Rearrange a tree of arrays per layer as `model` has its layers; the arrays themselves stay as they are."""
 
 
 def choose_weight_layout(model: ModelDef, sharder: Sharder, platform: str) -> WeightLayout:
     """Return the layout for the devices: on one CPU or GPU as described above, otherwise the standard one."""
     if sharder.mesh.size > 1 or platform not in ("cpu", "gpu"):
-        return WeightLayout(model, keep=lambda params: params, use=lambda params: params)
+        return WeightLayout(model, keep=lambda tree: tree, use=lambda tree: tree, unstack=lambda tree: tree)
     layout = Projection.outputs_first if platform == "cpu" else Projection.joined
     flat = flattened(model, layout)
     arranged = _Flat(model, flat, joins=layout is Projection.joined)
-    return WeightLayout(flat, keep=arranged.keep, use=arranged.use)
+    return WeightLayout(flat, keep=arranged.keep, use=arranged.use, unstack=arranged.unstack)
 
 
 def flattened(model: ModelDef, layout: Projection) -> ModelDef:
@@ -108,6 +110,13 @@ class _Flat:
             number: self._used_layer(number, layer) for number, layer in packed_params["prefix"].items()
         }
         return params
+
+    def unstack(self, tree: Tree) -> Tree:
+        layers = {
+            str(number): layer if position is None else jax.tree.map(lambda stack, at=position: stack[at], layer)
+            for number, (_, layer, position) in enumerate(unstacked(self.model, tree))
+        }
+        return {**{name: part for name, part in tree.items() if name not in LAYERS}, "prefix": layers}
 
     def _stored_layer(self, number: str, layer: Tree, position: jax.Array | None) -> Tree:
         axes = self.flat.axes["prefix"][number]

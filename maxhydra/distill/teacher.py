@@ -29,7 +29,8 @@ from maxhydra.data.rows import Document, pack_rows
 from maxhydra.data.tokenizers import load_tokenizer, smallest_id_dtype
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
-from maxhydra.modelfiles import local_path
+from maxhydra.modelfiles import model_path
+from maxhydra.modelfiles.hub import is_hub_id
 from maxhydra.runtime.channel import broadcast
 from maxhydra.sharding import Sharder, remeshed
 from maxhydra.train import map_sequence_chunks
@@ -105,13 +106,14 @@ def _stored_tokenizer(teacher: Teacher) -> TokenizerConfig | None:
     """The tokenizer of the teacher's run or folder; None if it is unknown or its files are missing."""
     assert teacher.weights is not None
     if (run := run_folder(teacher.weights)) is None:
-        folder = local_path("task.teacher.weights", teacher.weights)
+        folder = model_path("task.teacher.weights", teacher.weights, weights=False)
         return TokenizerConfig(kind="hf", path=str(folder)) if (folder / "tokenizer.json").is_file() else None
     content = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     assert isinstance(content, dict)
     stored = content.get("data", {}).get("tokenizer", {})
     kind, path = stored.get("kind", TokenizerConfig.kind), stored.get("path")
-    is_missing = path is not None and kind != "tiktoken" and not Path(path).expanduser().exists()
+    is_local = path is not None and kind != "tiktoken" and not is_hub_id(path)
+    is_missing = is_local and not Path(path).expanduser().exists()
     return None if is_missing else TokenizerConfig(kind=kind, path=path)
 
 

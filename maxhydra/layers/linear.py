@@ -58,9 +58,11 @@ class LoraSpec:
     """Whether the norms of the columns are trained separately (DoRA)."""
     has_start: bool = False
     """Whether a and b start at other values than 0, whose update is subtracted (PiSSA)."""
+    slots: int = 0
+    """Adapters that are stacked in a and b, of which every row of a batch uses its own; 0: one adapter for all."""
 
     @classmethod
-    def of(cls, adapter: config.Adapter | None) -> "LoraSpec | None":
+    def of(cls, adapter: config.Adapter | None, slots: int = 0) -> "LoraSpec | None":
         """None without an adapter."""
         if adapter is None or adapter.kind is config.AdapterKind.none:
             return None
@@ -74,6 +76,7 @@ class LoraSpec:
             over_nf4=adapter.kind is config.AdapterKind.qlora,
             has_magnitude=adapter.dora,
             has_start=adapter.init is config.AdapterInit.pissa,
+            slots=slots,
         )
 
     def adds_to(self, name: str) -> bool:
@@ -134,6 +137,9 @@ class Lora(nnx.Module):
         self.start_b: nnx.Param | None = None if start is None else start[1]
 
     def __call__(self, x: jax.Array, ctx: Context, matmul_spec: MatmulSpec, *, inputs: int) -> jax.Array:
+        if self.spec.slots:
+            return self._gathered(x, ctx, matmul_spec, inputs=inputs)
+
         def update(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
             return _matmul(_matmul(x, a, matmul_spec, inputs=inputs), b, matmul_spec, inputs=1)
 
@@ -141,6 +147,14 @@ class Lora(nnx.Module):
         if self.start_a is not None and self.start_b is not None:
             delta -= update(x, *map(jax.lax.stop_gradient, (self.start_a[...], self.start_b[...])))
         return self.spec.scale * delta
+
+    def _gathered(self, x: jax.Array, ctx: Context, matmul_spec: MatmulSpec, *, inputs: int) -> jax.Array:
+        """The update of every row by its own adapter: a [slots, *inputs, rank] and b [slots, rank, *outputs]."""
+        assert ctx.adapters_B is not None and x.shape[0] == ctx.adapters_B.shape[0]
+        a, b = (stack[...][ctx.adapters_B].astype(matmul_spec.compute) for stack in (self.a, self.b))
+        contracted, outputs = INPUTS[:inputs], OUTPUTS[: b.ndim - 2]
+        low_rank = jnp.einsum(f"B...{contracted},B{contracted}R->B...R", x, a)
+        return self.spec.scale * jnp.einsum(f"B...R,BR{outputs}->B...{outputs}", low_rank, b)
 
     def matrix(self) -> jax.Array:
         """The update of the kernel, scale * a @ b, less its value at the start."""
@@ -268,7 +282,7 @@ class Linear(nnx.Module):
 
     def add_lora(self, out: jax.Array, x: jax.Array, ctx: Context) -> jax.Array:
         """out = x @ kernel, plus the LoRA update if an adapter is active."""
-        if self.lora is None or not ctx.is_adapted:
+        if self.lora is None or not ctx.is_adapted or (self.lora.spec.slots and ctx.adapters_B is None):
             return out
         update = self.lora(x, ctx, self.matmul_spec, inputs=self.inputs)
         if self.lora.magnitude is None:

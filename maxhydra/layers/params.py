@@ -188,6 +188,8 @@ class ParamBuilder:
     ) -> Lora:
         """LoRA matrices, always in float32: their updates are small."""
         a_axes, b_axes = (*axes[: len(inputs)], None), (None, *axes[len(inputs) :])
+        if spec.slots:
+            return self._stacked_loras(spec, inputs, outputs, (a_axes, b_axes), number=number)
         std = (3 * math.prod(inputs)) ** -0.5
         a = self._normal(key, inputs, (spec.rank,), a_axes, std=std, dtype=jnp.dtype(jnp.float32))
 
@@ -199,6 +201,25 @@ class ParamBuilder:
         magnitude = zeros(outputs, axes[len(inputs) :]) if spec.has_magnitude else None
         start = (zeros((*inputs, spec.rank), a_axes), zeros((spec.rank, *outputs), b_axes)) if spec.has_start else None
         return Lora(a, b, spec, number=number, magnitude=magnitude, start=start)
+
+    def _stacked_loras(
+        self,
+        spec: LoraSpec,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        axes: tuple[LogicalAxes, LogicalAxes],
+        *,
+        number: int,
+    ) -> Lora:
+        """Matrices of several adapters, which are loaded later, in the compute dtype."""
+        shapes = (spec.slots, *inputs, spec.rank), (spec.slots, spec.rank, *outputs)
+        a, b = (
+            nnx.Param(
+                jnp.zeros((*self._stack, *shape), self._matmul_spec.compute), axes=(*self._stack_axes, None, *own)
+            )
+            for shape, own in zip(shapes, axes, strict=True)
+        )
+        return Lora(a, b, spec, number=number)
 
     def _normal(
         self,

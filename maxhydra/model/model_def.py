@@ -41,12 +41,14 @@ class ModelDef:
     quantization: Quantization | None = None
     has_value_head: bool = False
     """Whether the weights include a value head, which a critic trains together with the policy; see `values_of`."""
+    adapter_slots: int = 0
+    """Adapters that the weights hold, one of them for each row of a batch; 0: one adapter for all rows."""
 
     @property
     def base(self) -> "ModelDef":
         """The model without its adapter and value head, with unquantized weights."""
         quantization = None if self.is_packed or self.quantization is None else self.quantization.without_history()
-        return dataclasses.replace(self, adapter=None, quantization=quantization, has_value_head=False)
+        return dataclasses.replace(self, adapter=None, quantization=quantization, has_value_head=False, adapter_slots=0)
 
     @property
     def is_packed(self) -> bool:
@@ -55,7 +57,9 @@ class ModelDef:
 
     @cached_property
     def _spec(self) -> DecoderSpec:
-        return DecoderSpec.of(self.config, LoraSpec.of(self.adapter), resolve_rules(self.quantization))
+        return DecoderSpec.of(
+            self.config, LoraSpec.of(self.adapter, self.adapter_slots), resolve_rules(self.quantization)
+        )
 
     def is_unrolled_on(self, sharder: Sharder) -> bool:
         """Whether training on this mesh fully unrolls the scan over the layers of the pattern."""

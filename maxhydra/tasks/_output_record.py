@@ -28,7 +28,7 @@ def inputs_digest(key: str, config: Config, source: str) -> str:
     `key` is the config field that names the source.
     """
     values: dict[str, Any] = stored_values(config)
-    del values["run"], values["checkpoint"], values["task"]["output"]
+    del values["run"], values["checkpoint"], values["task"]["output"], values["task"]["push"]
     lineage = find_adapter_lineage(key, source)
     locations = [source, *([] if lineage is None else [lineage.base])]
     weights = [weights_record(key, location)["digest"] for location in locations]

@@ -19,16 +19,17 @@ from maxhydra.convert.hf_write import find_family, write_hf
 from maxhydra.convert.load import open_arrays, read_adapter
 from maxhydra.convert.orbax_io import write_checkpoint
 from maxhydra.convert.peft import write_peft
-from maxhydra.data.tokenizers import check_vocabulary
+from maxhydra.data.tokenizers import check_vocabulary, tokenizer_path
 from maxhydra.data.tokenizers.hf import HuggingFaceTokenizer
 from maxhydra.decode.open import check_same_model
-from maxhydra.modelfiles import local_path, locate
+from maxhydra.modelfiles import locate
+from maxhydra.modelfiles.hub import push_folder, require_token
 from maxhydra.tasks import Job, Outcome, atomic_output_dir
-from maxhydra.tasks._output_record import describe_difference, inputs_digest, write_record
+from maxhydra.tasks._output_record import RECORD, describe_difference, inputs_digest, write_record
 
 NEEDS_DEVICES = KEEPS_RUN = False
 
-KEY = "checkpoint.load_parameters"
+KEY, PUSH = "checkpoint.load_parameters", "task.push"
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template.jinja", "vocab.*", "merges.txt")
 
 
@@ -39,6 +40,8 @@ def run(job: Job) -> Outcome:
     if source is None:
         raise ConfigError(Problem(KEY, "is required: it names the weights to convert", value=None))
     _check_format(config, task)
+    if task.push is not None:
+        require_token(PUSH, task.push)
     check_same_model(config, source)
     output = Path(task.output).expanduser().absolute()
     inputs = inputs_digest(KEY, config, source)
@@ -47,12 +50,17 @@ def run(job: Job) -> Outcome:
             hint = "choose another folder, or move the existing one"
             raise ConfigError(Problem("task.output", f"already exists, and {difference}", value=output, hint=hint))
         print(f"{task.output} is already complete: written by the same command, files verified", file=sys.stderr)
-        return Outcome("finished", "already complete")
-    with atomic_output_dir(output) as folder:
-        WRITERS[task.format](config, task, source, folder)
-        write_record(folder, inputs)
-    print(f"wrote {task.output}", file=sys.stderr)
-    return Outcome("finished", "written")
+        reason = "already complete"
+    else:
+        with atomic_output_dir(output) as folder:
+            WRITERS[task.format](config, task, source, folder)
+            write_record(folder, inputs)
+        print(f"wrote {task.output}", file=sys.stderr)
+        reason = "written"
+    if task.push is not None:
+        print(f"pushed {push_folder(PUSH, task.push, output, ignored=(RECORD,))}", file=sys.stderr)
+        reason += f", pushed to {task.push}"
+    return Outcome("finished", reason)
 
 
 def _write_hf(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
@@ -112,8 +120,7 @@ def _write_tokenizer(config: Config, source: str, folder: Path) -> dict[str, Any
         return {key: settings[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in settings}
     tokenizer = data.load_tokenizer(config.data)
     check_vocabulary(tokenizer, config.data, data.RowSpec(seq_len=1, vocab_size=config.model.vocab_size, seed=0))
-    path = tokenizer_config.path
-    if tokenizer_config.kind == "hf" and path is not None and (own := local_path("data.tokenizer.path", path)).is_dir():
+    if tokenizer_config.kind == "hf" and (own := tokenizer_path(tokenizer_config)).is_dir():
         _copy_tokenizer(own, folder)
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         tokenizer.save(folder)

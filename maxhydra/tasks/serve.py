@@ -7,13 +7,26 @@ import logging
 import os
 import signal
 import socket
+from functools import partial
+
+import jax
 
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.hardware import Platform
 from maxhydra.config.schema.tasks.inference import ServeTask
-from maxhydra.decode.open import open_engine, open_prompts
-from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, allow_connections, listen, serve
+from maxhydra.decode.engine import Engine
+from maxhydra.decode.open import open_adapters, open_engine, open_prompts, read_adapter_weights
+from maxhydra.decode.openai_server import (
+    Access,
+    AdapterRoutes,
+    Limits,
+    ServerDefaults,
+    Service,
+    allow_connections,
+    listen,
+    serve,
+)
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.runtime import signals
 from maxhydra.runtime.channel import is_main
@@ -41,17 +54,18 @@ def run(job: Job) -> Outcome:
     if not is_local and key is None:
         log.warning("anyone who can reach %s can use this server: set task.api_key_env to require a key", task.host)
     profiler = Profiler(config.profile, job.run.path)
-    engine = open_engine(config, engine_config, prompts, profiler=profiler)
     name = task.model_name or job.choices.get("model", "model")
+    engine, adapters = _open(config, engine_config, prompts, name, profiler=profiler)
     context = task.engine.max_context or config.model.context_length
     service = Service(
         engine,
         prompts,
-        ServerDefaults(name, task.sampling, task.max_samples, config.model.vocab_size, context),
+        ServerDefaults(name, task.sampling, task.max_samples, config.model.vocab_size, context, task.has_adapters),
         access=Access(key, is_local=is_local),
         max_sequences=task.engine.max_batch + task.queue,
         seed=config.run.seed,
         profiler=profiler,
+        adapters=adapters,
     )
     limits = Limits(
         max_body=int(task.max_body_mib * 2**20),
@@ -69,6 +83,27 @@ def run(job: Job) -> Outcome:
     return Outcome("finished", "stopped by a signal")
 
 
+def _open(
+    config: Config, engine_config: EngineConfig, prompts: PromptEncoder, name: str, *, profiler: Profiler | None = None
+) -> tuple[Engine, AdapterRoutes | None]:
+    """Start the engine and load its adapters; a mistake in one of them is reported before the weights are loaded."""
+    task = config.task
+    assert isinstance(task, ServeTask)
+    if (reader := open_adapters(config)) is None:
+        return open_engine(config, engine_config, prompts, profiler=profiler), None
+    if name in task.adapters:
+        raise ConfigError(Problem("task.adapters", "has the name of the model", value=name, hint="set task.model_name"))
+    if task.lora.live and jax.process_count() > 1:
+        reason = "is not supported with several processes"
+        raise ConfigError(Problem("task.lora.live", reason, value=True, accepted="false; name them in task.adapters"))
+    read = partial(read_adapter_weights, config, reader)
+    weights = {each: read(f"task.adapters.{each}", location) for each, location in task.adapters.items()}
+    engine = open_engine(config, engine_config, prompts, profiler=profiler, adapters=reader.limits)
+    for each, location in task.adapters.items():
+        engine.load_adapter(each, location, weights.pop(each))
+    return engine, AdapterRoutes(engine, partial(read, "lora_path"), model=name, is_live=task.lora.live)
+
+
 def _follow(config: Config, engine: EngineConfig, prompts: PromptEncoder) -> Outcome:
     """Decode the requests of the server, which runs in process 0, until it has finished the last one.
 
@@ -76,7 +111,7 @@ def _follow(config: Config, engine: EngineConfig, prompts: PromptEncoder) -> Out
     """
     with signals.Deferral() as deferral:
         deferral.start()
-        open_engine(config, engine, prompts).follow()
+        _open(config, engine, prompts, name="")[0].follow()
         signals.dismiss()
     return Outcome("finished", "stopped by process 0")
 

@@ -108,7 +108,7 @@ def shared_programs():
 
     def once(compile):
         def find(steps: CompiledSteps, key):
-            arrays = jax.tree.leaves((steps._abstract_params, steps._abstract_caches))
+            arrays = jax.tree.leaves((steps._abstract_weights, steps._abstract_caches))
             kinds = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in arrays)
             place = (compile.__name__, key, steps._cache_spec, kinds)
             if place not in programs:

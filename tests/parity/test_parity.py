@@ -38,6 +38,24 @@ def test_a_sampled_configuration_equals_transformers(family: str, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_attention_and_mlp_biases_of_llama(tmp_path: Path) -> None:
+    """Both are off in all published sizes of Llama, but on in models that were made from them."""
+    biases = {"attention_bias": True, "mlp_bias": True}
+    make.make(tmp_path / "in", {**make.settings_of("llama", seed=SEED), **biases})
+    golden = Golden(tmp_path / "in")
+    distance, logits = golden.distance(has_gradients=False)
+    assert distance.logits < 2e-4 and np.abs(logits).max() > 0.1, distance
+    (tmp_path / "out").mkdir()
+    assert golden.write(tmp_path / "out").model_type == "llama"
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, attn_implementation="eager"
+    )
+    exported = make.run(model.eval(), np.asarray(golden.ids), np.asarray(golden.mask))[1]
+    np.testing.assert_allclose(exported, golden.expected_logits, atol=1e-4)
+    assert model.model.layers[0].mlp.gate_proj.bias.abs().max() > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", make.families())
 def test_transformers_loads_exported_models(family: str, tmp_path: Path) -> None:
     golden = Golden(make.GOLDEN / family)

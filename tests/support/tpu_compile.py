@@ -13,6 +13,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from maxhydra.config.compose.composer import compose
+from maxhydra.decode.adapters import StepWeights
 from maxhydra.decode.step_inputs import StepShape
 from maxhydra.decode.steps import CompiledSteps
 from maxhydra.decode.weight_layout import choose_weight_layout
@@ -64,7 +65,11 @@ def _compile_decoding(device: jax.Device) -> dict[str, Any]:
     )
     cache_spec = PagedCacheSpec(512, 16, slots=16, storage=None)
     programs = CompiledSteps(
-        choose_weight_layout(model, sharder, "tpu"), params, cache_spec, sharder=sharder, deterministic=True
+        choose_weight_layout(model, sharder, "tpu"),
+        StepWeights(params),
+        cache_spec,
+        sharder=sharder,
+        deterministic=True,
     )
     step = programs._compile_forward(StepShape(rows=16, tokens=1, pages=64, is_prefill=False))
     programs.close()

@@ -51,7 +51,8 @@ class Checkpoint(Schema):
     """Run or checkpoint folder from which a new run loads the full training state."""
     load_parameters: str | None = None
     """Initial weights of a new run: a run or checkpoint folder, a Hugging Face or PEFT folder with safetensors, a .gguf
-    file, or package:NAME for the .gguf file in an installed package."""
+    file, a repository ORG/NAME[@REVISION] on the Hugging Face hub, or package:NAME for the .gguf file in an installed
+    package."""
 
     def check(self) -> Iterator[Problem]:
         if self.load_full_state is not None and self.load_parameters is not None:

@@ -20,7 +20,8 @@ class Tokenizer(Schema):
     .model file; tiktoken: a .tiktoken file, with its pattern and special tokens in FILE.json next to it, or the
     name of an encoding; gguf: the tokenizer of a .gguf file."""
     path: str | None = None
-    """Folder, file or name of the tokenizer; for gguf also package:NAME of an installed package. byte needs none."""
+    """Folder, file or name of the tokenizer; for hf also a repository ORG/NAME[@REVISION] on the Hugging Face hub, for
+    gguf package:NAME of an installed package. byte needs none."""
     add_bos: bool = True
     """Prepend the BOS token to each document, if the tokenizer has one."""
     add_eos: bool = True

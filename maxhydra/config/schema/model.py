@@ -299,8 +299,8 @@ class Model(Schema):
     expert_parallel: ExpertParallel = section(ExpertParallel)
     kernels: ModelKernels = section(ModelKernels)
     path: str | None = None
-    """model=from_hf: Hugging Face folder whose config.json defines the model. Weights and tokenizer are loaded from it,
-    unless checkpoint.load_parameters or data.tokenizer is set."""
+    """model=from_hf: Hugging Face folder, or repository ORG/NAME[@REVISION] on the hub, whose config.json defines the
+    model. Weights and tokenizer are loaded from it, unless checkpoint.load_parameters or data.tokenizer is set."""
 
     @property
     def has_experts(self) -> bool:

@@ -31,11 +31,14 @@ MLP = (
     Weight("mlp/down/kernel", HF + "mlp.down_proj.weight", GGUF + "ffn_down.weight"),
 )
 LAYER = (*MIXER, *MLP)
-# Additional tensors in layers of other families.
+# Additional tensors of models with attention_bias or mlp_bias, and in layers of other families.
 PROJECTIONS = {"query": "q", "key": "k", "value": "v", "out": "o"}
 BIASES = tuple(
     Weight(f"attention/{name}/bias", HF + f"self_attn.{letter}_proj.bias", inputs=0)
     for name, letter in PROJECTIONS.items()
+)
+MLP_BIASES = tuple(
+    Weight(f"mlp/{name}/bias", HF + f"mlp.{name}_proj.bias", inputs=0) for name in ("gate", "up", "down")
 )
 QK_NORMS = (
     Weight("attention/query_norm/scale", HF + "self_attn.q_norm.weight"),
@@ -76,12 +79,27 @@ def to_settings(model: config.Model) -> Settings | None:
     }
 
 
+def llama_to_model(settings: Settings) -> dict[str, Any]:
+    values = to_model(settings)
+    layer = values["kinds"]["layer"]
+    layer["attention"]["bias"] = "all" if settings.get("attention_bias") else "none"
+    layer["mlp"]["bias"] = bool(settings.get("mlp_bias"))
+    return values
+
+
+def llama_to_settings(model: config.Model) -> Settings | None:
+    kind, settings = model.kinds[model.pattern[0]], to_settings(model)
+    assert settings is not None
+    has_bias = kind.attention.bias is config.AttentionBias.all
+    return {**settings, "attention_bias": has_bias, "mlp_bias": kind.mlp.bias}
+
+
 TABLE = Table(
     hf_types={"llama": "LlamaForCausalLM"},
-    layer=LAYER,
+    layer=(*LAYER, *BIASES, *MLP_BIASES),
     non_layer=NON_LAYER,
-    to_model=to_model,
-    to_settings=to_settings,
+    to_model=llama_to_model,
+    to_settings=llama_to_settings,
     ignored=("*.rotary_emb.inv_freq", "rope_freqs.weight"),
     gguf=Gguf(
         architectures=("llama",),

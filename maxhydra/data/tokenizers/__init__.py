@@ -20,7 +20,7 @@ from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.data import Tokenizer as Config
 from maxhydra.config.values import nearby_files
 from maxhydra.data.rows import RowSpec
-from maxhydra.modelfiles import local_path
+from maxhydra.modelfiles import local_path, model_path
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -140,8 +140,8 @@ def input_files(config: Config) -> list[Path]:
 
 
 def tokenizer_path(config: Config) -> Path:
-    """The local file or folder that data.tokenizer.path names, which may be a URL."""
-    return local_path("data.tokenizer.path", config.path or "")
+    """The local file or folder that data.tokenizer.path names, which may be a URL or a repository."""
+    return model_path("data.tokenizer.path", config.path or "", weights=False)
 
 
 def template_files(config: Config) -> list[Path]:

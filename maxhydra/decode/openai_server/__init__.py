@@ -3,8 +3,9 @@
 HTTP/1.1 is parsed here rather than by a library, so that serving needs no dependency beyond Python.
 """
 
+from maxhydra.decode.openai_server.adapter_routes import AdapterRoutes
 from maxhydra.decode.openai_server.request_schema import ServerDefaults
 from maxhydra.decode.openai_server.routes import Access, Service
 from maxhydra.decode.openai_server.server import Limits, allow_connections, listen, serve
 
-__all__ = ["Access", "Limits", "ServerDefaults", "Service", "allow_connections", "listen", "serve"]
+__all__ = ["Access", "AdapterRoutes", "Limits", "ServerDefaults", "Service", "allow_connections", "listen", "serve"]

@@ -64,6 +64,8 @@ class ServerDefaults:
     vocab_size: int
     max_context: int
     """Maximum length of prompt plus completion."""
+    has_adapters: bool = False
+    """Whether a request may name an adapter as its model; the engine knows their names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +80,8 @@ class CompletionRequest:
     logprobs: int | None
     stream: bool
     include_usage: bool
+    adapter: str | None = None
+    """Name of an adapter; None: the model itself."""
 
     @property
     def sequences(self) -> int:
@@ -95,7 +99,7 @@ def parse(body: bytes, defaults: ServerDefaults, *, is_chat: bool) -> Completion
     Lengths are checked before items, so that the work is bounded whatever a client sends.
     """
     try:
-        return _parse_request(_parse_object(body), defaults, is_chat=is_chat)
+        return _parse_request(parse_object(body), defaults, is_chat=is_chat)
     except RecursionError:
         raise HttpError(400, "the body is nested too deeply", code="invalid_json") from None
 
@@ -121,7 +125,7 @@ def _parse_request(values: dict[str, Any], defaults: ServerDefaults, *, is_chat:
     _reject_unsupported(values, is_chat=is_chat)
     given = {name: value for name, value in values.items() if value is not None}
     model = given.get("model", defaults.model)
-    if model != defaults.model:
+    if model != defaults.model and not (defaults.has_adapters and isinstance(model, str)):
         name = model[:100] if isinstance(model, str) else type(model).__name__
         reason = f"model {name!r} is not available; accepted: {defaults.model!r}"
         raise HttpError(404, reason, param="model", code="model_not_found")
@@ -137,6 +141,7 @@ def _parse_request(values: dict[str, Any], defaults: ServerDefaults, *, is_chat:
         logprobs=_parse_chat_logprobs(given) if is_chat else _parse_text_logprobs(given),
         stream=_get_typed(given, "stream", bool, False),
         include_usage=_get_typed(options, "include_usage", bool, False),
+        adapter=None if model == defaults.model else model,
     )
     if options and not request.stream:
         raise bad_field("stream_options", "requires stream=true")
@@ -146,7 +151,8 @@ def _parse_request(values: dict[str, Any], defaults: ServerDefaults, *, is_chat:
     return request
 
 
-def _parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Parse a body that must be a JSON object of a limited size."""
     _check_size(body)
     try:
         values = json.loads(body.decode(), parse_constant=_reject_constant)

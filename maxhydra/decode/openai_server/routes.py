@@ -10,7 +10,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
+from maxhydra.decode.openai_server.adapter_routes import LOAD_ADAPTER, UNLOAD_ADAPTER, AdapterRoutes
 from maxhydra.decode.openai_server.http11 import JSON_TYPE, RETRY, Connection, HttpError, RequestHead, dump_slices
 from maxhydra.decode.openai_server.parser_process import ParserProcess
 from maxhydra.decode.openai_server.request_schema import (
@@ -21,7 +23,7 @@ from maxhydra.decode.openai_server.request_schema import (
     parse,
 )
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder
-from maxhydra.decode.request import Completion, Delta, Engine, Handle, RequestRejectedError
+from maxhydra.decode.request import Completion, Delta, Engine, Handle, RequestRejectedError, UnknownAdapterError
 from maxhydra.decode.sampling_params import PromptEncoder, make_requests
 from maxhydra.record.loopback import is_allowed_host
 from maxhydra.runtime.profiler import Profiler
@@ -65,6 +67,8 @@ LARGE_BODY = 32 * 1024
 SMALL_BODY = 4 * 1024
 # A body of this size is also tokenized there, which takes less than 0.1 ms.
 TINY_BODY = 1024
+# Prefix of the paths of single models.
+CARDS = "/v1/models/"
 
 
 def is_large(head: RequestHead) -> bool:
@@ -85,8 +89,11 @@ class Service:
         max_sequences: int,
         seed: int,
         profiler: Profiler | None = None,
+        adapters: AdapterRoutes | None = None,
     ):
-        """`max_sequences`: running and queued sequences; further requests get status 429."""
+        """`max_sequences`: running and queued sequences; further requests get status 429. `adapters`: None if
+        requests cannot name adapters."""
+        self._adapters = adapters
         self._profiler = profiler
         self._engine, self._prompts, self._defaults = engine, prompts, defaults
         self._access, self._max_sequences, self._seed = access, max_sequences, seed
@@ -108,13 +115,15 @@ class Service:
             "/metrics": ("GET", self._metrics),
             "/profile": ("POST", self._profile),
         }
+        if adapters is not None and adapters.is_live:
+            self._paths |= dict.fromkeys((LOAD_ADAPTER, UNLOAD_ADAPTER), ("POST", self._change_adapters))
 
     def admit(self, head: RequestHead) -> None:
         """Raise HttpError for requests that can be rejected before the body is read."""
         self._access.check(head)
-        if head.path not in self._paths:
+        if (route := self._find_route(head.path)) is None:
             raise HttpError(404, f"unknown path {head.path[:200]}; accepted: {', '.join(self._paths)}")
-        method = self._paths[head.path][0]
+        method = route[0]
         if head.method != method:
             raise HttpError(405, f"{head.path} only supports {method}", headers={"Allow": method})
 
@@ -129,8 +138,15 @@ class Service:
 
     async def handle(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
         """Serve a request; `pending` is closed once its body is parsed."""
-        await self._paths[head.path][1](head, body, connection, pending)
+        route = self._find_route(head.path)
+        assert route is not None
+        await route[1](head, body, connection, pending)
         self.count(200)
+
+    def _find_route(self, path: str) -> tuple[str, Route] | None:
+        """Method and handler of a path; the cards of adapters have paths too."""
+        is_card = self._adapters is not None and path.startswith(CARDS)
+        return self._paths.get(path) or (("GET", self._models) if is_card else None)
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -150,9 +166,24 @@ class Service:
 
     async def _models(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
         name = self._defaults.model
-        card = {"id": name, "object": "model", "created": self._created, "owned_by": "maxhydra"}
-        is_one = head.path.endswith(f"/{name}")
-        await connection.send_json(200, card if is_one else {"object": "list", "data": [card]}, headers={})
+        card = {"object": "model", "created": self._created, "owned_by": "maxhydra"}
+        cards = {name: {"id": name, **card}}
+        cards |= {} if self._adapters is None else self._adapters.cards(card)
+        if not head.path.startswith(CARDS):
+            return await connection.send_json(200, {"object": "list", "data": list(cards.values())}, headers={})
+        named = head.path.removeprefix(CARDS)
+        if named not in cards and (named := unquote(named)) not in cards and self._adapters is not None:
+            raise self._adapters.unknown_model(named)
+        await connection.send_json(200, cards[named], headers={})
+
+    async def _change_adapters(
+        self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack
+    ) -> None:
+        """Load or unload an adapter. In a thread: weights are read and copied to the devices."""
+        assert self._adapters is not None
+        change = self._adapters.load if head.path == LOAD_ADAPTER else self._adapters.unload
+        message = await asyncio.to_thread(change, body)
+        await connection.send_json(200, {"message": message}, headers={})
 
     async def _metrics(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
         """Send counters in the Prometheus text format."""
@@ -189,7 +220,7 @@ class Service:
             self._num_sequences -= count - len(queue.handles)
         builder = ResponseBuilder(
             is_chat=is_chat,
-            model=self._defaults.model,
+            model=request.adapter or self._defaults.model,
             prompts=self._prompts,
             prompt_tokens=sum(map(len, prompts)),
             has_logprobs=request.logprobs is not None,
@@ -221,7 +252,12 @@ class Service:
             )
             for engine_request in engine_requests:
                 try:
-                    queue.add(self._engine.submit(dataclasses.replace(engine_request, stream=request.stream)))
+                    changed = dataclasses.replace(engine_request, stream=request.stream, adapter=request.adapter)
+                    queue.add(self._engine.submit(changed))
+                except UnknownAdapterError:
+                    queue.cancel()
+                    assert self._adapters is not None and request.adapter is not None
+                    raise self._adapters.unknown_model(request.adapter) from None
                 except RequestRejectedError as error:
                     queue.cancel()
                     self._require_engine()

@@ -1,13 +1,16 @@
 """Fields of the tasks that run a model: task=decode, serve, score and convert."""
 
+import re
 from collections.abc import Iterator
 from enum import Enum
+from typing import Any
 
-from maxhydra.config.declare import option, schema, section
+from maxhydra.config.declare import MAX_WIDTH, Schema, option, schema, section
 from maxhydra.config.errors import Problem
 from maxhydra.config.schema.decode import Engine, Sampling
-from maxhydra.config.schema.model import Dtype, Model
+from maxhydra.config.schema.model import Dtype, Mixer, Model
 from maxhydra.config.schema.run import Progress, Task
+from maxhydra.config.values import HUB_NAME, regex_problems
 
 
 class Chat(Enum):
@@ -66,6 +69,27 @@ class DecodeTask(Task):
         yield from self.engine.check_model(model)
 
 
+LORA_DEFAULTS: dict[str, Any] = {"slots": 8, "max_rank": 16, "targets": ["attention/", "mlp/"]}
+
+
+@schema
+class LoraSlots(Schema):
+    """Room for LoRA adapters that requests name: their matrices are stacked, and decoded together in one batch."""
+
+    slots: int = option(LORA_DEFAULTS["slots"], ge=1, le=4096)
+    """Maximum number of adapters that are loaded at the same time."""
+    max_rank: int = option(LORA_DEFAULTS["max_rank"], ge=1, le=MAX_WIDTH)
+    """Maximum rank of an adapter; adapters of a lower rank are padded to it."""
+    targets: list[str] = option(LORA_DEFAULTS["targets"])
+    """Projections that adapters may change, as for adapter.targets."""
+    live: bool = False
+    """Accept POST /v1/load_lora_adapter and /v1/unload_lora_adapter, with which clients load adapters from any folder
+    that the server can read."""
+
+    def check(self) -> Iterator[Problem]:
+        yield from regex_problems("targets", self.targets)
+
+
 @schema
 class ServeTask(Task):
     """Serves a model over an OpenAI-compatible HTTP API."""
@@ -94,18 +118,41 @@ class ServeTask(Task):
     drain: float = option(10.0, ge=0)
     """Seconds that running requests may take to finish after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C; then they are
     cancelled."""
+    adapters: dict[str, str] = option({})
+    """LoRA adapters by name, each a PEFT folder or a run: a request whose `model` is the name uses the adapter."""
+    lora: LoraSlots = section(LoraSlots)
     sampling: Sampling = section(Sampling)
     engine: Engine = section(Engine)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether requests may name adapters."""
+        return bool(self.adapters) or self.lora.live
 
     def check(self) -> Iterator[Problem]:
         if "" in self.sampling.stop:
             yield Problem("sampling.stop", "contains an empty string", value=self.sampling.stop)
+        if len(self.adapters) > self.lora.slots:
+            reason = f"has {len(self.adapters)} adapters, more than lora.slots={self.lora.slots}"
+            yield Problem("adapters", reason, value=list(self.adapters), hint="raise task.lora.slots")
+        if self.model_name in self.adapters:
+            yield Problem("adapters", "has the name of the model", value=self.model_name)
+        for name, default in LORA_DEFAULTS.items():
+            value = getattr(self.lora, name)
+            if not self.has_adapters and value != default:
+                hint = "set task.adapters, or task.lora.live=true to load them later"
+                yield Problem(f"lora.{name}", "has no effect without adapters", value=value, hint=hint)
         if self.max_samples > self.engine.max_batch + self.queue:
             reason = f"exceeds engine.max_batch + queue = {self.engine.max_batch + self.queue}, so it can never fit"
             yield Problem("max_samples", reason, value=self.max_samples)
 
     def check_model(self, model: Model) -> Iterator[Problem]:
         yield from self.engine.check_model(model)
+        kinds = [model.kinds[name] for name in {*model.prefix, *model.pattern}]
+        if self.has_adapters and any(kind.mixer is Mixer.mla for kind in kinds):
+            reason = "are not supported with MLA, which decodes with a product of its matrices"
+            hint = "merge the adapter: task=convert checkpoint.load_parameters=ADAPTER"
+            yield Problem("adapters", reason, value=list(self.adapters), accepted="{}", hint=hint)
 
 
 LINES, ARRAYS = ".jsonl", ".npz"
@@ -166,9 +213,17 @@ class ConvertTask(Task):
     that are quantized."""
     model_type: str | None = None
     """Hugging Face model_type to write. null: the first that can represent the model."""
+    push: str | None = None
+    """hf, peft: repository ORG/NAME on the Hugging Face hub to which the output folder is then uploaded; it is created
+    private if it does not exist. The token comes from the environment variable HF_TOKEN. null: none."""
 
     def check(self) -> Iterator[Problem]:
         if self.output is None:
             yield Problem("output", "is needed", value=None, accepted="a folder that does not exist yet")
         if self.format is ConvertFormat.peft and self.dtype is not None:
             yield Problem("dtype", "is not used by format=peft, which is written in float32", value=self.dtype)
+        if self.push is not None and not re.fullmatch(HUB_NAME, self.push):
+            yield Problem("push", "is not the name of a repository", value=self.push, accepted="ORG/NAME")
+        if self.push is not None and self.format is ConvertFormat.maxhydra:
+            reason = "is not supported with format=maxhydra, which only maxhydra reads"
+            yield Problem("push", reason, value=self.push, accepted="null, or format=hf or peft")

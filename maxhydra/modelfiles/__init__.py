@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.modelfiles.hub import hub_folder, is_hub_id
 from maxhydra.record.storage import StorageError, fetch, is_remote, unsupported_reason
 
 PREFIX = "package:"
@@ -45,13 +46,23 @@ def local_path(key: str, location: str) -> Path:
         raise ConfigError(Problem(key, str(error), value=location, hint=hint)) from error
 
 
+def model_path(key: str, location: str, *, weights: bool) -> Path:
+    """The path of a local file or folder, or of the local copy of a URL or of a repository on the Hugging Face hub.
+
+    `weights`: download the weights of a repository too, not only its config and tokenizer.
+    """
+    return hub_folder(key, location, weights=weights) if is_hub_id(location) else local_path(key, location)
+
+
 def locate(key: str, location: str) -> Path:
-    """Resolve a location to a path: a file, a folder, a URL, or `package:NAME` for the file of an installed package.
+    """Resolve the location of weights: a file, a folder, a URL, a repository on the Hugging Face hub, or a package.
+
+    `package:NAME` is the model file of an installed package.
 
     `key` is the config field that names it. A path need not exist; a model file in a package must.
     """
     if not location.startswith(PREFIX):
-        return local_path(key, location).resolve()
+        return model_path(key, location, weights=True).resolve()
     name, _, file = location.removeprefix(PREFIX).partition("/")
     files = {path.name: path for folder in _folders(key, name, location) for path in sorted(folder.glob("*.gguf"))}
     if file in files:
