@@ -22,9 +22,10 @@ from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.config.schema.run import Progress
 from maxhydra.data import Tokenizer
 from maxhydra.decode.inbox import Inbox
-from maxhydra.decode.request import Handle, Request, RequestRejectedError, TokenLogprob
+from maxhydra.decode.prompt_scores import token_logprob
+from maxhydra.decode.request import Handle, Request, RequestRejectedError
 from maxhydra.decode.runner import PendingTokens, Runner
-from maxhydra.decode.sampler import MAX_LOGPROBS, SampledTokens
+from maxhydra.decode.sampler import MAX_LOGPROBS
 from maxhydra.decode.scheduler import PrefillChunk, Scheduler
 from maxhydra.decode.sequence import Sequence, find_problem
 from maxhydra.decode.step_inputs import StepShape, sampling_features
@@ -311,8 +312,8 @@ class Engine:
 
     def _emit(self, pending: PendingTokens) -> None:
         """Wait for sampled tokens, and send them to the handles of their sequences."""
-        if pending.experts is not None:
-            pending.experts.deliver()
+        for record in pending.records:
+            record.deliver()
         if pending.sampled is None:
             return
         sampled = jax.tree.map(np.asarray, pending.sampled)
@@ -326,7 +327,7 @@ class Engine:
             top = sequence.request.logprobs
             logprobs = []
             if top is not None:
-                logprobs = [_token_logprob(sampled, (step, row), top, pending.version) for step in range(count)]
+                logprobs = [token_logprob(sampled, (step, row), top, pending.version) for step in range(count)]
             self._num_generated += sequence.append(
                 tokens[row][:count], logprobs, tokenizer=self._tokenizer, eos=self._eos
             )
@@ -335,13 +336,3 @@ class Engine:
         # Free slots after all deltas are sent: bookkeeping must not delay clients.
         for sequence in finished:
             self._scheduler.release(sequence)
-
-
-def _token_logprob(sampled: SampledTokens, index: tuple[int, int], num_alternatives: int, version: int) -> TokenLogprob:
-    """Return the log-probabilities of the token at (step, row)."""
-    assert sampled.logprob_B is not None
-    assert sampled.alternatives_BA is not None and sampled.alternative_logprobs_BA is not None
-    tokens, logprobs = sampled.alternatives_BA[index], sampled.alternative_logprobs_BA[index]
-    pairs = zip(tokens[:num_alternatives], logprobs[:num_alternatives], strict=True)
-    alternatives = tuple((int(token), float(logprob)) for token, logprob in pairs)
-    return TokenLogprob(int(sampled.token_B[index]), float(sampled.logprob_B[index]), alternatives, version)

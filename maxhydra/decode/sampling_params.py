@@ -172,6 +172,8 @@ def make_requests(
             stop=tuple(sampling.stop),
             ignore_eos=sampling.ignore_eos,
             logprobs=logprobs,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
         )
         for sample in range(samples)
     ]

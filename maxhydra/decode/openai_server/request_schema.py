@@ -14,18 +14,18 @@ import numpy as np
 from maxhydra.config import ConfigError
 from maxhydra.config.errors import did_you_mean
 from maxhydra.config.schema.decode import Sampling
+from maxhydra.decode.openai_server.fields import bad_field, get_integer, get_logit_bias, get_typed
 from maxhydra.decode.openai_server.http11 import HttpError
+from maxhydra.decode.request import MAX_BIAS
 from maxhydra.decode.sampling_params import PromptEncoder, PromptError, SettingError, with_overrides
 
 # Fields that map to the sampling parameter of the same name (the last four are extensions of OpenAI's API).
-SAMPLING_FIELDS = ("temperature", "top_p", "seed", "top_k", "min_p", "repetition_penalty", "ignore_eos")
+OPENAI_FIELDS = ("temperature", "top_p", "seed", "frequency_penalty", "presence_penalty")
+SAMPLING_FIELDS = (*OPENAI_FIELDS, "top_k", "min_p", "repetition_penalty", "ignore_eos")
 # Fields that are ignored because they cannot change a completion.
 IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 # Unsupported fields, and the neutral values that are accepted for them.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
@@ -39,10 +39,10 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-NEUTRAL_TEXT: dict[str, tuple[Any, ...]] = {**NEUTRAL, "echo": (False,), "suffix": ("",), "best_of": (1,)}
-SUPPORTED = ("model", "n", "stop", "stream", "stream_options", "logprobs", "max_tokens", *SAMPLING_FIELDS)
+NEUTRAL_TEXT: dict[str, tuple[Any, ...]] = {**NEUTRAL, "suffix": ("",), "best_of": (1,)}
+SUPPORTED = ("model", "n", "stop", "stream", "stream_options", "logprobs", "max_tokens", "logit_bias", *SAMPLING_FIELDS)
 SUPPORTED_CHAT = (*SUPPORTED, "messages", "max_completion_tokens", "top_logprobs")
-SUPPORTED_TEXT = (*SUPPORTED, "prompt")
+SUPPORTED_TEXT = (*SUPPORTED, "prompt", "echo")
 MAX_LOGPROBS = 20
 # Values and keys of a body: json.loads, which lets no other thread run, takes 30 ms for so many. All token ids of a
 # prompt are values.
@@ -78,15 +78,15 @@ class CompletionRequest:
     logprobs: int | None
     stream: bool
     include_usage: bool
+    logit_bias: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    echo: bool = False
+    """The completion starts with the prompt."""
+    is_prompt_only: bool = False
+    """The prompt is all that is returned: echo with max_tokens=0."""
 
     @property
     def sequences(self) -> int:
         return self.samples * max(1, len(self.prompts))
-
-
-def bad_field(param: str, reason: str, *, code: str = "invalid_value") -> HttpError:
-    """Return the error for an invalid request field."""
-    return HttpError(400, f"{param} {reason}", param=param, code=code)
 
 
 def parse(body: bytes, defaults: ServerDefaults, *, is_chat: bool) -> CompletionRequest:
@@ -125,18 +125,25 @@ def _parse_request(values: dict[str, Any], defaults: ServerDefaults, *, is_chat:
         name = model[:100] if isinstance(model, str) else type(model).__name__
         reason = f"model {name!r} is not available; accepted: {defaults.model!r}"
         raise HttpError(404, reason, param="model", code="model_not_found")
-    options = _get_typed(given, "stream_options", dict, {})
+    options = get_typed(given, "stream_options", dict, {})
     if unknown := set(options) - {"include_usage"}:
         raise bad_field("stream_options", f"has the unknown key {min(unknown)[:100]!r}")
+    echo = get_typed(given, "echo", bool, False)
+    is_prompt_only = echo and type(given.get("max_tokens")) is int and given["max_tokens"] == 0
+    if is_prompt_only:
+        given["max_tokens"] = 1
     request = CompletionRequest(
         is_chat=is_chat,
         messages=_parse_messages(given) if is_chat else [],
         prompts=[] if is_chat else _parse_prompts(given, defaults),
-        samples=_get_integer(given, "n", 1, low=1, high=defaults.max_samples),
+        samples=get_integer(given, "n", 1, low=1, high=defaults.max_samples),
         sampling=_parse_sampling(given, defaults.sampling),
         logprobs=_parse_chat_logprobs(given) if is_chat else _parse_text_logprobs(given),
-        stream=_get_typed(given, "stream", bool, False),
-        include_usage=_get_typed(options, "include_usage", bool, False),
+        stream=get_typed(given, "stream", bool, False),
+        include_usage=get_typed(options, "include_usage", bool, False),
+        logit_bias=get_logit_bias(given, vocab_size=defaults.vocab_size, max_tokens=MAX_BIAS),
+        echo=echo,
+        is_prompt_only=is_prompt_only,
     )
     if options and not request.stream:
         raise bad_field("stream_options", "requires stream=true")
@@ -215,8 +222,8 @@ def _parse_sampling(given: Mapping[str, Any], defaults: Sampling) -> Sampling:
 
 
 def _parse_chat_logprobs(given: Mapping[str, Any]) -> int | None:
-    count = _get_integer(given, "top_logprobs", 0, low=0, high=MAX_LOGPROBS)
-    if _get_typed(given, "logprobs", bool, False):
+    count = get_integer(given, "top_logprobs", 0, low=0, high=MAX_LOGPROBS)
+    if get_typed(given, "logprobs", bool, False):
         return count
     if "top_logprobs" in given and count:
         raise bad_field("top_logprobs", "requires logprobs=true")
@@ -224,7 +231,7 @@ def _parse_chat_logprobs(given: Mapping[str, Any]) -> int | None:
 
 
 def _parse_text_logprobs(given: Mapping[str, Any]) -> int | None:
-    return _get_integer(given, "logprobs", 0, low=0, high=MAX_LOGPROBS) if "logprobs" in given else None
+    return get_integer(given, "logprobs", 0, low=0, high=MAX_LOGPROBS) if "logprobs" in given else None
 
 
 def _parse_messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -280,20 +287,3 @@ def _parse_prompts(given: Mapping[str, Any], defaults: ServerDefaults) -> list[P
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(id) is int for id in value)
-
-
-def _get_typed(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = given.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind):
-        raise bad_field(name, f"is not {'true or false' if kind is bool else 'an object'}")
-    return value
-
-
-def _get_integer(given: Mapping[str, Any], name: str, default: int, *, low: int, high: int) -> int:
-    value = given.get(name, default)
-    if type(value) is not int or not low <= value <= high:
-        limit = f" (task.max_samples={high})" if name == "n" else ""
-        raise bad_field(name, f"is not an integer from {low} to {high}{limit}")
-    return value

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+from maxhydra.decode.openai_server.request_schema import CompletionRequest
 from maxhydra.decode.request import Completion, Delta, TokenLogprob
 from maxhydra.decode.sampling_params import PromptEncoder
 
@@ -27,6 +29,8 @@ class ResponseBuilder:
     prompt_tokens: int
     has_logprobs: bool
     include_usage: bool
+    has_prompts: bool = False
+    """Choices start with their prompts."""
     id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(12))
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -95,8 +99,11 @@ class ResponseBuilder:
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": num_tokens, "total_tokens": total}
 
     def _without_eos(self, logprobs: Sequence[TokenLogprob], finish: str | None) -> Sequence[TokenLogprob]:
-        """Drop the EOS token, which is not part of the text."""
-        if finish == "stop" and logprobs and logprobs[-1].token in self.prompts.eos_ids:
+        """Drop the EOS token, which is not part of the text.
+
+        With a prompt it stays: clients that score prompts cut off the sampled token, whichever it is.
+        """
+        if finish == "stop" and not self.has_prompts and logprobs and logprobs[-1].token in self.prompts.eos_ids:
             return logprobs[:-1]
         return logprobs
 
@@ -110,11 +117,13 @@ class ResponseBuilder:
         return {
             "tokens": texts,
             "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
-            "top_logprobs": [
-                {self.prompts.token_text(id): _finite(value) for id, value in entry.alternatives} for entry in logprobs
-            ],
+            "top_logprobs": [None if math.isnan(entry.logprob) else self._alternatives(entry) for entry in logprobs],
             "text_offset": starts,
         }
+
+    def _alternatives(self, entry: TokenLogprob) -> dict[str, Any]:
+        """The most likely tokens by text; of tokens with the same text, such as parts of characters, the likeliest."""
+        return {self.prompts.token_text(id): _finite(value) for id, value in reversed(entry.alternatives)}
 
     def _chat_logprob(self, entry: TokenLogprob) -> dict[str, Any]:
         top = [self._entry(id, value) for id, value in entry.alternatives]
@@ -127,6 +136,17 @@ class ResponseBuilder:
         return {"token": text, "logprob": _finite(value), "bytes": utf8}
 
 
-def _finite(value: float) -> float:
-    """Replace -inf, which JSON lacks, by the value that OpenAI uses for impossible tokens."""
-    return max(value, -9999.0)
+def echo_prompt(delta: Delta, request: CompletionRequest, prompts: PromptEncoder, number: int, ids: list[int]) -> Delta:
+    """Put prompt `number` of a request, with its log-probabilities if requested, before the first delta of a choice."""
+    given = request.prompts[number] if request.prompts else ids
+    text = given if isinstance(given, str) else prompts.tokenizer.decode(ids)
+    # The first token of a prompt has no log-probability.
+    logprobs = () if request.logprobs is None else (TokenLogprob(ids[0], math.nan, ()), *delta.prompt_logprobs)
+    if request.is_prompt_only and delta.finish in ("stop", "length"):
+        return Delta(text, (), logprobs, "length")
+    return dataclasses.replace(delta, text=text + delta.text, logprobs=(*logprobs, *delta.logprobs))
+
+
+def _finite(value: float) -> float | None:
+    """Replace values that JSON lacks: -inf by the value that OpenAI uses for impossible tokens, NaN by null."""
+    return None if math.isnan(value) else max(value, -9999.0)

@@ -11,16 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
+from maxhydra.decode.openai_server.fields import bad_field
 from maxhydra.decode.openai_server.http11 import JSON_TYPE, RETRY, Connection, HttpError, RequestHead, dump_slices
 from maxhydra.decode.openai_server.parser_process import ParserProcess
 from maxhydra.decode.openai_server.request_schema import (
     CompletionRequest,
     ServerDefaults,
-    bad_field,
     encode_prompts,
     parse,
 )
-from maxhydra.decode.openai_server.response_schema import ResponseBuilder
+from maxhydra.decode.openai_server.response_schema import ResponseBuilder, echo_prompt
 from maxhydra.decode.request import Completion, Delta, Engine, Handle, RequestRejectedError
 from maxhydra.decode.sampling_params import PromptEncoder, make_requests
 from maxhydra.record.loopback import is_allowed_host
@@ -194,7 +194,12 @@ class Service:
             prompt_tokens=sum(map(len, prompts)),
             has_logprobs=request.logprobs is not None,
             include_usage=request.include_usage,
+            has_prompts=request.echo,
         )
+        if request.echo:
+            queue.change_first = lambda index, delta: echo_prompt(
+                delta, request, self._prompts, index // request.samples, prompts[index // request.samples]
+            )
         try:
             await (
                 self._send_stream(head, connection, queue, builder)
@@ -219,9 +224,14 @@ class Service:
                 number=number,
                 logprobs=request.logprobs,
             )
+            changes: dict[str, Any] = {
+                "stream": request.stream,
+                "logit_bias": tuple((token, value) for token, value in request.logit_bias),
+                "prompt_logprobs": request.logprobs if request.echo else None,
+            }
             for engine_request in engine_requests:
                 try:
-                    queue.add(self._engine.submit(dataclasses.replace(engine_request, stream=request.stream)))
+                    queue.add(self._engine.submit(dataclasses.replace(engine_request, **changes)))
                 except RequestRejectedError as error:
                     queue.cancel()
                     self._require_engine()
@@ -318,6 +328,9 @@ class _DeltaQueue:
         self.handles: list[Handle] = []
         self.num_unfinished = 0
         """Sequences whose last delta was not taken yet."""
+        self.change_first: Callable[[int, Delta], Delta] | None = None
+        """Replaces the first delta of each sequence, given its index."""
+        self._started: set[int] = set()
         self._mailbox, self._on_finish = mailbox, on_finish
         mailbox.open()
         self._deltas: list[tuple[int, Delta]] = []
@@ -343,7 +356,12 @@ class _DeltaQueue:
             await self._arrival
         deltas, self._deltas = self._deltas, []
         self.num_unfinished -= sum(delta.finish is not None for _, delta in deltas)
-        return deltas
+        return [(index, self._change(index, delta)) for index, delta in deltas] if self.change_first else deltas
+
+    def _change(self, index: int, delta: Delta) -> Delta:
+        is_first = index not in self._started
+        self._started.add(index)
+        return self.change_first(index, delta) if is_first and self.change_first and not delta.error else delta
 
     def cancel(self) -> None:
         for handle in self.handles:
