@@ -21,6 +21,7 @@ import numpy as np
 from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.config.schema.run import Progress
 from maxhydra.data import Tokenizer
+from maxhydra.decode.grammar import GrammarCompiler
 from maxhydra.decode.inbox import Inbox
 from maxhydra.decode.prompt_scores import token_logprob
 from maxhydra.decode.request import Handle, Request, RequestRejectedError
@@ -90,6 +91,9 @@ class Engine:
             round_tokens=self._prefill_runner.buckets.round_tokens,
         )
         self._pending: deque[PendingTokens] = deque()
+        self._num_earlier = 0
+        """Pending tokens of the previous iteration."""
+        self._grammars = GrammarCompiler(tokenizer, eos=eos, vocab_size=self._vocab_size)
         self._num_prefilled = self._num_generated = 0
 
         self._inbox = Inbox(self._make_sequence)
@@ -136,6 +140,8 @@ class Engine:
         sequence = Sequence(request, budget=min(request.max_tokens, limit - length))
         self._check_cache(sequence.cache_tokens, self._runner, f"or lower max_tokens={request.max_tokens}")
         self._check_cache(length, self._prefill_runner, "or shorten the prompt")
+        if request.grammar:
+            sequence.constraint = self._grammars.constrain(request.grammar)
         return sequence
 
     def _check_cache(self, tokens: int, runner: Runner, remedy: str) -> None:
@@ -221,6 +227,7 @@ class Engine:
                     sequence.cancel()
             for runner in self._runners:
                 runner.programs.close()
+            self._grammars.close()
 
     def _wait(self) -> None:
         for runner in self._runners:
@@ -242,14 +249,14 @@ class Engine:
     def _step(self) -> None:
         """Dispatch one prefill call and one decode call, then emit the tokens of the previous iteration."""
         self._receive()
-        num_earlier = len(self._pending)
+        self._num_earlier = len(self._pending)
         # As many prefill calls as decode steps, so that free slots are soon in use.
         for _ in range(self._runner.multi_steps):
             if not self._prefill():
                 break
         self._decode()
-        for _ in range(num_earlier):
-            self._emit(self._pending.popleft())
+        while self._num_earlier:
+            self._emit_next()
 
     def _receive(self) -> None:
         """Let the sequences run that have arrived from separate prefill devices; wait for one if no other runs."""
@@ -288,12 +295,28 @@ class Engine:
         rows = self._scheduler.next_rows()
         if not rows:
             return
-        pending = self._runner.decode_multi(rows)
+        is_constrained = any(sequence.constraint is not None for sequence in rows)
+        pending = None if is_constrained else self._runner.decode_multi(rows)
         if pending is None:
             shape = self._decode_shape(rows)
             self._precompile(rows, shape)
-            pending = self._runner.decode(rows, shape)
+            pending = self._runner.decode(rows, shape, self._emit_all if is_constrained else None)
         self._pending.append(pending)
+
+    def _emit_all(self) -> None:
+        """Emit all tokens, on which the masks of the next ones depend; fail sequences without a mask."""
+        while self._pending:
+            self._emit_next()
+        for sequence in list(self._scheduler.running):
+            if sequence.constraint is not None and not sequence.is_finished:
+                sequence.constraint.mask()
+                if error := sequence.constraint.error:
+                    sequence.fail(f"the grammar cannot be followed: {error[:500]}")
+                    self._scheduler.release(sequence)
+
+    def _emit_next(self) -> None:
+        self._num_earlier = max(self._num_earlier - 1, 0)
+        self._emit(self._pending.popleft())
 
     def _decode_shape(self, rows: list[Sequence]) -> StepShape:
         """Return the bucket for decoding these rows; while others are about to join, preferably one for all."""
@@ -320,6 +343,7 @@ class Engine:
         if sampled.token_B.ndim == 1:
             sampled = jax.tree.map(lambda array: array[None], sampled)
         tokens = sampled.token_B.T.tolist()
+        self._advance_constraints(pending, tokens)
         finished: list[Sequence] = []
         for row, (sequence, count) in enumerate(zip(pending.sequences, pending.counts, strict=True)):
             if sequence is None or sequence.is_finished:
@@ -336,3 +360,14 @@ class Engine:
         # Free slots after all deltas are sent: bookkeeping must not delay clients.
         for sequence in finished:
             self._scheduler.release(sequence)
+
+    def _advance_constraints(self, pending: PendingTokens, tokens: list[list[int]]) -> None:
+        """Start to compute the next masks, while the tokens are emitted."""
+        updates = [
+            (sequence.constraint, new[:count])
+            for sequence, new, count in zip(pending.sequences, tokens, pending.counts, strict=True)
+            if sequence is not None and sequence.constraint is not None and not sequence.is_finished and min(new) >= 0
+        ]
+        if updates:
+            constraints, new_tokens = zip(*updates, strict=True)
+            self._grammars.advance(constraints, new_tokens)

@@ -4,6 +4,7 @@ An engine has one runner, or two on separate devices: one prefills prompts, and 
 the other, which decodes.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from maxhydra.decode.scheduler import PrefillChunk
 from maxhydra.decode.sequence import Sequence
 from maxhydra.decode.slot_state import SlotState, set_controls
 from maxhydra.decode.step_inputs import Buckets, StepShape, decode_inputs, prefill_inputs, sampling_features
-from maxhydra.decode.steps import CompiledSteps, Forwarded, MultiStepKey
+from maxhydra.decode.steps import ALL_TOKENS, CompiledSteps, Forwarded, MultiStepKey
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.layers import PagedCacheSpec
 from maxhydra.model import ModelDef
@@ -144,6 +145,7 @@ class Runner:
         )
         self._cache, self._slot_state = self.programs.init_state()
         self._resident: ResidentInputs | None = None
+        self._num_mask_words = -(-model.config.vocab_size // 32)
 
     def warm_up(self, *, is_prefilling: bool, is_decoding: bool) -> list[Future[Program]]:
         """Start compiling a program for every batch; return one future per program."""
@@ -185,12 +187,16 @@ class Runner:
             first_tokens = (first_tokens or none)._replace(records=tuple(records))
         return PrefillOutput(first_tokens, output.logits_BV)
 
-    def decode(self, sequences: list[Sequence], shape: StepShape) -> PendingTokens:
-        """Decode one token per sequence."""
+    def decode(
+        self, sequences: list[Sequence], shape: StepShape, between: Callable[[], None] | None = None
+    ) -> PendingTokens:
+        """Decode one token per sequence. `between`: called while the model runs, before the tokens are sampled."""
         rows = self.buckets.arrange_rows(sequences, shape)
         output = self._forward(shape, decode_inputs(rows, shape, self.programs.padding_slot))
         for sequence in sequences:
             sequence.num_computed += 1
+        if between is not None:
+            between()
         pending, ids = self._sample(rows, output), output.experts_BTLK
         return pending if ids is None else pending._replace(records=(PendingExperts(rows, pending.counts, ids),))
 
@@ -247,8 +253,18 @@ class Runner:
 
     def _sample(self, rows: list[Sequence | None], output: Forwarded) -> PendingTokens:
         features = sampling_features(rows)
-        self._slot_state, sampled = self.programs.sample(self._slot_state, output.logits_BV, output.head_BC, features)
+        mask_BW = _stack_masks(rows, self._num_mask_words) if features.mask else None
+        self._slot_state, sampled = self.programs.sample(self._slot_state, output, features, mask_BW)
         return _pend(rows, sampled, [int(sequence is not None) for sequence in rows], self.version)
+
+
+def _stack_masks(rows: list[Sequence | None], num_words: int) -> np.ndarray:
+    """Wait for the masks of all rows; rows without a grammar allow every token."""
+    masks_BW = np.full((len(rows), num_words), ALL_TOKENS, np.uint32)
+    for row, sequence in enumerate(rows):
+        if sequence is not None and sequence.constraint is not None:
+            masks_BW[row] = sequence.constraint.mask()
+    return masks_BW
 
 
 def _pend(rows: list[Sequence | None], sampled: SampledTokens, counts: list[int], version: int) -> PendingTokens:

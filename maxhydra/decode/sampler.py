@@ -52,11 +52,13 @@ class SamplingFeatures:
     """With log-probabilities: a row requests those of the most likely tokens too, which takes a top-k of the logits."""
     bias: bool = False
     """A row has a logit bias."""
+    mask: bool = False
+    """A row has a grammar, which masks tokens."""
 
     @property
     def is_greedy(self) -> bool:
         """True if the argmax of the logits is all that is needed."""
-        return not (self.random or self.penalties or self.logprobs or self.bias)
+        return not (self.random or self.penalties or self.logprobs or self.bias or self.mask)
 
     def covers(self, other: "SamplingFeatures") -> bool:
         """Return True if a program with these features gives the same tokens to rows that need the other's."""
@@ -73,6 +75,8 @@ class LogitControls(NamedTuple):
     """uint16: twice the number of occurrences in the completion, plus 1 for tokens of the prompt."""
     bias_BK: tuple[jax.Array, jax.Array] | None = None
     """Token ids and what is added to their logits; ids outside the vocabulary are padding."""
+    mask_BW: jax.Array | None = None
+    """uint32: one bit per token of the vocabulary; tokens without it are never sampled."""
 
 
 class SampledTokens(NamedTuple):
@@ -117,7 +121,7 @@ def score(logits_BV: jax.Array, token_B: jax.Array, *, alternatives: bool) -> Sa
 
 
 def _apply_controls(logits_BV: jax.Array, controls: LogitControls, sampling: SamplingArrays) -> jax.Array:
-    """Add the logit bias, then apply the penalties."""
+    """Add the logit bias, apply the penalties, then the mask."""
     if controls.bias_BK is not None:
         ids_BK, bias_BK = controls.bias_BK
         logits_BV = logits_BV.at[jnp.arange(logits_BV.shape[0])[:, None], ids_BK].add(bias_BK, mode="drop")
@@ -126,6 +130,10 @@ def _apply_controls(logits_BV: jax.Array, controls: LogitControls, sampling: Sam
         counts_BV = (usage_BV >> 1).astype(jnp.float32)
         logits_BV -= sampling.frequency_B[:, None] * counts_BV
         logits_BV -= jnp.where(counts_BV > 0, sampling.presence_B[:, None], 0)
+    if (mask_BW := controls.mask_BW) is not None:
+        is_allowed_BV = (mask_BW[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        is_allowed_BV = is_allowed_BV.reshape(mask_BW.shape[0], -1)[:, : logits_BV.shape[1]]
+        logits_BV = jnp.where(is_allowed_BV == 1, logits_BV, -jnp.inf)
     return logits_BV
 
 

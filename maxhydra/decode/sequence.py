@@ -12,6 +12,7 @@ import numpy as np
 from maxhydra.config.schema.decode import LARGEST
 from maxhydra.data import Tokenizer
 from maxhydra.decode.detokenize import Detokenizer, StopMatcher
+from maxhydra.decode.grammar import Constraint
 from maxhydra.decode.page_pool import Place
 from maxhydra.decode.request import MAX_BIAS, Delta, Handle, Request, TokenLogprob
 
@@ -30,6 +31,8 @@ class Sequence:
         self.handle = Handle()
         self.number = -1
         """Position in the order of admission, the same in all processes; -1 before."""
+        self.constraint: Constraint | None = None
+        """The request's grammar."""
         self.budget = budget
         """Maximum number of tokens to generate."""
         self.tokens = list(request.prompt)
@@ -195,6 +198,8 @@ def find_problem(request: Request, *, vocab_size: int, max_logprobs: int) -> str
         return f"logit_bias has a token outside the vocabulary of {vocab_size}, or a value that is not finite"
     if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:
         return f"the prompt has a token outside the vocabulary of {vocab_size}: use the tokenizer of this model"
+    if request.grammar and request.ignore_eos:
+        return "ignore_eos=true has no effect on a grammar, which says itself where a completion may end: remove it"
     return _find_sampling_problem(SAMPLING_VALUES(request), max_logprobs)
 
 

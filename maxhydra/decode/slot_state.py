@@ -35,7 +35,12 @@ class SlotState(NamedTuple):
 
 
 def sample_slots(
-    features: SamplingFeatures, state: SlotState, logits_BV: jax.Array, slots_B: jax.Array, sampling: SamplingArrays
+    features: SamplingFeatures,
+    state: SlotState,
+    logits_BV: jax.Array,
+    slots_B: jax.Array,
+    sampling: SamplingArrays,
+    mask_BW: jax.Array | None = None,
 ) -> tuple[jax.Array, SampledTokens]:
     """Sample a token for every row; also return the usage, with that token if any row has a penalty."""
     usage_BV = state.usage_NV[slots_B] if features.penalties else None
@@ -44,7 +49,7 @@ def sample_slots(
         # A slot may hold the bias of an earlier sequence.
         is_own_BK = jnp.arange(MAX_BIAS) < sampling.num_bias_B[:, None]
         bias_BK = jnp.where(is_own_BK, state.bias_ids_NK[slots_B], logits_BV.shape[1]), state.bias_NK[slots_B]
-    sampled = sample(logits_BV, LogitControls(usage_BV, bias_BK), sampling, features)
+    sampled = sample(logits_BV, LogitControls(usage_BV, bias_BK, mask_BW), sampling, features)
     if usage_BV is None:
         return state.usage_NV, sampled
     token_B = jnp.maximum(sampled.token_B, 0)

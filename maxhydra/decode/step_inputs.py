@@ -204,6 +204,7 @@ def sampling_features(sequences: Iterable[Sequence | None]) -> SamplingFeatures:
         logprobs=any(sequence.request.logprobs is not None for sequence in present),
         alternatives=any(sequence.request.logprobs for sequence in present),
         bias=any(sequence.request.logit_bias for sequence in present),
+        mask=any(sequence.constraint is not None for sequence in present),
     )
 
 

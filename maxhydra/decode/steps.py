@@ -42,6 +42,9 @@ RARE_FEATURES = (
     dataclasses.replace(GREEDY, random=True, filters=True),
     SamplingFeatures(random=True, filters=True, penalties=True, logprobs=True, bias=True),
 )
+# Masks come from the host for every token, so that only single steps have them.
+MASKED_FEATURES = dataclasses.replace(RARE_FEATURES[-1], mask=True)
+ALL_TOKENS = 2**32 - 1
 
 
 class SampleKey(NamedTuple):
@@ -58,7 +61,7 @@ class SampleKey(NamedTuple):
         """Return roughly how often the logits are read."""
         features = self.features
         passes = 1 + 4 * features.random + 64 * features.filters + 8 * features.logprobs
-        passes += features.penalties + features.bias
+        passes += features.penalties + features.bias + features.mask
         return self.rows * passes
 
     @property
@@ -162,7 +165,9 @@ class CompiledSteps:
             sample_rows |= {shape.rows for shape in decode_shapes}
             decoded = []
         samplers = [
-            SampleKey(rows, each) for rows in sorted(sample_rows) for each in (*COMMON_FEATURES, *RARE_FEATURES)
+            SampleKey(rows, each)
+            for rows in sorted(sample_rows)
+            for each in (*COMMON_FEATURES, *RARE_FEATURES, MASKED_FEATURES)
         ]
         return [
             *self._multi_steps.warm_up(MultiStepKey(*each, num_steps) for each in decoded),
@@ -193,12 +198,16 @@ class CompiledSteps:
         return forwarded
 
     def sample(
-        self, slot_state: SlotState, logits_BV: jax.Array, head_BC: jax.Array, features: SamplingFeatures
+        self, slot_state: SlotState, output: "Forwarded", features: SamplingFeatures, mask_BW: np.ndarray | None
     ) -> tuple[SlotState, SampledTokens]:
-        """Sample a token for every row, and store it in the slot state."""
+        """Sample a token for every row, and store it in the slot state. `mask_BW`: if features.mask."""
+        logits_BV, head_BC = output.logits_BV, output.head_BC
         key = SampleKey(logits_BV.shape[0], features)
-        program = self._samplers.get(self._samplers.choose(key, eventual=key))
-        slot_state, sampled = program(slot_state, logits_BV, head_BC)
+        chosen = self._samplers.choose(key, eventual=key)
+        masks = []
+        if chosen.features.mask:
+            masks = [np.full(self._mask_shape(key.rows), ALL_TOKENS, np.uint32) if mask_BW is None else mask_BW]
+        slot_state, sampled = self._samplers.get(chosen)(slot_state, logits_BV, head_BC, *masks)
         return slot_state, sampled
 
     def choose_multi_step(self, key: MultiStepKey) -> MultiStepKey | None:
@@ -247,7 +256,11 @@ class CompiledSteps:
             (key.rows, config.vocab_size), jnp.dtype(config.dtypes.logits.value), sharding=self._logits_sharding
         )
         jitted = jax.jit(_make_sample(key.features), donate_argnums=0, out_shardings=self.replicated)
-        return jitted.lower(self._abstract_slots(), logits, self._abstract_inputs(key.rows, HEAD)).compile()
+        masks = [self._abstract_inputs(*self._mask_shape(key.rows))] if key.features.mask else []
+        return jitted.lower(self._abstract_slots(), logits, self._abstract_inputs(key.rows, HEAD), *masks).compile()
+
+    def _mask_shape(self, rows: int) -> tuple[int, int]:
+        return rows, -(-self._model.config.vocab_size // 32)
 
     def _compile_multi_step(self, key: MultiStepKey) -> Program:
         hidden = _make_hidden(self._layout, self._sharder, key.shape, records_experts=self._records_experts)
@@ -320,10 +333,12 @@ def _make_hidden(
 
 
 def _make_sample(features: SamplingFeatures) -> Callable[..., tuple[SlotState, SampledTokens]]:
-    def sample_rows(slot_state: SlotState, logits_BV: jax.Array, head_BC: jax.Array) -> tuple[SlotState, SampledTokens]:
+    def sample_rows(
+        slot_state: SlotState, logits_BV: jax.Array, head_BC: jax.Array, mask_BW: jax.Array | None = None
+    ) -> tuple[SlotState, SampledTokens]:
         inputs = StepInputs.unpack(head_BC, pages=0)
         target_B = inputs.target_B
-        usage_NV, sampled = sample_slots(features, slot_state, logits_BV, target_B, inputs.sampling)
+        usage_NV, sampled = sample_slots(features, slot_state, logits_BV, target_B, inputs.sampling, mask_BW)
         last_token_N = slot_state.last_token_N.at[target_B].set(jnp.maximum(sampled.token_B, 0))
         return slot_state._replace(last_token_N=last_token_N, usage_NV=usage_NV), sampled
 

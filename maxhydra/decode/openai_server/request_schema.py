@@ -16,6 +16,7 @@ from maxhydra.config.errors import did_you_mean
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.decode.openai_server.fields import bad_field, get_integer, get_logit_bias, get_typed
 from maxhydra.decode.openai_server.http11 import HttpError
+from maxhydra.decode.openai_server.structured_output import STRUCTURED_FIELDS, parse_grammar
 from maxhydra.decode.request import MAX_BIAS
 from maxhydra.decode.sampling_params import PromptEncoder, PromptError, SettingError, with_overrides
 
@@ -36,11 +37,11 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 NEUTRAL_TEXT: dict[str, tuple[Any, ...]] = {**NEUTRAL, "suffix": ("",), "best_of": (1,)}
-SUPPORTED = ("model", "n", "stop", "stream", "stream_options", "logprobs", "max_tokens", "logit_bias", *SAMPLING_FIELDS)
+COMMON_FIELDS = ("model", "n", "stop", "stream", "stream_options", "logprobs", "max_tokens", "logit_bias")
+SUPPORTED = (*COMMON_FIELDS, *SAMPLING_FIELDS, *STRUCTURED_FIELDS)
 SUPPORTED_CHAT = (*SUPPORTED, "messages", "max_completion_tokens", "top_logprobs")
 SUPPORTED_TEXT = (*SUPPORTED, "prompt", "echo")
 MAX_LOGPROBS = 20
@@ -83,6 +84,8 @@ class CompletionRequest:
     """The completion starts with the prompt."""
     is_prompt_only: bool = False
     """The prompt is all that is returned: echo with max_tokens=0."""
+    grammar: str = ""
+    """What the completion must match; empty: anything."""
 
     @property
     def sequences(self) -> int:
@@ -144,6 +147,7 @@ def _parse_request(values: dict[str, Any], defaults: ServerDefaults, *, is_chat:
         logit_bias=get_logit_bias(given, vocab_size=defaults.vocab_size, max_tokens=MAX_BIAS),
         echo=echo,
         is_prompt_only=is_prompt_only,
+        grammar=parse_grammar(given),
     )
     if options and not request.stream:
         raise bad_field("stream_options", "requires stream=true")

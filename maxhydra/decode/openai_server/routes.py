@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
+from maxhydra.decode.grammar import GrammarError
 from maxhydra.decode.openai_server.fields import bad_field
 from maxhydra.decode.openai_server.http11 import JSON_TYPE, RETRY, Connection, HttpError, RequestHead, dump_slices
 from maxhydra.decode.openai_server.parser_process import ParserProcess
@@ -184,7 +185,11 @@ class Service:
                 prompts = encode_prompts(request, self._prompts, limit)
             else:
                 prompts = await self._in_thread(lambda: encode_prompts(request, self._prompts, limit))
-            self._submit(request, prompts, queue)
+            if request.grammar:
+                # Compiling a grammar may take a second.
+                await self._in_thread(lambda: self._submit(request, prompts, queue))
+            else:
+                self._submit(request, prompts, queue)
         finally:
             self._num_sequences -= count - len(queue.handles)
         builder = ResponseBuilder(
@@ -227,11 +232,15 @@ class Service:
             changes: dict[str, Any] = {
                 "stream": request.stream,
                 "logit_bias": tuple((token, value) for token, value in request.logit_bias),
+                "grammar": request.grammar,
                 "prompt_logprobs": request.logprobs if request.echo else None,
             }
             for engine_request in engine_requests:
                 try:
                     queue.add(self._engine.submit(dataclasses.replace(engine_request, **changes)))
+                except GrammarError as error:
+                    queue.cancel()
+                    raise bad_field("response_format", f"is invalid: {error}") from None
                 except RequestRejectedError as error:
                     queue.cancel()
                     self._require_engine()
