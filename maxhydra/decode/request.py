@@ -37,6 +37,8 @@ class Request:
     """Token ids and what is added to their logits."""
     prompt_logprobs: int | None = None
     """As `logprobs`, for the tokens of the prompt after the first."""
+    names_special: bool = False
+    """The text contains the names of special tokens, except of the one that ends the completion."""
     grammar: str = ""
     """What the completion must match, as made by a function of grammar.py; empty: anything."""
 

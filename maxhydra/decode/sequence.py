@@ -106,7 +106,7 @@ class Sequence:
         if not self._is_streamed:
             return self._append_silently(tokens, logprobs, tokenizer=tokenizer, eos=eos)
         if self._detokenizer is None:
-            self._detokenizer = Detokenizer(tokenizer, self.request.prompt)
+            self._detokenizer = self._make_detokenizer(tokenizer)
         text, finish, count = "", None, 0
         for piece in self._split(tokens, eos):
             new_text, finish = self._append_piece(piece, self._detokenizer, eos)
@@ -124,6 +124,9 @@ class Sequence:
             self.fail(NOT_FINITE)
         return count
 
+    def _make_detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
+        return Detokenizer(tokenizer, self.request.prompt, names_special=self.request.names_special)
+
     def _append_silently(
         self, tokens: List[int], logprobs: List[TokenLogprob], *, tokenizer: Tokenizer, eos: frozenset[int]
     ) -> int:
@@ -135,7 +138,7 @@ class Sequence:
         self.is_finished = is_eos or self.num_generated >= self.budget
         if self.is_finished:
             generated = self.tokens[len(self.request.prompt) :]
-            detokenizer = Detokenizer(tokenizer, self.request.prompt)
+            detokenizer = self._make_detokenizer(tokenizer)
             text = detokenizer.add(generated[:-1] if is_eos else generated) + detokenizer.flush()
             finish, experts = "stop" if is_eos else "length", self._recorded_experts()
             logprobs, prompt_logprobs = tuple(self._logprobs), self._take_prompt_logprobs()

@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+from maxhydra.data.turn_parser import TurnParser
 from maxhydra.decode.openai_server.request_schema import CompletionRequest
 from maxhydra.decode.request import Completion, Delta, TokenLogprob
 from maxhydra.decode.sampling_params import PromptEncoder
@@ -31,6 +32,10 @@ class ResponseBuilder:
     include_usage: bool
     has_prompts: bool = False
     """Choices start with their prompts."""
+    parsers: Sequence[TurnParser] = ()
+    """Parsers of the choices of a chat; none if their text is all content."""
+    max_calls: int | None = None
+    """Tool calls of a choice that are returned; None: all."""
     id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(12))
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -54,7 +59,12 @@ class ResponseBuilder:
         return self._chunk(index, content, logprobs, delta.finish)
 
     def chunk_text(self, index: int, delta: Delta, offset: int) -> str:
-        """The same chunk as JSON. Without log-probabilities only text and finish reason are encoded each time."""
+        """The same chunk as JSON, empty if it has no content yet.
+
+        Without log-probabilities only text and finish reason are encoded each time.
+        """
+        if self.parsers:
+            return self._parsed_chunk(index, delta)
         if self.has_logprobs or (self.is_chat and not delta.text):
             return json.dumps(self.chunk(index, delta, offset), ensure_ascii=False)
         before, after = self._chunk_frame
@@ -83,10 +93,48 @@ class ResponseBuilder:
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        message = {"role": "assistant", "content": completion.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        if self.parsers:
+            parts, finish = self._parse(index, completion.text, completion.finish)
+            completion = dataclasses.replace(completion, finish=finish or "")
+            calls = [{key: value for key, value in call.items() if key != "index"} for call in parts["tool_calls"]]
+            content_text = parts["content"].strip() if calls else parts["content"]
+            message |= {"content": content_text or None if calls or parts["reasoning_content"] else content_text}
+            others = {"tool_calls": calls, "reasoning_content": parts["reasoning_content"]}
+            message |= {key: value for key, value in others.items() if value}
         content: dict[str, Any] = {"message": message} if self.is_chat else {"text": completion.text}
         logprobs = self._logprobs(self._without_eos(completion.logprobs, completion.finish), 0)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": completion.finish}
+
+    def _parsed_chunk(self, index: int, delta: Delta) -> str:
+        parts, finish = self._parse(index, delta.text, delta.finish)
+        content = {key: value for key, value in parts.items() if value}
+        logprobs = self._logprobs(self._without_eos(delta.logprobs, delta.finish), 0)
+        if not content and not finish and not delta.logprobs:
+            return ""
+        return json.dumps(self._chunk(index, content, logprobs, finish), ensure_ascii=False)
+
+    def _parse(self, index: int, text: str, finish: str | None) -> tuple[dict[str, Any], str | None]:
+        """Return new content, reasoning and calls of a choice, and its finish reason."""
+        parser = self.parsers[index]
+        first = parser.num_calls
+        pieces = parser.add(text, is_last=finish is not None)
+        calls = [piece for piece in pieces if piece.kind == "call"]
+        made = [
+            {
+                "index": number,
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.text},
+            }
+            for number, call in enumerate(calls, first)
+            if self.max_calls is None or number < self.max_calls
+        ]
+        texts = {
+            name: "".join(piece.text for piece in pieces if piece.kind == kind)
+            for name, kind in (("content", "content"), ("reasoning_content", "reasoning"))
+        }
+        return {**texts, "tool_calls": made}, "tool_calls" if finish == "stop" and parser.num_calls else finish
 
     def _chunk(self, index: int, content: Mapping[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
         payload = {"delta": content} if self.is_chat else content

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from maxhydra.decode.grammar import GrammarError
+from maxhydra.decode.openai_server.chat_turns import ChatTurns
 from maxhydra.decode.openai_server.fields import bad_field
 from maxhydra.decode.openai_server.http11 import JSON_TYPE, RETRY, Connection, HttpError, RequestHead, dump_slices
 from maxhydra.decode.openai_server.parser_process import ParserProcess
@@ -97,6 +98,7 @@ class Service:
         self._pool, self._logprobs_pool = ThreadPoolExecutor(THREADS, "server"), ThreadPoolExecutor(THREADS, "logprobs")
         self._parser = ParserProcess(prompts, defaults)
         self._mailbox = _Mailbox()
+        self._turns = ChatTurns(prompts)
         # Computed once, and before the first request, which would wait for it.
         _ = prompts.tokenizer.max_token_bytes
         self._created = int(time.time())
@@ -200,6 +202,8 @@ class Service:
             has_logprobs=request.logprobs is not None,
             include_usage=request.include_usage,
             has_prompts=request.echo,
+            parsers=self._turns.parsers(request, prompts),
+            max_calls=request.max_calls,
         )
         if request.echo:
             queue.change_first = lambda index, delta: echo_prompt(
@@ -233,6 +237,7 @@ class Service:
                 "stream": request.stream,
                 "logit_bias": tuple((token, value) for token, value in request.logit_bias),
                 "grammar": request.grammar,
+                "names_special": self._turns.has_parts(request),
                 "prompt_logprobs": request.logprobs if request.echo else None,
             }
             for engine_request in engine_requests:
@@ -292,7 +297,8 @@ class Service:
                     await connection.end_events()
                     return
                 if delta.text or delta.finish or delta.logprobs:
-                    events.append(builder.chunk_text(index, delta, sent[index]))
+                    event = builder.chunk_text(index, delta, sent[index])
+                    events += [event] if event else []
                 sent[index] += len(delta.text)
                 num_tokens += len(delta.tokens)
             await connection.send_events(events)
