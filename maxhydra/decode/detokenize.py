@@ -27,8 +27,10 @@ class Detokenizer:
     starts with a complete character if possible.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, names_special: bool = False):
+        """`names_special`: names of special tokens are part of the text."""
         self._tokenizer = tokenizer
+        self._names = {id: name for name, id in tokenizer.special_token_ids.items()} if names_special else {}
         self._window = _prompt_tail(prompt, tokenizer)
         self._emitted: int | None = len(tokenizer.decode(self._window).rstrip(REPLACEMENT))
         """None: all but `_held_back` characters, which are counted when more tokens arrive."""
@@ -38,12 +40,22 @@ class Detokenizer:
     def add(self, tokens: Sequence[int]) -> str:
         """Return the text that these tokens complete; one decode if it ends with a complete character, as most does."""
         special = self._tokenizer.special
+        if self._names and not special.isdisjoint(tokens):
+            return self._add_with_names(tokens)
         ids = tokens if special.isdisjoint(tokens) else [token for token in tokens if token not in special]
         if len(ids) > 1:
             start, text = self._num_emitted(), self._tokenizer.decode([*self._window, *ids])
             if not text.endswith(REPLACEMENT):
                 return self._start_window([*self._window[self._num_old :], *ids], text[start:], held_back=0)
         return "".join(map(self._add_token, ids))
+
+    def _add_with_names(self, tokens: Sequence[int]) -> str:
+        text, start = "", 0
+        for index, token in enumerate(tokens):
+            if token in self._names:
+                text += self.add(tokens[start:index]) + self.flush() + self._names[token]
+                self._window, self._num_old, self._emitted, self._held_back, start = [], 0, 0, 0, index + 1
+        return text + self.add(tokens[start:])
 
     def _add_token(self, token: int) -> str:
         start = self._num_emitted()

@@ -23,10 +23,12 @@ from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.config.schema.run import Progress
 from maxhydra.data import Tokenizer
 from maxhydra.decode.adapters import AdapterLimits, AdapterTable, LoadedAdapter
+from maxhydra.decode.grammar import GrammarCompiler
 from maxhydra.decode.inbox import Inbox
-from maxhydra.decode.request import Handle, Request, RequestRejectedError, TokenLogprob
+from maxhydra.decode.prompt_scores import token_logprob
+from maxhydra.decode.request import Handle, Request, RequestRejectedError
 from maxhydra.decode.runner import PendingTokens, Runner
-from maxhydra.decode.sampler import MAX_LOGPROBS, SampledTokens
+from maxhydra.decode.sampler import MAX_LOGPROBS
 from maxhydra.decode.scheduler import PrefillChunk, Scheduler
 from maxhydra.decode.sequence import Sequence, find_problem
 from maxhydra.decode.step_inputs import StepShape, sampling_features
@@ -97,6 +99,9 @@ class Engine:
             round_tokens=self._prefill_runner.buckets.round_tokens,
         )
         self._pending: deque[PendingTokens] = deque()
+        self._num_earlier = 0
+        """Pending tokens of the previous iteration."""
+        self._grammars = GrammarCompiler(tokenizer, eos=eos, vocab_size=self._vocab_size)
         self._num_prefilled = self._num_generated = 0
 
         self._inbox = Inbox(self._make_sequence)
@@ -146,6 +151,8 @@ class Engine:
             self._adapters.add_user(adapter, sequence)
         self._check_cache(sequence.cache_tokens, self._runner, f"or lower max_tokens={request.max_tokens}")
         self._check_cache(length, self._prefill_runner, "or shorten the prompt")
+        if request.grammar:
+            sequence.constraint = self._grammars.constrain(request.grammar)
         return sequence
 
     def _check_cache(self, tokens: int, runner: Runner, remedy: str) -> None:
@@ -254,6 +261,7 @@ class Engine:
                     sequence.cancel()
             for runner in self._runners:
                 runner.programs.close()
+            self._grammars.close()
 
     def _wait(self) -> None:
         for runner in self._runners:
@@ -273,14 +281,14 @@ class Engine:
     def _step(self) -> None:
         """Dispatch one prefill call and one decode call, then emit the tokens of the previous iteration."""
         self._receive()
-        num_earlier = len(self._pending)
+        self._num_earlier = len(self._pending)
         # As many prefill calls as decode steps, so that free slots are soon in use.
         for _ in range(self._runner.multi_steps):
             if not self._prefill():
                 break
         self._decode()
-        for _ in range(num_earlier):
-            self._emit(self._pending.popleft())
+        while self._num_earlier:
+            self._emit_next()
 
     def _receive(self) -> None:
         """Let the sequences run that have arrived from separate prefill devices; wait for one if no other runs."""
@@ -319,12 +327,28 @@ class Engine:
         rows = self._scheduler.next_rows()
         if not rows:
             return
-        pending = self._runner.decode_multi(rows)
+        is_constrained = any(sequence.constraint is not None for sequence in rows)
+        pending = None if is_constrained else self._runner.decode_multi(rows)
         if pending is None:
             shape = self._decode_shape(rows)
             self._precompile(rows, shape)
-            pending = self._runner.decode(rows, shape)
+            pending = self._runner.decode(rows, shape, self._emit_all if is_constrained else None)
         self._pending.append(pending)
+
+    def _emit_all(self) -> None:
+        """Emit all tokens, on which the masks of the next ones depend; fail sequences without a mask."""
+        while self._pending:
+            self._emit_next()
+        for sequence in list(self._scheduler.running):
+            if sequence.constraint is not None and not sequence.is_finished:
+                sequence.constraint.mask()
+                if error := sequence.constraint.error:
+                    sequence.fail(f"the grammar cannot be followed: {error[:500]}")
+                    self._scheduler.release(sequence)
+
+    def _emit_next(self) -> None:
+        self._num_earlier = max(self._num_earlier - 1, 0)
+        self._emit(self._pending.popleft())
 
     def _decode_shape(self, rows: list[Sequence]) -> StepShape:
         """Return the bucket for decoding these rows; while others are about to join, preferably one for all."""
@@ -343,14 +367,15 @@ class Engine:
 
     def _emit(self, pending: PendingTokens) -> None:
         """Wait for sampled tokens, and send them to the handles of their sequences."""
-        if pending.experts is not None:
-            pending.experts.deliver()
+        for record in pending.records:
+            record.deliver()
         if pending.sampled is None:
             return
         sampled = jax.tree.map(np.asarray, pending.sampled)
         if sampled.token_B.ndim == 1:
             sampled = jax.tree.map(lambda array: array[None], sampled)
         tokens = sampled.token_B.T.tolist()
+        self._advance_constraints(pending, tokens)
         finished: list[Sequence] = []
         for row, (sequence, count) in enumerate(zip(pending.sequences, pending.counts, strict=True)):
             if sequence is None or sequence.is_finished:
@@ -358,7 +383,7 @@ class Engine:
             top = sequence.request.logprobs
             logprobs = []
             if top is not None:
-                logprobs = [_token_logprob(sampled, (step, row), top, pending.version) for step in range(count)]
+                logprobs = [token_logprob(sampled, (step, row), top, pending.version) for step in range(count)]
             self._num_generated += sequence.append(
                 tokens[row][:count], logprobs, tokenizer=self._tokenizer, eos=self._eos
             )
@@ -368,12 +393,13 @@ class Engine:
         for sequence in finished:
             self._scheduler.release(sequence)
 
-
-def _token_logprob(sampled: SampledTokens, index: tuple[int, int], num_alternatives: int, version: int) -> TokenLogprob:
-    """Return the log-probabilities of the token at (step, row)."""
-    assert sampled.logprob_B is not None
-    assert sampled.alternatives_BA is not None and sampled.alternative_logprobs_BA is not None
-    tokens, logprobs = sampled.alternatives_BA[index], sampled.alternative_logprobs_BA[index]
-    pairs = zip(tokens[:num_alternatives], logprobs[:num_alternatives], strict=True)
-    alternatives = tuple((int(token), float(logprob)) for token, logprob in pairs)
-    return TokenLogprob(int(sampled.token_B[index]), float(sampled.logprob_B[index]), alternatives, version)
+    def _advance_constraints(self, pending: PendingTokens, tokens: list[list[int]]) -> None:
+        """Start to compute the next masks, while the tokens are emitted."""
+        updates = [
+            (sequence.constraint, new[:count])
+            for sequence, new, count in zip(pending.sequences, tokens, pending.counts, strict=True)
+            if sequence is not None and sequence.constraint is not None and not sequence.is_finished and min(new) >= 0
+        ]
+        if updates:
+            constraints, new_tokens = zip(*updates, strict=True)
+            self._grammars.advance(constraints, new_tokens)

@@ -118,6 +118,7 @@ class Inbox:
         sequences = []
         for values in requests:
             named = dict(zip(REQUEST_FIELDS, values, strict=True))
+            named["logit_bias"] = tuple((token, value) for token, value in named["logit_bias"])
             request = Request(**{**named, "prompt": tuple(named["prompt"]), "stop": tuple(named["stop"])})
             sequences.append(self._make_sequence(request))
             sequences[-1].number = next(self._numbers)

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.migrations import original_names
+from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.tasks.inference import DecodeTask
 from maxhydra.convert.orbax_io import checkpoint_steps
 from maxhydra.decode.offline_files import REJECTED, OutputFile, Record, fingerprint, read_records
@@ -36,6 +37,8 @@ UNUSED_IN_COMPLETIONS = (
     "model.kernels",
     "model.dtypes",
 )
+# Sampling parameters that output files of earlier versions do not know.
+LATER_PARAMETERS = ("frequency_penalty", "presence_penalty")
 
 
 class BatchFailedError(Exception):
@@ -188,10 +191,16 @@ def settings_fingerprint(config: Config) -> str:
         "compute": config.model.dtypes.compute,
         "quantization": OmegaConf.to_container(OmegaConf.structured(config.quantization)),
         "cache": task.engine.cache_dtype,
-        "sampling": OmegaConf.to_container(OmegaConf.structured(task.sampling)),
+        "sampling": _sampling_values(task.sampling),
         "chat": [task.chat, task.system, task.samples, task.logprobs, config.run.seed],
     }
     return fingerprint(original_names(settings))
+
+
+def _sampling_values(sampling: Sampling) -> dict[str, Any]:
+    """Parameters that were added later are listed only if they are used, so that earlier files are continued."""
+    values = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
+    return {name: value for name, value in values.items() if value or name not in LATER_PARAMETERS}
 
 
 def _version(source: str | None) -> dict[str, int | str]:

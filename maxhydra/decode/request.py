@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+# Maximum number of tokens with a logit bias; OpenAI's API accepts 300.
+MAX_BIAS = 512
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -30,6 +33,16 @@ class Request:
     """Emit deltas while the sequence runs. False: one delta at the end, which takes a fraction of the host's time."""
     adapter: str | None = None
     """Name of a loaded adapter; None: the model without one."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for the tokens of the prompt after the first."""
+    names_special: bool = False
+    """The text contains the names of special tokens, except of the one that ends the completion."""
+    grammar: str = ""
+    """What the completion must match, as made by a function of grammar.py; empty: anything."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +66,8 @@ class Delta:
     finish: str | None = None
     """stop: an EOS token or a stop string; length: max_tokens or the context length; cancelled; error."""
     error: str = ""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """With the first tokens, if requested: of the prompt's tokens after the first."""
     experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
     """With the finish reason, if the engine records them: experts [tokens, L, K] of prompt and completion, except the
     last token."""
@@ -67,6 +82,8 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...]
     finish: str
     error: str = ""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """As in `Delta`."""
     experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
     """As in `Delta`."""
 
@@ -79,6 +96,7 @@ class Completion:
             logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
             finish=deltas[-1].finish or "",
             error=deltas[-1].error,
+            prompt_logprobs=tuple(logprob for delta in deltas for logprob in delta.prompt_logprobs),
             experts=deltas[-1].experts,
         )
 

@@ -4,7 +4,7 @@ An engine has one runner, or two on separate devices: one prefills prompts, and 
 the other, which decodes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -18,11 +18,13 @@ from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.decode.adapters import AdapterLimits, AdapterStacks, StepWeights
 from maxhydra.decode.compile_cache import Program
 from maxhydra.decode.page_pool import Capacity, Place
+from maxhydra.decode.prompt_scores import PendingScores
 from maxhydra.decode.sampler import SampledTokens
 from maxhydra.decode.scheduler import PrefillChunk
 from maxhydra.decode.sequence import Sequence
+from maxhydra.decode.slot_state import SlotState, set_controls
 from maxhydra.decode.step_inputs import Buckets, StepShape, decode_inputs, prefill_inputs, sampling_features
-from maxhydra.decode.steps import CompiledSteps, MultiStepKey, SlotState
+from maxhydra.decode.steps import ALL_TOKENS, CompiledSteps, Forwarded, MultiStepKey
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.layers import PagedCacheSpec
 from maxhydra.model import ModelDef
@@ -49,12 +51,13 @@ class PendingTokens(NamedTuple):
     sequences: list[Sequence | None]
     """The sequence of each row; None for rows that sample nothing, such as padding or an unfinished prefill."""
     sampled: SampledTokens | None
-    """Of one step [B], or of a multi-step call [steps, B]. None if no row samples, and only experts are recorded."""
+    """Of one step [B], or of a multi-step call [steps, B]. None if no row samples, and the call has only `records`."""
     counts: list[int]
     """Valid tokens of each row."""
     version: int
     """Version of the weights that sampled them."""
-    experts: "PendingExperts | None" = None
+    records: "tuple[PendingExperts | PendingScores, ...]" = ()
+    """What else the call computed for its sequences."""
 
 
 class PendingExperts(NamedTuple):
@@ -148,6 +151,7 @@ class Runner:
         )
         self._cache, self._slot_state = self.programs.init_state()
         self._resident: ResidentInputs | None = None
+        self._num_mask_words = -(-model.config.vocab_size // 32)
 
     def warm_up(self, *, is_prefilling: bool, is_decoding: bool) -> list[Future[Program]]:
         """Start compiling a program for every batch; return one future per program."""
@@ -199,25 +203,34 @@ class Runner:
         completed = [chunk.sequence if chunk is not None and chunk.is_last else None for chunk in rows]
         for chunk in chunks:
             if chunk.is_last:
-                self.mark_prompt(chunk.place, chunk.sequence)
-        logits_BV, head_BC, ids = self._forward(shape, prefill_inputs(rows, shape, self.programs.padding_slot))
-        first_tokens = self._sample(completed, logits_BV, head_BC) if any(completed) else None
-        if ids is not None:
+                self.set_controls(chunk.place, chunk.sequence)
+        output = self._forward(shape, prefill_inputs(rows, shape, self.programs.padding_slot))
+        first_tokens = self._sample(completed, output) if any(completed) else None
+        records: list[PendingExperts | PendingScores] = []
+        if output.experts_BTLK is not None:
             sequences = [None if chunk is None else chunk.sequence for chunk in rows]
-            experts = PendingExperts(sequences, [0 if chunk is None else chunk.length for chunk in rows], ids)
+            counts = [0 if chunk is None else chunk.length for chunk in rows]
+            records.append(PendingExperts(sequences, counts, output.experts_BTLK))
+        if output.scores is not None:
+            records.append(PendingScores(rows, output.scores, self.version))
+        if records:
             none = PendingTokens([None] * len(rows), None, [0] * len(rows), self.version)
-            first_tokens = (first_tokens or none)._replace(experts=experts)
-        return PrefillOutput(first_tokens, logits_BV)
+            first_tokens = (first_tokens or none)._replace(records=tuple(records))
+        return PrefillOutput(first_tokens, output.logits_BV)
 
-    def decode(self, sequences: list[Sequence], shape: StepShape) -> PendingTokens:
-        """Decode one token per sequence."""
+    def decode(
+        self, sequences: list[Sequence], shape: StepShape, between: Callable[[], None] | None = None
+    ) -> PendingTokens:
+        """Decode one token per sequence. `between`: called while the model runs, before the tokens are sampled."""
         self._assign_adapters((sequence.place, sequence) for sequence in sequences)
         rows = self.buckets.arrange_rows(sequences, shape)
-        logits_BV, head_BC, ids = self._forward(shape, decode_inputs(rows, shape, self.programs.padding_slot))
+        output = self._forward(shape, decode_inputs(rows, shape, self.programs.padding_slot))
         for sequence in sequences:
             sequence.num_computed += 1
-        pending = self._sample(rows, logits_BV, head_BC)
-        return pending if ids is None else pending._replace(experts=PendingExperts(rows, pending.counts, ids))
+        if between is not None:
+            between()
+        pending, ids = self._sample(rows, output), output.experts_BTLK
+        return pending if ids is None else pending._replace(records=(PendingExperts(rows, pending.counts, ids),))
 
     def decode_multi(self, sequences: list[Sequence]) -> PendingTokens | None:
         """Decode several tokens per sequence in one call; None while that program is being compiled.
@@ -247,8 +260,8 @@ class Runner:
                 sequence.num_computed += count
         num_computed = [sequence.num_computed for sequence in sequences]
         self._resident = ResidentInputs(key, sequences, num_computed, inputs_BC)
-        experts = None if ids is None else PendingExperts(rows, counts, ids)
-        return _pend(rows, sampled, counts, self.version)._replace(experts=experts)
+        records = () if ids is None else (PendingExperts(rows, counts, ids),)
+        return _pend(rows, sampled, counts, self.version)._replace(records=records)
 
     def take_state(self) -> tuple[Tree, SlotState]:
         """Return KV cache and slot state, to be replaced by `put_state` if they are donated."""
@@ -261,22 +274,30 @@ class Runner:
         """Wait until all dispatched calls have finished."""
         jax.block_until_ready(self._slot_state)
 
-    def mark_prompt(self, place: Place, sequence: Sequence) -> None:
-        """Set the seen tokens of a slot to those of the prompt, if the request has a repetition penalty."""
-        if sequence.has_penalty:
-            self._slot_state = self.programs.mark_prompt(self._slot_state, place.slot, sequence.request.prompt)
+    def set_controls(self, place: Place, sequence: Sequence) -> None:
+        """Set what the penalties and the logit bias of the request need in the state of a slot."""
+        if sequence.has_penalty or sequence.request.logit_bias:
+            self._slot_state = set_controls(self._slot_state, place.slot, sequence.request)
 
-    def _forward(self, shape: StepShape, inputs_BC: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Return the logits of the rows, the columns of the inputs that sampling needs, and recorded experts."""
-        logits_BV, self._cache, head_BC, experts = self.programs.forward(
-            shape, self._weights, self._cache, self._slot_state, inputs_BC
-        )
-        return logits_BV, head_BC, experts
+    def _forward(self, shape: StepShape, inputs_BC: np.ndarray) -> Forwarded:
+        output = self.programs.forward(shape, self._weights, self._cache, self._slot_state, inputs_BC)
+        self._cache = output.cache
+        return output
 
-    def _sample(self, rows: list[Sequence | None], logits_BV: jax.Array, head_BC: jax.Array) -> PendingTokens:
+    def _sample(self, rows: list[Sequence | None], output: Forwarded) -> PendingTokens:
         features = sampling_features(rows)
-        self._slot_state, sampled = self.programs.sample(self._slot_state, logits_BV, head_BC, features)
+        mask_BW = _stack_masks(rows, self._num_mask_words) if features.mask else None
+        self._slot_state, sampled = self.programs.sample(self._slot_state, output, features, mask_BW)
         return _pend(rows, sampled, [int(sequence is not None) for sequence in rows], self.version)
+
+
+def _stack_masks(rows: list[Sequence | None], num_words: int) -> np.ndarray:
+    """Wait for the masks of all rows; rows without a grammar allow every token."""
+    masks_BW = np.full((len(rows), num_words), ALL_TOKENS, np.uint32)
+    for row, sequence in enumerate(rows):
+        if sequence is not None and sequence.constraint is not None:
+            masks_BW[row] = sequence.constraint.mask()
+    return masks_BW
 
 
 def _pend(rows: list[Sequence | None], sampled: SampledTokens, counts: list[int], version: int) -> PendingTokens:

@@ -1,4 +1,4 @@
-"""Sampling of the next token: repetition penalty, temperature, top-k, top-p, min-p, in this order, then Gumbel-max.
+"""Sampling of the next token: logit bias, penalties, temperature, top-k, top-p, min-p, in this order, then Gumbel-max.
 
 All operations are exact and row-wise, so a row's token depends only on its own logits, parameters, seed and position.
 Filters do not sort: the k-th largest logit and the smallest probability of the nucleus are found by 32 bisections over
@@ -25,10 +25,15 @@ class SamplingArrays(NamedTuple):
     top_p_B: jax.Array
     min_p_B: jax.Array
     penalty_B: jax.Array
+    """Repetition penalty."""
+    frequency_B: jax.Array
+    presence_B: jax.Array
     seed_B2: jax.Array
     """uint32, high half first: the data of a JAX PRNG key."""
     position_B: jax.Array
     """Position of the token to sample in its sequence, prompt included."""
+    num_bias_B: jax.Array
+    """Tokens with a logit bias."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,16 +45,20 @@ class SamplingFeatures:
     filters: bool
     """A row with a temperature uses top_k, top_p or min_p."""
     penalties: bool
-    """A row has a repetition penalty."""
+    """A row has a repetition, frequency or presence penalty."""
     logprobs: bool
     """A row requests log-probabilities."""
     alternatives: bool = True
     """With log-probabilities: a row requests those of the most likely tokens too, which takes a top-k of the logits."""
+    bias: bool = False
+    """A row has a logit bias."""
+    mask: bool = False
+    """A row has a grammar, which masks tokens."""
 
     @property
     def is_greedy(self) -> bool:
         """True if the argmax of the logits is all that is needed."""
-        return not (self.random or self.penalties or self.logprobs)
+        return not (self.random or self.penalties or self.logprobs or self.bias or self.mask)
 
     def covers(self, other: "SamplingFeatures") -> bool:
         """Return True if a program with these features gives the same tokens to rows that need the other's."""
@@ -57,6 +66,17 @@ class SamplingFeatures:
             has_feature or not is_needed
             for has_feature, is_needed in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         )
+
+
+class LogitControls(NamedTuple):
+    """What changes the logits of each row; None if no row needs it."""
+
+    usage_BV: jax.Array | None = None
+    """uint16: twice the number of occurrences in the completion, plus 1 for tokens of the prompt."""
+    bias_BK: tuple[jax.Array, jax.Array] | None = None
+    """Token ids and what is added to their logits; ids outside the vocabulary are padding."""
+    mask_BW: jax.Array | None = None
+    """uint32: one bit per token of the vocabulary; tokens without it are never sampled."""
 
 
 class SampledTokens(NamedTuple):
@@ -70,14 +90,11 @@ class SampledTokens(NamedTuple):
 
 
 def sample(
-    logits_BV: jax.Array, seen_BV: jax.Array | None, sampling: SamplingArrays, features: SamplingFeatures
+    logits_BV: jax.Array, controls: LogitControls, sampling: SamplingArrays, features: SamplingFeatures
 ) -> SampledTokens:
-    """Sample one token per row. `seen_BV`: tokens of the prompt and the completion so far, if features.penalties."""
+    """Sample one token per row."""
     raw_BV = logits_BV.astype(jnp.float32)
-    scores_BV = raw_BV
-    if features.penalties:
-        assert seen_BV is not None
-        scores_BV = apply_penalty(scores_BV, seen_BV, sampling.penalty_B)
+    scores_BV = _apply_controls(raw_BV, controls, sampling)
     token_B = jnp.argmax(scores_BV, axis=-1).astype(jnp.int32)
     if features.random:
         is_random_B = sampling.temperature_B > 0
@@ -89,13 +106,35 @@ def sample(
     token_B = jnp.where(jnp.isfinite(jnp.max(raw_BV, axis=-1)), token_B, -1)
     if not features.logprobs:
         return SampledTokens(token_B, None, None, None)
-    logprobs_BV = jax.nn.log_softmax(raw_BV, axis=-1)
-    if features.alternatives:
-        top_BA, alternatives_BA = jax.lax.top_k(logprobs_BV, min(MAX_LOGPROBS, raw_BV.shape[1]))
+    return score(raw_BV, token_B, alternatives=features.alternatives)
+
+
+def score(logits_BV: jax.Array, token_B: jax.Array, *, alternatives: bool) -> SampledTokens:
+    """Return tokens with their log-probabilities, and those of the most likely tokens if `alternatives`."""
+    logprobs_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+    if alternatives:
+        top_BA, alternatives_BA = jax.lax.top_k(logprobs_BV, min(MAX_LOGPROBS, logits_BV.shape[1]))
     else:
-        top_BA, alternatives_BA = logprobs_BV[:, :0], jnp.zeros((raw_BV.shape[0], 0), jnp.int32)
+        top_BA, alternatives_BA = logprobs_BV[:, :0], jnp.zeros((logits_BV.shape[0], 0), jnp.int32)
     logprob_B = jnp.take_along_axis(logprobs_BV, jnp.maximum(token_B, 0)[:, None], axis=1)[:, 0]
     return SampledTokens(token_B, logprob_B, alternatives_BA, top_BA)
+
+
+def _apply_controls(logits_BV: jax.Array, controls: LogitControls, sampling: SamplingArrays) -> jax.Array:
+    """Add the logit bias, apply the penalties, then the mask."""
+    if controls.bias_BK is not None:
+        ids_BK, bias_BK = controls.bias_BK
+        logits_BV = logits_BV.at[jnp.arange(logits_BV.shape[0])[:, None], ids_BK].add(bias_BK, mode="drop")
+    if (usage_BV := controls.usage_BV) is not None:
+        logits_BV = apply_penalty(logits_BV, usage_BV > 0, sampling.penalty_B)
+        counts_BV = (usage_BV >> 1).astype(jnp.float32)
+        logits_BV -= sampling.frequency_B[:, None] * counts_BV
+        logits_BV -= jnp.where(counts_BV > 0, sampling.presence_B[:, None], 0)
+    if (mask_BW := controls.mask_BW) is not None:
+        is_allowed_BV = (mask_BW[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        is_allowed_BV = is_allowed_BV.reshape(mask_BW.shape[0], -1)[:, : logits_BV.shape[1]]
+        logits_BV = jnp.where(is_allowed_BV == 1, logits_BV, -jnp.inf)
+    return logits_BV
 
 
 def greedy_tokens(logit_B: jax.Array, token_B: jax.Array) -> SampledTokens:

@@ -6,8 +6,10 @@ requests according to task=decode: chat template, sampling parameters and seeds.
 
 import dataclasses
 import hashlib
+import itertools
 import logging
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -19,7 +21,8 @@ from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.tasks.inference import Chat, DecodeTask
 from maxhydra.data import load_tokenizer
-from maxhydra.data.chat import ChatTemplate, ChatTemplateError, compile_chat_template
+from maxhydra.data.chat import ChatTemplate, ChatTemplateError, Tools, compile_chat_template
+from maxhydra.data.tokenizers import special_token_pattern
 from maxhydra.decode.request import Engine, Request
 
 log = logging.getLogger("maxhydra")
@@ -65,12 +68,14 @@ class PromptEncoder:
         self._check_length(text, max_tokens)
         return [*self._bos, *self.tokenizer.encode(text)]
 
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> list[int]:
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Tools = None, max_tokens: int | None = None
+    ) -> list[int]:
         """Encode a conversation up to the beginning of the next assistant turn; `max_tokens` as for `encode_text`."""
         for message in messages:
             _reject_surrogates(str(message.get("content")))
         try:
-            text = self.template.prompt(messages)
+            text = self.template.prompt(messages, tools=tools or None)
         except ChatTemplateError as error:
             raise PromptError(str(error)) from None
         self._check_length(text, max_tokens)
@@ -99,7 +104,30 @@ class PromptEncoder:
                 ids |= {int(id) for id in last if int(id) in self.tokenizer.special}
             except ChatTemplateError as error:
                 log.warning("the end of a turn is unknown, so only EOS ends a completion: %s", error)
+            ids |= self._end_of_call()
         return frozenset(ids)
+
+    def _end_of_call(self) -> set[int]:
+        """The token that ends a turn with a tool call, which differs from the usual one in some templates."""
+        mark = secrets.token_hex(16)
+        function = {"name": "f", "arguments": {"x": mark}}
+        call = {"role": "assistant", "content": mark, "tool_calls": [{"id": "call00000", "function": function}]}
+        try:
+            text = self.template.prompt([{"role": "user", "content": "a"}, call], add_generation_prompt=False)
+        except ChatTemplateError:
+            return set()  # a template without tools
+        pattern = special_token_pattern(self.tokenizer.special_token_ids)
+        specials = pattern.findall(text.rpartition(mark)[2]) if mark in text and pattern else []
+        return {self.tokenizer.special_token_ids[name] for name in specials[-1:]}
+
+    def text_with_names(self, ids: Sequence[int]) -> str:
+        """Decode ids, with the names of special tokens."""
+        groups = itertools.groupby(ids, key=lambda id: id in self._names)
+        texts = (
+            "".join(self._names[id] for id in group) if is_special else self.tokenizer.decode(list(group))
+            for is_special, group in groups
+        )
+        return "".join(texts)
 
     def token_text(self, id: int) -> str:
         """Return a single token as text, or the name of a special token."""
@@ -172,6 +200,8 @@ def make_requests(
             stop=tuple(sampling.stop),
             ignore_eos=sampling.ignore_eos,
             logprobs=logprobs,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
         )
         for sample in range(samples)
     ]

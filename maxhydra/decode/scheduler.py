@@ -177,8 +177,9 @@ class Scheduler:
         place = self._reserve_decode_place(sequence) if self._is_separate else None
         if self._is_separate and place is None:
             return False
-        prompt, capacity = sequence.request.prompt, self.prefill_capacity
-        num_tokens = len(prompt) if self._is_separate else sequence.cache_tokens
+        # A prompt that is scored is computed as a whole, and shares no pages.
+        prompt, capacity = () if sequence.is_scored else sequence.request.prompt, self.prefill_capacity
+        num_tokens = len(sequence.request.prompt) if self._is_separate else sequence.cache_tokens
         root = 0 if sequence.adapter is None else sequence.adapter.prefix_root
         for group in capacity.order_groups(prompt, root):
             key = capacity.pools[group].next_missing_key(prompt, root)

@@ -13,8 +13,9 @@ from maxhydra.config.schema.decode import LARGEST
 from maxhydra.data import Tokenizer
 from maxhydra.decode.adapters import LoadedAdapter
 from maxhydra.decode.detokenize import Detokenizer, StopMatcher
+from maxhydra.decode.grammar import Constraint
 from maxhydra.decode.page_pool import Place
-from maxhydra.decode.request import Delta, Handle, Request, TokenLogprob
+from maxhydra.decode.request import MAX_BIAS, Delta, Handle, Request, TokenLogprob
 
 NOT_FINITE = "the model's logits are NaN or infinite: its weights are corrupt or overflow their dtype"
 
@@ -31,6 +32,8 @@ class Sequence:
         self.handle = Handle()
         self.number = -1
         """Position in the order of admission, the same in all processes; -1 before."""
+        self.constraint: Constraint | None = None
+        """The request's grammar."""
         self.budget = budget
         """Maximum number of tokens to generate."""
         self.tokens = list(request.prompt)
@@ -49,6 +52,8 @@ class Sequence:
         self._is_streamed = request.stream or bool(request.stop)
         self._logprobs: list[TokenLogprob] = []
         """Of tokens that were not emitted yet."""
+        self.prompt_logprobs: list[TokenLogprob] = []
+        """Of the prompt, if requested, until they are emitted with the first token."""
         self.experts: list[np.ndarray] = []
         """Experts [tokens, L, K] of the tokens whose KV cache is computed, if the engine records them."""
 
@@ -75,13 +80,19 @@ class Sequence:
         return self.request.temperature > 0
 
     @property
+    def is_scored(self) -> bool:
+        """Whether the log-probabilities of the prompt are requested."""
+        return self.request.prompt_logprobs is not None
+
+    @property
     def has_filters(self) -> bool:
         request = self.request
         return self.is_random and (request.top_k > 0 or request.top_p < 1 or request.min_p > 0)
 
     @property
     def has_penalty(self) -> bool:
-        return self.request.repetition_penalty != 1
+        request = self.request
+        return bool(request.repetition_penalty != 1 or request.frequency_penalty or request.presence_penalty)
 
     def admit(self, place: Place, prefill_place: Place, page_size: int) -> None:
         """Take a slot and pages; tokens of shared pages are computed already."""
@@ -96,7 +107,7 @@ class Sequence:
         if not self._is_streamed:
             return self._append_silently(tokens, logprobs, tokenizer=tokenizer, eos=eos)
         if self._detokenizer is None:
-            self._detokenizer = Detokenizer(tokenizer, self.request.prompt)
+            self._detokenizer = self._make_detokenizer(tokenizer)
         text, finish, count = "", None, 0
         for piece in self._split(tokens, eos):
             new_text, finish = self._append_piece(piece, self._detokenizer, eos)
@@ -106,10 +117,16 @@ class Sequence:
         self.is_finished = finish is not None
         if count:
             experts = self._recorded_experts() if self.is_finished else None
-            self.handle.put(Delta(text, tuple(tokens[:count]), tuple(logprobs[:count]), finish, experts=experts))
+            logprobs, prompt_logprobs = logprobs[:count], self._take_prompt_logprobs()
+            self.handle.put(
+                Delta(text, tuple(tokens[:count]), tuple(logprobs), finish, "", prompt_logprobs, experts=experts)
+            )
         if finish is None and count < len(tokens):
             self.fail(NOT_FINITE)
         return count
+
+    def _make_detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
+        return Detokenizer(tokenizer, self.request.prompt, names_special=self.request.names_special)
 
     def _append_silently(
         self, tokens: List[int], logprobs: List[TokenLogprob], *, tokenizer: Tokenizer, eos: frozenset[int]
@@ -122,13 +139,19 @@ class Sequence:
         self.is_finished = is_eos or self.num_generated >= self.budget
         if self.is_finished:
             generated = self.tokens[len(self.request.prompt) :]
-            detokenizer = Detokenizer(tokenizer, self.request.prompt)
+            detokenizer = self._make_detokenizer(tokenizer)
             text = detokenizer.add(generated[:-1] if is_eos else generated) + detokenizer.flush()
             finish, experts = "stop" if is_eos else "length", self._recorded_experts()
-            self.handle.put(Delta(text, tuple(generated), tuple(self._logprobs), finish, experts=experts))
+            logprobs, prompt_logprobs = tuple(self._logprobs), self._take_prompt_logprobs()
+            self.handle.put(Delta(text, tuple(generated), logprobs, finish, "", prompt_logprobs, experts=experts))
         elif len(valid) < len(tokens):
             self.fail(NOT_FINITE)
         return len(valid)
+
+    def _take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """The log-probabilities of the prompt, the first time only."""
+        taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        return taken
 
     def _recorded_experts(self) -> np.ndarray | None:
         """Experts of all tokens but the last, which was not an input."""
@@ -173,8 +196,14 @@ def find_problem(request: Request, *, vocab_size: int, max_logprobs: int) -> str
     """Return why a request is invalid for an engine of any size; None if it is valid."""
     if not request.prompt:
         return "the prompt is empty: pass at least one token"
+    if len(request.logit_bias) > MAX_BIAS:
+        return f"logit_bias has {len(request.logit_bias)} tokens; accepted: at most {MAX_BIAS}"
+    if not all(0 <= token < vocab_size and abs(value) <= LARGEST for token, value in request.logit_bias):
+        return f"logit_bias has a token outside the vocabulary of {vocab_size}, or a value that is not finite"
     if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:
         return f"the prompt has a token outside the vocabulary of {vocab_size}: use the tokenizer of this model"
+    if request.grammar and request.ignore_eos:
+        return "ignore_eos=true has no effect on a grammar, which says itself where a completion may end: remove it"
     return _find_sampling_problem(SAMPLING_VALUES(request), max_logprobs)
 
 
@@ -192,9 +221,12 @@ def _find_sampling_problem(values: tuple[Any, ...], max_logprobs: int) -> str | 
         ("top_p", 0 < request.top_p <= 1, "greater than 0 and at most 1"),
         ("min_p", 0 <= request.min_p <= 1, "0 to 1"),
         ("repetition_penalty", 0 < request.repetition_penalty <= LARGEST, f"greater than 0 and at most {LARGEST:g}"),
+        ("frequency_penalty", abs(request.frequency_penalty) <= LARGEST, f"-{LARGEST:g} to {LARGEST:g}"),
+        ("presence_penalty", abs(request.presence_penalty) <= LARGEST, f"-{LARGEST:g} to {LARGEST:g}"),
         ("seed", 0 <= request.seed < 2**64, "0 to 2^64 - 1"),
         ("stop", all(request.stop), "a list of non-empty strings"),
-        ("logprobs", request.logprobs is None or 0 <= request.logprobs <= max_logprobs, f"0 to {max_logprobs}"),
+        ("logprobs", 0 <= (request.logprobs or 0) <= max_logprobs, f"0 to {max_logprobs}"),
+        ("prompt_logprobs", 0 <= (request.prompt_logprobs or 0) <= max_logprobs, f"0 to {max_logprobs}"),
     )
     problems = [
         f"{name}={getattr(request, name)!r} is not {accepted}" for name, is_valid, accepted in bounds if not is_valid

@@ -2,9 +2,9 @@
 
 Everything a call needs to know about its rows is packed into one array, since every array is a transfer. Columns of a
 row: its slot; the slot that receives the sampled token (the padding slot for an unfinished prefill); the position of
-its first token; the number of tokens from there on; top_k and the two halves of the seed; the bits of temperature,
-top_p, min_p and repetition penalty; its page table; for a prefill the tokens. A padding row has no tokens and uses the
-padding slot.
+its first token; the number of tokens from there on; top_k, the number of biased tokens and the two halves of the seed;
+the bits of temperature, top_p, min_p and the penalties; its page table; for a prefill the tokens. A padding row has no
+tokens and uses the padding slot.
 
 Related modules: steps has the jitted functions, compile_cache compiles them per bucket, weight_layout stores the
 weights for them.
@@ -61,11 +61,14 @@ class StepShape:
     """Prefill: tokens come from the host. Otherwise each row's token is the one it sampled last."""
     is_fresh: bool = False
     """Every row starts at position 0, so its tokens attend to each other only and not to the cache."""
+    is_scored: bool = False
+    """Prefill: log-probabilities of the prompt's tokens are computed."""
 
     def covers(self, other: "StepShape") -> bool:
         """Return True if a program of this shape can run a batch of the other."""
         fits = self.rows >= other.rows and self.tokens >= other.tokens and self.pages >= other.pages
-        return self.is_prefill == other.is_prefill and fits and (other.is_fresh or not self.is_fresh)
+        is_same = self.is_prefill == other.is_prefill and self.is_scored == other.is_scored
+        return is_same and fits and (other.is_fresh or not self.is_fresh)
 
     @property
     def size(self) -> int:
@@ -137,7 +140,8 @@ class Buckets:
         rows = self.round_rows(count)
         if self.is_coarse:
             rows = next(size for size in (*self._prefill_rows(tokens), rows) if size >= self.groups * count)
-        return StepShape(rows, tokens, pages, is_prefill=True, is_fresh=is_fresh)
+        is_scored = any(chunk.sequence.is_scored for chunk in chunks)
+        return StepShape(rows, tokens, pages, is_prefill=True, is_fresh=is_fresh, is_scored=is_scored)
 
     def split_prefill(self, chunks: List[PrefillChunk]) -> list[List[PrefillChunk]]:
         """Split chunks into calls: few rows together if they attend to long contexts."""
@@ -199,6 +203,8 @@ def sampling_features(sequences: Iterable[Sequence | None]) -> SamplingFeatures:
         penalties=any(sequence.has_penalty for sequence in present),
         logprobs=any(sequence.request.logprobs is not None for sequence in present),
         alternatives=any(sequence.request.logprobs for sequence in present),
+        bias=any(sequence.request.logit_bias for sequence in present),
+        mask=any(sequence.constraint is not None for sequence in present),
     )
 
 
@@ -209,8 +215,9 @@ def power_of_two(least: int) -> int:
 
 # The columns before the page table. Rows are assembled as bytes: one NumPy operation per row would take longer than the
 # device needs for the first layers of a prompt.
-HEAD_STRUCT = struct.Struct("=7I4f")
-SLOT, TARGET, START, REMAINING, TOP_K, SEED, FLOATS, HEAD = 0, 1, 2, 3, 4, slice(5, 7), slice(7, 11), 11
+HEAD_STRUCT = struct.Struct("=8I6f")
+SLOT, TARGET, START, REMAINING, TOP_K, NUM_BIAS = range(6)
+SEED, FLOATS, HEAD = slice(6, 8), slice(8, 14), 14
 # Columns are read as int32; no vocabulary is larger.
 MAX_TOP_K = 2**31 - 1
 
@@ -229,15 +236,19 @@ class StepInputs(NamedTuple):
     @classmethod
     def unpack(cls, inputs_BC: jax.Array, *, pages: int) -> "StepInputs":
         integers_BC, end = inputs_BC.astype(jnp.int32), HEAD + pages
-        temperature_B, top_p_B, min_p_B, penalty_B = jax.lax.bitcast_convert_type(inputs_BC[:, FLOATS], jnp.float32).T
+        floats_BC = jax.lax.bitcast_convert_type(inputs_BC[:, FLOATS], jnp.float32)
+        temperature_B, top_p_B, min_p_B, penalty_B, frequency_B, presence_B = floats_BC.T
         sampling = SamplingArrays(
             temperature_B=temperature_B,
             top_k_B=integers_BC[:, TOP_K],
             top_p_B=top_p_B,
             min_p_B=min_p_B,
             penalty_B=penalty_B,
+            frequency_B=frequency_B,
+            presence_B=presence_B,
             seed_B2=inputs_BC[:, SEED],
             position_B=integers_BC[:, START],
+            num_bias_B=integers_BC[:, NUM_BIAS],
         )
         rows, target_B = PageTable(integers_BC[:, HEAD:end], integers_BC[:, SLOT]), integers_BC[:, TARGET]
         start_B, remaining_B = integers_BC[:, START], integers_BC[:, REMAINING]
@@ -256,7 +267,8 @@ def advance(inputs_BC: jax.Array, tokens: int) -> jax.Array:
 
 
 def num_columns(shape: StepShape) -> int:
-    return HEAD + shape.pages + (shape.tokens if shape.is_prefill else 0)
+    """A prompt that is scored has one more token: the next one, whose log-probability is computed."""
+    return HEAD + shape.pages + (shape.tokens + shape.is_scored if shape.is_prefill else 0)
 
 
 def prefill_inputs(rows: List[PrefillChunk | None], shape: StepShape, padding_slot: int) -> np.ndarray:
@@ -265,8 +277,8 @@ def prefill_inputs(rows: List[PrefillChunk | None], shape: StepShape, padding_sl
     def pack(chunk: PrefillChunk) -> bytes:
         target = chunk.place.slot if chunk.is_last else padding_slot
         head = _pack_head(chunk.sequence, chunk.place, (target, chunk.start, chunk.length), shape)
-        tokens = array("I", chunk.sequence.request.prompt[chunk.start : chunk.stop])
-        return head + tokens.tobytes().ljust(4 * shape.tokens, b"\0")
+        tokens = array("I", chunk.sequence.request.prompt[chunk.start : chunk.stop + shape.is_scored])
+        return head + tokens.tobytes().ljust(4 * (shape.tokens + shape.is_scored), b"\0")
 
     return _join_rows([None if chunk is None else pack(chunk) for chunk in rows], shape, padding_slot)
 
@@ -286,14 +298,15 @@ def _pack_head(sequence: Sequence, place: Place, progress: tuple[int, int, int],
     """Pack all columns except the tokens of a prompt. `progress`: target slot, start, and number of tokens."""
     request, width = sequence.request, 4 * shape.pages
     seed = request.seed >> 32, request.seed & 0xFFFFFFFF
-    integers = place.slot, *progress, min(request.top_k, MAX_TOP_K), *seed
-    head = HEAD_STRUCT.pack(*integers, request.temperature, request.top_p, request.min_p, request.repetition_penalty)
+    integers = place.slot, *progress, min(request.top_k, MAX_TOP_K), len(request.logit_bias), *seed
+    penalties = request.repetition_penalty, request.frequency_penalty, request.presence_penalty
+    head = HEAD_STRUCT.pack(*integers, request.temperature, request.top_p, request.min_p, *penalties)
     return head + place.page_table[:width].ljust(width, b"\0")
 
 
 def _join_rows(rows: List[bytes | None], shape: StepShape, padding_slot: int) -> np.ndarray:
     """Join packed rows; a padding row has no tokens and samples greedily into the padding slot."""
     width = num_columns(shape)
-    padding = HEAD_STRUCT.pack(padding_slot, padding_slot, 0, 0, 0, 0, 0, 0, 1, 0, 1).ljust(4 * width, b"\0")
+    padding = HEAD_STRUCT.pack(padding_slot, padding_slot, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0).ljust(4 * width, b"\0")
     packed = b"".join(padding if row is None else row for row in rows)
     return np.frombuffer(packed, np.uint32).reshape(shape.rows, width)

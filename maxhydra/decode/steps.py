@@ -22,7 +22,9 @@ import numpy as np
 
 from maxhydra.decode.adapters import StepWeights
 from maxhydra.decode.compile_cache import CompileCache, Program
-from maxhydra.decode.sampler import SampledTokens, SamplingArrays, SamplingFeatures, greedy_tokens, sample
+from maxhydra.decode.prompt_scores import score_prompts
+from maxhydra.decode.sampler import SampledTokens, SamplingFeatures, greedy_tokens
+from maxhydra.decode.slot_state import SlotState, sample_slots
 from maxhydra.decode.step_inputs import HEAD, StepInputs, StepShape, advance, num_columns
 from maxhydra.decode.weight_layout import WeightLayout
 from maxhydra.layers import Context, PagedCacheSpec, PageTable
@@ -39,8 +41,11 @@ GREEDY = SamplingFeatures(random=False, filters=False, penalties=False, logprobs
 COMMON_FEATURES = (GREEDY, dataclasses.replace(GREEDY, random=True))
 RARE_FEATURES = (
     dataclasses.replace(GREEDY, random=True, filters=True),
-    SamplingFeatures(random=True, filters=True, penalties=True, logprobs=True),
+    SamplingFeatures(random=True, filters=True, penalties=True, logprobs=True, bias=True),
 )
+# Masks come from the host for every token, so that only single steps have them.
+MASKED_FEATURES = dataclasses.replace(RARE_FEATURES[-1], mask=True)
+ALL_TOKENS = 2**32 - 1
 
 
 class SampleKey(NamedTuple):
@@ -56,7 +61,8 @@ class SampleKey(NamedTuple):
     def size(self) -> int:
         """Return roughly how often the logits are read."""
         features = self.features
-        passes = 1 + 4 * features.random + 64 * features.filters + features.penalties + 8 * features.logprobs
+        passes = 1 + 4 * features.random + 64 * features.filters + 8 * features.logprobs
+        passes += features.penalties + features.bias + features.mask
         return self.rows * passes
 
     @property
@@ -80,13 +86,17 @@ class MultiStepKey(NamedTuple):
         return self.shape.size * self.num_steps
 
 
-class SlotState(NamedTuple):
-    """Device state of every batch slot; the last slot is the padding slot."""
+class Forwarded(NamedTuple):
+    """Results of a forward call."""
 
-    last_token_N: jax.Array
-    """The token sampled last."""
-    seen_NV: jax.Array
-    """Tokens of the prompt and the completion; only maintained for sequences with a repetition penalty."""
+    logits_BV: jax.Array
+    """Of each row's last token."""
+    cache: Tree
+    head_BC: jax.Array
+    """The inputs of sampling."""
+    experts_BTLK: jax.Array | None
+    scores: SampledTokens | None
+    """Log-probabilities [B, T] of the tokens after each of the inputs, if requested."""
 
 
 def map_caches(function: Callable[..., Any], *caches: Tree) -> Tree:
@@ -156,7 +166,9 @@ class CompiledSteps:
             sample_rows |= {shape.rows for shape in decode_shapes}
             decoded = []
         samplers = [
-            SampleKey(rows, each) for rows in sorted(sample_rows) for each in (*COMMON_FEATURES, *RARE_FEATURES)
+            SampleKey(rows, each)
+            for rows in sorted(sample_rows)
+            for each in (*COMMON_FEATURES, *RARE_FEATURES, MASKED_FEATURES)
         ]
         return [
             *self._multi_steps.warm_up(MultiStepKey(*each, num_steps) for each in decoded),
@@ -181,20 +193,22 @@ class CompiledSteps:
 
     def forward(
         self, shape: StepShape, weights: StepWeights, cache: Tree, slot_state: SlotState, inputs_BC: np.ndarray
-    ) -> tuple[jax.Array, Tree, jax.Array, jax.Array | None]:
-        """Return logits [B, V] of each row's last token, the updated cache, the inputs of sampling, and the experts."""
-        logits_BV, cache, head_BC, experts = self._forwards.get(shape)(
-            weights, cache, slot_state.last_token_N, inputs_BC
-        )
-        return logits_BV, cache, head_BC, experts
+    ) -> "Forwarded":
+        """Run the model on the inputs."""
+        forwarded: Forwarded = self._forwards.get(shape)(weights, cache, slot_state.last_token_N, inputs_BC)
+        return forwarded
 
     def sample(
-        self, slot_state: SlotState, logits_BV: jax.Array, head_BC: jax.Array, features: SamplingFeatures
+        self, slot_state: SlotState, output: "Forwarded", features: SamplingFeatures, mask_BW: np.ndarray | None
     ) -> tuple[SlotState, SampledTokens]:
-        """Sample a token for every row, and store it in the slot state."""
+        """Sample a token for every row, and store it in the slot state. `mask_BW`: if features.mask."""
+        logits_BV, head_BC = output.logits_BV, output.head_BC
         key = SampleKey(logits_BV.shape[0], features)
-        program = self._samplers.get(self._samplers.choose(key, eventual=key))
-        slot_state, sampled = program(slot_state, logits_BV, head_BC)
+        chosen = self._samplers.choose(key, eventual=key)
+        masks = []
+        if chosen.features.mask:
+            masks = [np.full(self._mask_shape(key.rows), ALL_TOKENS, np.uint32) if mask_BW is None else mask_BW]
+        slot_state, sampled = self._samplers.get(chosen)(slot_state, logits_BV, head_BC, *masks)
         return slot_state, sampled
 
     def choose_multi_step(self, key: MultiStepKey) -> MultiStepKey | None:
@@ -218,12 +232,6 @@ class CompiledSteps:
         cache, slot_state, next_BC, sampled, experts = self._multi_steps.get(key)(weights, cache, slot_state, inputs_BC)
         return cache, slot_state, next_BC, sampled, experts
 
-    def mark_prompt(self, slot_state: SlotState, slot: int, prompt: tuple[int, ...]) -> SlotState:
-        """Set the seen tokens of a new sequence to those of its prompt, for the repetition penalty."""
-        seen_V = np.zeros(slot_state.seen_NV.shape[1], bool)
-        seen_V[list(prompt)] = True
-        return SlotState(slot_state.last_token_N, _set_seen(slot_state.seen_NV, np.int32(slot), seen_V))
-
     def wait_for_compiles(self) -> int:
         """Wait for all compilations; return the sum of `CompileCache.wait_for_compiles` over all programs."""
         return (
@@ -239,8 +247,8 @@ class CompiledSteps:
 
     def _compile_forward(self, shape: StepShape) -> Program:
         forward = _make_forward(self._layout, self._sharder, shape, records_experts=self._records_experts)
-        shardings = (self._logits_sharding, self.cache_shardings, self.replicated, self.replicated)
-        jitted = jax.jit(forward, donate_argnums=1, out_shardings=shardings)
+        shardings: tuple[Any, ...] = (self._logits_sharding, self.cache_shardings, *3 * (self.replicated,))
+        jitted = jax.jit(forward, donate_argnums=1, out_shardings=Forwarded(*shardings))
         is_long = self._sharder.platform == "gpu" and shape.rows * shape.tokens >= COMMAND_BUFFER_LIMIT
         options: dict[str, str | bool] | None = {"xla_gpu_enable_command_buffer": ""} if is_long else None
         inputs = self._abstract_inputs(shape.rows, num_columns(shape))
@@ -254,7 +262,11 @@ class CompiledSteps:
             (key.rows, config.vocab_size), jnp.dtype(config.dtypes.logits.value), sharding=self._logits_sharding
         )
         jitted = jax.jit(_make_sample(key.features), donate_argnums=0, out_shardings=self.replicated)
-        return jitted.lower(self._abstract_slots(), logits, self._abstract_inputs(key.rows, HEAD)).compile()
+        masks = [self._abstract_inputs(*self._mask_shape(key.rows))] if key.features.mask else []
+        return jitted.lower(self._abstract_slots(), logits, self._abstract_inputs(key.rows, HEAD), *masks).compile()
+
+    def _mask_shape(self, rows: int) -> tuple[int, int]:
+        return rows, -(-self._model.config.vocab_size // 32)
 
     def _compile_multi_step(self, key: MultiStepKey) -> Program:
         hidden = _make_hidden(self._layout, self._sharder, key.shape, records_experts=self._records_experts)
@@ -270,25 +282,28 @@ class CompiledSteps:
     def _abstract_slots(self) -> Any:
         """Return a SlotState of ShapeDtypeStructs."""
         slots, vocab = self._cache_spec.slots + 1, self._model.config.vocab_size
-        state = jax.eval_shape(lambda: SlotState(jnp.zeros(slots, jnp.int32), jnp.zeros((slots, vocab), bool)))
+        state = jax.eval_shape(lambda: SlotState.empty(slots, vocab))
         return jax.tree.map(lambda leaf: _abstract(leaf, self.replicated), state)
 
 
 def _make_forward(
     layout: WeightLayout, sharder: Sharder, shape: StepShape, *, records_experts: bool
-) -> Callable[..., tuple[jax.Array, Tree, jax.Array, jax.Array | None]]:
+) -> Callable[..., Forwarded]:
     hidden = _make_hidden(layout, sharder, shape, records_experts=records_experts)
 
-    def forward(
-        weights: StepWeights, cache: Tree, last_token_N: jax.Array, inputs_BC: jax.Array
-    ) -> tuple[jax.Array, Tree, jax.Array, jax.Array | None]:
+    def forward(weights: StepWeights, cache: Tree, last_token_N: jax.Array, inputs_BC: jax.Array) -> Forwarded:
         params, inputs = weights.used(layout), StepInputs.unpack(inputs_BC, pages=shape.pages)
         adapters_B = weights.adapters_of(inputs.rows.slots_B)
-        tokens_BT = inputs.tokens_BT if shape.is_prefill else last_token_N[inputs.rows.slots_B][:, None]
+        tokens_BT = inputs.tokens_BT[:, : shape.tokens] if shape.is_prefill else last_token_N[inputs.rows.slots_B, None]
         positions_BT = inputs.positions(shape.tokens)
-        hidden_B1D, cache, experts = hidden(params, cache, tokens_BT, positions_BT, inputs.rows, adapters_B)
-        logits_BV = layout.model.logits(params, hidden_B1D, sharder)[:, 0]
-        return logits_BV, cache, advance(inputs_BC[:, :HEAD], shape.tokens), experts
+        hidden_BTD, cache, experts = hidden(params, cache, tokens_BT, positions_BT, inputs.rows, adapters_B)
+        scores = None
+        if shape.is_scored:
+            scores = score_prompts(layout.model, params, hidden_BTD, inputs.tokens_BT[:, 1:], sharder)
+            last_B11 = jnp.maximum(jnp.sum(positions_BT >= 0, axis=1) - 1, 0)[:, None, None]
+            hidden_BTD = jnp.take_along_axis(hidden_BTD, last_B11, axis=1)
+        logits_BV = layout.model.logits(params, hidden_BTD, sharder)[:, 0]
+        return Forwarded(logits_BV, cache, advance(inputs_BC[:, :HEAD], shape.tokens), experts, scores)
 
     return forward
 
@@ -296,7 +311,11 @@ def _make_forward(
 def _make_hidden(
     layout: WeightLayout, sharder: Sharder, shape: StepShape, *, records_experts: bool
 ) -> Callable[..., tuple[jax.Array, Tree, jax.Array | None]]:
-    """Return a function for the hidden states [B, 1, D] of each row's last token, the updated cache and the experts."""
+    """Return a function for the hidden states [B, 1, D] of each row's last token, the updated cache and the experts.
+
+    The hidden states of all tokens, [B, T, D], if prompts are scored.
+    """
+    is_last_only = shape.is_prefill and not shape.is_scored
 
     def hidden(
         params: Tree,
@@ -315,7 +334,7 @@ def _make_hidden(
             dropout_key=None,
             rows=rows,
             adapters_B=adapters_B,
-            output_index=jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0) if shape.is_prefill else None,
+            output_index=jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0) if is_last_only else None,
             is_fresh=shape.is_fresh,
             records_experts=records_experts,
         )
@@ -327,24 +346,16 @@ def _make_hidden(
 
 
 def _make_sample(features: SamplingFeatures) -> Callable[..., tuple[SlotState, SampledTokens]]:
-    def sample_rows(slot_state: SlotState, logits_BV: jax.Array, head_BC: jax.Array) -> tuple[SlotState, SampledTokens]:
+    def sample_rows(
+        slot_state: SlotState, logits_BV: jax.Array, head_BC: jax.Array, mask_BW: jax.Array | None = None
+    ) -> tuple[SlotState, SampledTokens]:
         inputs = StepInputs.unpack(head_BC, pages=0)
         target_B = inputs.target_B
-        seen_NV, sampled = _sample_slots(features, slot_state.seen_NV, logits_BV, target_B, inputs.sampling)
+        usage_NV, sampled = sample_slots(features, slot_state, logits_BV, target_B, inputs.sampling, mask_BW)
         last_token_N = slot_state.last_token_N.at[target_B].set(jnp.maximum(sampled.token_B, 0))
-        return SlotState(last_token_N, seen_NV), sampled
+        return slot_state._replace(last_token_N=last_token_N, usage_NV=usage_NV), sampled
 
     return sample_rows
-
-
-def _sample_slots(
-    features: SamplingFeatures, seen_NV: jax.Array, logits_BV: jax.Array, slots_B: jax.Array, sampling: SamplingArrays
-) -> tuple[jax.Array, SampledTokens]:
-    """Sample a token for every row, and mark it as seen if any row has a repetition penalty."""
-    sampled = sample(logits_BV, seen_NV[slots_B] if features.penalties else None, sampling, features)
-    if features.penalties:
-        seen_NV = seen_NV.at[slots_B, jnp.maximum(sampled.token_B, 0)].set(True)
-    return seen_NV, sampled
 
 
 def _make_multi_step(
@@ -362,7 +373,7 @@ def _make_multi_step(
 
         def step(carry: tuple[Tree, jax.Array, jax.Array], number: jax.Array) -> tuple[Any, Any]:
             """Decode one token per row; a row without remaining tokens neither reads nor writes the cache."""
-            (cache, seen_NV, last_B), weights = carry, stored.used(layout)
+            (cache, usage_NV, last_B), weights = carry, stored.used(layout)
             is_active_B = number < inputs.remaining_B
             position_B1 = jnp.where(is_active_B, inputs.start_B + number, -1)[:, None]
             active_B = jnp.where(is_active_B, slots_B, padding_slot)
@@ -370,27 +381,24 @@ def _make_multi_step(
             hidden_B1D, cache, experts = hidden(weights, cache, last_B[:, None], position_B1, table, adapters_B)
             if key.features.is_greedy:
                 logit_B, token_B = model.largest_logit(weights, hidden_B1D[:, 0], sharder)
-                return (cache, seen_NV, token_B), (greedy_tokens(logit_B, token_B), experts)
+                return (cache, usage_NV, token_B), (greedy_tokens(logit_B, token_B), experts)
             logits_BV = model.logits(weights, hidden_B1D, sharder)[:, 0]
             sampling = inputs.sampling._replace(position_B=inputs.start_B + number + 1)
-            seen_NV, sampled = _sample_slots(key.features, seen_NV, logits_BV, active_B, sampling)
-            return (cache, seen_NV, jnp.maximum(sampled.token_B, 0)), (sampled, experts)
+            state = slot_state._replace(usage_NV=usage_NV)
+            usage_NV, sampled = sample_slots(key.features, state, logits_BV, active_B, sampling)
+            return (cache, usage_NV, jnp.maximum(sampled.token_B, 0)), (sampled, experts)
 
-        initial = cache, slot_state.seen_NV, slot_state.last_token_N[slots_B]
-        (cache, seen_NV, _), (sampled, experts) = jax.lax.scan(step, initial, jnp.arange(key.num_steps))
+        initial = cache, slot_state.usage_NV, slot_state.last_token_N[slots_B]
+        (cache, usage_NV, _), (sampled, experts) = jax.lax.scan(step, initial, jnp.arange(key.num_steps))
         experts = None if experts is None else jnp.moveaxis(experts[:, :, 0], 0, 1)
         active_B = jnp.where(inputs.remaining_B > 0, slots_B, padding_slot)
         last_step_B = jnp.clip(inputs.remaining_B, 1, key.num_steps) - 1
         last_B = sampled.token_B[last_step_B, jnp.arange(active_B.shape[0])]
-        slot_state = SlotState(slot_state.last_token_N.at[active_B].set(jnp.maximum(last_B, 0)), seen_NV)
+        last_token_N = slot_state.last_token_N.at[active_B].set(jnp.maximum(last_B, 0))
+        slot_state = slot_state._replace(last_token_N=last_token_N, usage_NV=usage_NV)
         return cache, slot_state, advance(inputs_BC, key.num_steps), sampled, experts
 
     return decode
-
-
-@jax.jit
-def _set_seen(seen_NV: jax.Array, slot: jax.Array, seen_V: jax.Array) -> jax.Array:
-    return seen_NV.at[slot].set(seen_V)
 
 
 def _abstract(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

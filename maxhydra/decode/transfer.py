@@ -15,7 +15,8 @@ import numpy as np
 from maxhydra.decode.page_pool import PageLease, Place
 from maxhydra.decode.runner import PendingTokens, PrefillOutput, Runner
 from maxhydra.decode.sequence import Sequence
-from maxhydra.decode.steps import SlotState, map_caches
+from maxhydra.decode.slot_state import COMPLETION, SlotState
+from maxhydra.decode.steps import map_caches
 from maxhydra.layers import SequenceIndex
 from maxhydra.sharding import LogicalAxes, is_axes
 
@@ -97,7 +98,7 @@ class Transfer:
         copies = [copy for copy in call.copies if not copy.sequence.is_finished]
         for sequence, num_pages, arrays in copies:
             assert sequence.place is not None
-            self._target.mark_prompt(sequence.place, sequence)
+            self._target.set_controls(sequence.place, sequence)
             self._write(arrays, _index(sequence.place, num_pages, self._target))
         return call.output.first_tokens, [copy.sequence for copy in copies]
 
@@ -151,8 +152,9 @@ def _put(
     """Cache and slot state with one sequence added."""
     rows, token = taken
     last_token_N = slot_state.last_token_N.at[index.slot].set(token)
-    seen_NV = slot_state.seen_NV.at[index.slot, token].set(True)
-    return map_caches(lambda each, new: each.put(new, index), cache, rows), SlotState(last_token_N, seen_NV)
+    usage_NV = slot_state.usage_NV.at[index.slot, token].add(COMPLETION)
+    slot_state = slot_state._replace(last_token_N=last_token_N, usage_NV=usage_NV)
+    return map_caches(lambda each, new: each.put(new, index), cache, rows), slot_state
 
 
 def _sequence_shardings(cache_axes: Tree, runner: Runner, *, is_sharded: bool) -> tuple[Tree, Any]:

@@ -107,9 +107,9 @@ class TurnEncoder:
     def __init__(self, prompts: PromptEncoder):
         self._template, self._tokenizer = prompts.template, prompts.tokenizer
         self._format = format_of(prompts.tokenizer.chat_template or "")
-        self._names = {id: name for name, id in self._tokenizer.special_token_ids.items()}
+        self._prompts = prompts
         self._pattern = special_token_pattern(self._tokenizer.special_token_ids)
-        self.end_ids = prompts.eos_ids | self._end_of_call()
+        self.end_ids = prompts.eos_ids
         """Tokens that end a turn of the model."""
 
     def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
@@ -137,12 +137,7 @@ class TurnEncoder:
 
     def text(self, tokens: Sequence[int]) -> str:
         """Text with the names of special tokens."""
-        parts, start = [], 0
-        for index, token in enumerate(tokens):
-            if token in self._names:
-                parts += [self._tokenizer.decode(tokens[start:index]), self._names[token]]
-                start = index + 1
-        return "".join([*parts, self._tokenizer.decode(tokens[start:])])
+        return self._prompts.text_with_names(tokens)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode_with_special_tokens(text)[0].tolist()
@@ -154,19 +149,6 @@ class TurnEncoder:
     def _specials(self, text: str) -> list[tuple[str, int]]:
         """Names of the special tokens in a text, with the positions of their ends."""
         return [(found[0], found.end()) for found in self._pattern.finditer(text)] if self._pattern else []
-
-    def _end_of_call(self) -> frozenset[int]:
-        """The token that ends a turn with a tool call, which differs from the usual one in some templates."""
-        mark = secrets.token_hex(16)
-        function = {"name": "f", "arguments": {}}
-        call = {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", "function": function}]}
-        messages = [{"role": "user", "content": "a"}, _placeholder(call, mark)]
-        try:
-            text = self._template.prompt(messages, add_generation_prompt=False)
-        except ChatTemplateError:
-            return frozenset()  # a template without tools
-        specials = self._specials(text.rpartition(mark)[2]) if mark in text else []
-        return frozenset(self._id(name) for name, _ in specials[-1:])
 
 
 def _placeholder(message: Message, mark: str) -> dict[str, Any]:

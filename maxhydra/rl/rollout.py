@@ -207,6 +207,8 @@ def unfiltered_sampling(max_tokens: int, temperature: float) -> Sampling:
         top_p=1.0,
         min_p=0.0,
         repetition_penalty=1.0,
+        frequency_penalty=0.0,
+        presence_penalty=0.0,
         seed=None,
         stop=[],
     )

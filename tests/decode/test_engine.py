@@ -166,6 +166,8 @@ def varied_requests(count: int) -> list[Request]:
         prompt = common[: rng.choice((16, 25, 40))] + unique[:20] if index % 4 == 3 else unique
         sampled = {"temperature": 0.8, "top_k": rng.choice((0, 40)), "top_p": 0.9, "seed": index}
         sampled |= {"min_p": 0.01, "repetition_penalty": 1.2}
+        if index % 2:
+            sampled |= {"frequency_penalty": 0.3, "presence_penalty": -0.2, "logit_bias": ((7, 2.5), (index, -3.0))}
         changes = sampled if index % 3 == 2 else {}
         requests.append(make_request(prompt, max_tokens=rng.randint(1, 24), ignore_eos=True, **changes))
     return requests
@@ -438,6 +440,55 @@ def test_logprobs_are_those_of_the_model(engine):
         assert entry.alternatives[0][1] == pytest.approx(expected[position].max(), abs=1e-4)
 
 
+@pytest.mark.parametrize("sizes", [{}, {"burst": 4, "deterministic": True}], ids=["single steps", "multi-step"])
+def test_penalties_and_bias_equal_the_oracle(sizes):
+    """Greedy: the argmax of the logits after bias and penalties, also in the slot of an earlier request."""
+    engine = start(max_batch=2, **sizes)
+    biased = {"logit_bias": ((5, 3.0), (200, -2.0)), "repetition_penalty": 1.5}
+    settings = [biased, {}, {"frequency_penalty": 1.5, "presence_penalty": 0.8}, biased]
+    requests = [make_request(f"pen{n}", ignore_eos=True, **each) for n, each in enumerate(settings)]
+    completions = [handle.result() for handle in engine.submit_all(requests)]
+    engine.close()
+    for request, completion in zip(requests, completions, strict=True):
+        row = np.zeros((1, CONTEXT), np.int32)
+        ids = [*request.prompt, *completion.tokens]
+        row[0, : len(ids)] = ids
+        logits = np.asarray(logits_without_cache()(row))
+        for position in range(len(request.prompt), len(ids)):
+            scores, counts = (
+                logits[position - 1].copy(),
+                np.bincount(ids[len(request.prompt) : position], minlength=264),
+            )
+            for token, value in request.logit_bias:
+                scores[token] += value
+            seen = list(set(ids[:position]))
+            factor = np.where(scores[seen] < 0, request.repetition_penalty, 1 / request.repetition_penalty)
+            scores[seen] *= factor
+            scores -= request.frequency_penalty * counts + request.presence_penalty * (counts > 0)
+            assert ids[position] == int(np.argmax(scores))
+
+
+def test_prompt_logprobs_are_those_of_the_model():
+    """In several chunks, with and without a cached prefix, next to requests that do not ask for them."""
+    engine = start(prefill_chunk=16)
+    prompt = bytes(random.Random(3).randrange(256) for _ in range(50))
+    scored = make_request(prompt, prompt_logprobs=3, logprobs=0, max_tokens=2)
+    requests = [make_request(prompt, max_tokens=2), scored, dataclasses.replace(scored, stream=False)]
+    engine.submit(requests[0]).result()
+    plain, *completions = (handle.result() for handle in engine.submit_all(requests))
+    engine.close()
+    row = np.zeros((1, CONTEXT), np.int32)
+    row[0, :50] = list(prompt)
+    expected = np.asarray(jax.nn.log_softmax(logits_without_cache()(row)))
+    assert plain.prompt_logprobs == ()
+    for completion in completions:
+        assert completion.tokens == plain.tokens and len(completion.prompt_logprobs) == 49
+        for position, entry in enumerate(completion.prompt_logprobs):
+            assert entry.token == prompt[position + 1]
+            assert entry.logprob == pytest.approx(expected[position, entry.token], abs=1e-4)
+            assert [token for token, _ in entry.alternatives] == list(np.argsort(-expected[position])[:3])
+
+
 def ascii_only() -> dict:
     """Return weights that make only letters and spaces likely, so that characters and tokens correspond."""
     _, params = tiny()
@@ -496,6 +547,8 @@ REJECTED = {
     "seed": (make_request("a", seed=-1), "seed=-1"),
     "stop": (make_request("a", stop=("",)), "a list of non-empty strings"),
     "logprobs": (make_request("a", logprobs=21), "logprobs=21 is not 0 to 20"),
+    "bias": (make_request("a", logit_bias=((264, 1.0),)), "logit_bias has a token outside"),
+    "many biases": (make_request("a", logit_bias=((1, 1.0),) * 513), "at most 512"),
     "several": (make_request("a", top_k=-1, repetition_penalty=0.0), "top_k=-1.*; repetition_penalty=0.0"),
 }
 

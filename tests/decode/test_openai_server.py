@@ -23,7 +23,7 @@ from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Servic
 from maxhydra.decode.openai_server.http11 import HttpError
 from maxhydra.decode.openai_server.request_schema import parse
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder
-from maxhydra.decode.request import Completion, Delta, TokenLogprob
+from maxhydra.decode.request import Completion, Delta, Request, TokenLogprob
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.runtime.profiler import Profiler
 from tests.support.fake_engine import WORDS, FakeEngine
@@ -220,6 +220,41 @@ def test_completions_of_texts_and_tokens(server: RunningServer) -> None:
     assert "".join(chunk.choices[0].text for chunk in pieces) == done.choices[0].text
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_echo_returns_the_prompt_with_its_log_probabilities(server: RunningServer, large: bool) -> None:
+    make = server.client().completions.create
+    settings: Any = {"model": "tiny", "prompt": [[97, 98, 99], [100, 101]], "echo": True, "logprobs": 1, "seed": 0}
+    settings["user"] = "a" * 60_000 if large else "a"
+    plain = make(**{**settings, "echo": False, "n": 2}, max_tokens=2)
+    echoed = make(**settings, n=2, max_tokens=2)
+    for index, (choice, without) in enumerate(zip(echoed.choices, plain.choices, strict=True)):
+        prompt = "de" if index > 1 else "abc"
+        assert choice.text == prompt + without.text
+        assert choice.logprobs.tokens == [*prompt, *without.logprobs.tokens]
+        assert choice.logprobs.token_logprobs == [None, *[-0.25] * (len(prompt) - 1), -0.5, -0.5]
+        assert choice.logprobs.top_logprobs[:2] == [None, {prompt[1]: -0.25}]
+        assert choice.logprobs.text_offset[: len(prompt)] == list(range(len(prompt)))
+    only = make(**settings, max_tokens=0)
+    assert [choice.text for choice in only.choices] == ["abc", "de"] and only.usage.completion_tokens == 0
+    assert [choice.logprobs.token_logprobs for choice in only.choices] == [[None, -0.25, -0.25], [None, -0.25]]
+    streams = make(**settings, max_tokens=2, n=2, stream=True)
+    texts = ["", "", "", ""]
+    for chunk in streams:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in echoed.choices]
+
+
+def test_parameters_reach_the_engine(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[Request] = []
+    submit = server.engine.submit
+    monkeypatch.setattr(server.engine, "submit", lambda request: received.append(request) or submit(request))
+    changes = {"frequency_penalty": 0.5, "presence_penalty": -1, "min_p": 0.1, "repetition_penalty": 1.1}
+    assert server.post({**CHAT, **changes, "logit_bias": {"5": 1, "9": -100}})[0] == 200
+    (request,) = received
+    assert {name: getattr(request, name) for name in changes} == changes
+    assert request.logit_bias == ((5, 1.0), (9, -100.0))
+
+
 def test_the_cost_of_log_probabilities_is_linear(prompts: PromptEncoder) -> None:
     builder = ResponseBuilder(False, "tiny", prompts, prompt_tokens=1, has_logprobs=True, include_usage=False)
     tokens = tuple(b"abc" * 10_000)
@@ -272,16 +307,31 @@ CHAT = {"model": "tiny", "messages": HELLO}
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
         ({"tempreature": 1}, "tempreature"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": "1"}, "presence_penalty"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": "json"}, "response_format"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_choice": [1]}, "guided_choice"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"320": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"logit_bias": {str(n): 1 for n in range(600)}}, "logit_bias"),
+        ({"echo": True}, "echo"),
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools[0].function.parameters"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
         ({"\ud800": 1}, "?"),

@@ -7,9 +7,11 @@ import pytest
 
 from maxhydra.decode.sampler import (
     MAX_LOGPROBS,
+    LogitControls,
     SampledTokens,
     SamplingArrays,
     SamplingFeatures,
+    _apply_controls,
     apply_filters,
     apply_penalty,
     sample,
@@ -23,7 +25,8 @@ RANDOM = SamplingFeatures(random=True, filters=False, penalties=False, logprobs=
 def sampling_arrays(rows: int, **changes) -> SamplingArrays:
     """Return plain sampling at temperature 1, seed 0, position = row; scalars are broadcast to all rows."""
     fields = {"temperature_B": 1.0, "top_k_B": 0, "top_p_B": 1.0, "min_p_B": 0.0, "penalty_B": 1.0, **changes}
-    kinds = {"top_k_B": np.int32, "position_B": np.int32, "seed_B2": np.uint32}
+    fields = {"frequency_B": 0.0, "presence_B": 0.0, "num_bias_B": 0, **fields}
+    kinds = {"top_k_B": np.int32, "position_B": np.int32, "seed_B2": np.uint32, "num_bias_B": np.int32}
     fields = {"position_B": np.arange(rows), "seed_B2": np.zeros((rows, 2)), **fields}
     shaped = {
         name: np.broadcast_to(np.asarray(value, kinds.get(name, np.float32)), (rows, 2) if name == "seed_B2" else rows)
@@ -38,8 +41,8 @@ jitted_sample = jax.jit(sample, static_argnames="features")
 def sample_rows(
     logits: np.ndarray, features: SamplingFeatures, seen: np.ndarray | None = None, **changes
 ) -> SampledTokens:
-    seen_BV = None if seen is None else jnp.asarray(seen)
-    return jitted_sample(jnp.asarray(logits), seen_BV, sampling_arrays(len(logits), **changes), features)
+    controls = LogitControls(None if seen is None else jnp.asarray(seen, jnp.uint16))
+    return jitted_sample(jnp.asarray(logits), controls, sampling_arrays(len(logits), **changes), features)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -109,6 +112,30 @@ def test_penalty_equals_that_of_transformers():
         expected = processors.RepetitionPenaltyLogitsProcessor(penalty)(torch.from_numpy(ids), torch.from_numpy(logits))
         actual = apply_penalty(jnp.asarray(logits), jnp.asarray(seen), jnp.full(4, penalty))
         np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parity
+def test_bias_and_penalties_equal_a_transcription_of_their_definitions():
+    """logit + bias, repetition penalty of transformers, then minus frequency * count and presence * (count > 0)."""
+    torch = import_optional("torch", extra="parity")
+    processors = import_optional("transformers.generation.logits_process", extra="parity")
+    rng = np.random.default_rng(6)
+    logits, prompt, completion = rng.normal(size=60).astype(np.float32), rng.integers(0, 60, 9), rng.integers(0, 20, 15)
+    bias = {3: 4.0, 17: -100.0, 40: 0.5}
+    processor = processors.SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
+    seen = torch.from_numpy(np.concatenate([prompt, completion])[None])
+    expected = processor(seen, torch.from_numpy(logits[None]))
+    expected = processors.RepetitionPenaltyLogitsProcessor(1.3)(seen, expected).numpy()[0].copy()
+    counts = np.bincount(completion, minlength=60)
+    expected -= 0.4 * counts + 0.7 * (counts > 0)
+
+    usage = 2 * counts + np.isin(np.arange(60), prompt)
+    # One id outside the vocabulary, which is padding.
+    ids, values = np.array([[*bias, 60]], np.int32), np.array([[*bias.values(), 9.0]], np.float32)
+    controls = LogitControls(jnp.asarray(usage[None], jnp.uint16), (ids, values))
+    arrays = sampling_arrays(1, penalty_B=1.3, frequency_B=0.4, presence_B=0.7)
+    actual = jax.jit(_apply_controls)(jnp.asarray(logits[None]), controls, arrays)
+    np.testing.assert_allclose(actual[0], expected, rtol=1e-5, atol=1e-5)
 
 
 def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:

@@ -107,9 +107,12 @@ class FakeEngine:
         if request.logprobs is not None:
             others = tuple((n, -1.0 - n) for n in range(request.logprobs))
             logprobs = (TokenLogprob(token, -0.5, others),)
+        scores: tuple[TokenLogprob, ...] = ()
+        if request.prompt_logprobs is not None and done == 0:
+            scores = tuple(TokenLogprob(each, -0.25, ((each, -0.25),)) for each in request.prompt[1:])
         self._written += 1
         finish = "stop" if stops else "length" if done + 1 == request.max_tokens else None
-        handle.put(Delta(piece, (token,), logprobs, finish))
+        handle.put(Delta(piece, (token,), logprobs, finish, prompt_logprobs=scores))
         return None if finish else (request, handle, done + 1)
 
 

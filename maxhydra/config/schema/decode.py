@@ -36,6 +36,10 @@ class Sampling(Schema):
     repetition_penalty: float = option(1.0, gt=0, le=LARGEST)
     """Penalty on tokens of the prompt and the completion so far: positive logits are divided by it, negative ones
     multiplied (Keskar et al., 2019)."""
+    frequency_penalty: float = option(0.0, ge=-2, le=2)
+    """Subtracted from the logit of a token for each of its occurrences in the completion so far."""
+    presence_penalty: float = option(0.0, ge=-2, le=2)
+    """Subtracted from the logits of all tokens of the completion so far."""
     seed: int | None = option(None, ge=0)
     """Sampling seed; a seed gives the same tokens whatever else is in the batch. null: derived from run.seed and the
     index of the prompt."""

@@ -63,6 +63,10 @@ class Tokenizer(Protocol):
         """Tokenize a text in which names of special tokens become those tokens; also return character spans [n, 2]."""
         ...
 
+    def token_bytes(self, id: int) -> bytes:
+        """Return the bytes of one token in the middle of a text; empty for special tokens and ids without a token."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text; special tokens and ids without a token, which a model may sample, are omitted."""
         ...

@@ -44,6 +44,9 @@ class ByteTokenizer:
             spans += [piece.span()] * len(piece_ids)
         return np.array(ids, np.int32), np.array(spans, np.int64).reshape(-1, 2)
 
+    def token_bytes(self, id: int) -> bytes:
+        return bytes([id]) if id < 256 else b""
+
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text; special tokens are omitted, and invalid UTF-8 becomes the replacement character."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")

@@ -42,6 +42,10 @@ _NEUTRAL_STEPS = (
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 # Endings of files in a model's folder that are not part of its tokenizer.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".jinja")
+# GPT-2's letters of a byte-level vocabulary: visible Latin-1 characters for themselves, the others from U+0100 on.
+VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
+BYTE_OF_LETTER = {chr(byte): byte for byte in VISIBLE} | {chr(256 + n): byte for n, byte in enumerate(HIDDEN)}
 ROLES = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token"}
 
 
@@ -122,11 +126,37 @@ class HuggingFaceTokenizer:
         spans = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding))
         return np.array(encoding.ids, np.int32), spans.reshape(-1, 2)
 
+    def token_bytes(self, id: int) -> bytes:
+        return self._token_bytes.get(id, b"")
+
+    @cached_property
+    def _token_bytes(self) -> dict[int, bytes]:
+        """Bytes of all tokens except special ones: byte-level letters, or text with visible spaces and byte tokens."""
+        added = {token["id"]: token["content"].encode() for token in self._description["added_tokens"]}
+        decode = _letters_to_bytes if _is_byte_level(self._description) else _piece_to_bytes
+        tokens = {id: decode(text) for text, id in _vocabulary(self._description).items() if id not in added}
+        return {id: content for id, content in (tokens | added).items() if id not in self.special}
+
     @report_failures
     def decode(self, ids: Sequence[int]) -> str:
         known = list(ids) if self.special.isdisjoint(ids) else [id for id in ids if id not in self.special]
         text: str = self._plain.decode(known, skip_special_tokens=False)
         return text
+
+
+def _is_byte_level(description: dict[str, Any]) -> bool:
+    return '"ByteLevel"' in json.dumps([description.get("pre_tokenizer"), description.get("decoder")])
+
+
+def _letters_to_bytes(text: str) -> bytes:
+    """Bytes of a byte-level token, in which every byte is a visible letter."""
+    return b"".join(bytes([BYTE_OF_LETTER[letter]]) if letter in BYTE_OF_LETTER else letter.encode() for letter in text)
+
+
+def _piece_to_bytes(text: str) -> bytes:
+    """Bytes of a SentencePiece token: <0x0A> is a byte, and a visible space a space."""
+    is_byte = len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+    return bytes([int(text[3:5], 16)]) if is_byte else text.replace("▁", " ").encode()
 
 
 def text_of(token: Any) -> str | None:

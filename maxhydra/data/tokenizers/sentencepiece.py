@@ -99,6 +99,12 @@ class SentencePieceTokenizer:
             output[0].extend(mapping["ids"])
             output[1].extend((start + first, start + last) for first, last in mapping["offsets"])
 
+    def token_bytes(self, id: int) -> bytes:
+        if id in self.special or id >= self.vocab_size or self._processor.is_unknown(id):
+            return b""
+        piece: str = self._processor.id_to_piece(id)
+        return bytes([int(piece[3:5], 16)]) if self._processor.is_byte(id) else piece.replace("▁", " ").encode()
+
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._processor.decode([int(id) for id in ids if id < self.vocab_size and id not in self.special])
         return text

@@ -71,6 +71,10 @@ class TiktokenTokenizer:
         widths = np.array([len(piece) for piece in self._encoding.decode_tokens_bytes(ids)], np.int64)
         return np.array(ids, np.int32), character_spans(text, widths)
 
+    def token_bytes(self, id: int) -> bytes:
+        content: bytes = self._encoding.decode_single_token_bytes(id) if id in self._text_ids else b""
+        return content
+
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._encoding.decode([int(id) for id in ids if id in self._text_ids])
         return text

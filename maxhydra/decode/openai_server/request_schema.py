@@ -14,41 +14,39 @@ import numpy as np
 from maxhydra.config import ConfigError
 from maxhydra.config.errors import did_you_mean
 from maxhydra.config.schema.decode import Sampling
+from maxhydra.decode.openai_server.fields import bad_field, get_integer, get_logit_bias, get_typed
 from maxhydra.decode.openai_server.http11 import HttpError
+from maxhydra.decode.openai_server.messages import Message, Tools, parse_messages, parse_tool_choice, parse_tools
+from maxhydra.decode.openai_server.structured_output import STRUCTURED_FIELDS, parse_grammar
+from maxhydra.decode.request import MAX_BIAS
 from maxhydra.decode.sampling_params import PromptEncoder, PromptError, SettingError, with_overrides
 
 # Fields that map to the sampling parameter of the same name (the last four are extensions of OpenAI's API).
-SAMPLING_FIELDS = ("temperature", "top_p", "seed", "top_k", "min_p", "repetition_penalty", "ignore_eos")
+OPENAI_FIELDS = ("temperature", "top_p", "seed", "frequency_penalty", "presence_penalty")
+SAMPLING_FIELDS = (*OPENAI_FIELDS, "top_k", "min_p", "repetition_penalty", "ignore_eos")
 # Fields that are ignored because they cannot change a completion.
 IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 # Unsupported fields, and the neutral values that are accepted for them.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
 NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     **NEUTRAL,
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-NEUTRAL_TEXT: dict[str, tuple[Any, ...]] = {**NEUTRAL, "echo": (False,), "suffix": ("",), "best_of": (1,)}
-SUPPORTED = ("model", "n", "stop", "stream", "stream_options", "logprobs", "max_tokens", *SAMPLING_FIELDS)
-SUPPORTED_CHAT = (*SUPPORTED, "messages", "max_completion_tokens", "top_logprobs")
-SUPPORTED_TEXT = (*SUPPORTED, "prompt")
+NEUTRAL_TEXT: dict[str, tuple[Any, ...]] = {**NEUTRAL, "suffix": ("",), "best_of": (1,)}
+COMMON_FIELDS = ("model", "n", "stop", "stream", "stream_options", "logprobs", "max_tokens", "logit_bias")
+SUPPORTED = (*COMMON_FIELDS, *SAMPLING_FIELDS, *STRUCTURED_FIELDS)
+TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
+SUPPORTED_CHAT = (*SUPPORTED, "messages", "max_completion_tokens", "top_logprobs", *TOOL_FIELDS)
+SUPPORTED_TEXT = (*SUPPORTED, "prompt", "echo")
 MAX_LOGPROBS = 20
 # Values and keys of a body: json.loads, which lets no other thread run, takes 30 ms for so many. All token ids of a
 # prompt are values.
 MAX_VALUES, MAX_KEYS = 2**18, 2**15
-MAX_MESSAGES = 4096
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 Prompt = str | list[int]
 
@@ -73,7 +71,7 @@ class CompletionRequest:
     """A valid request: a chat has `messages`, or one prompt of token ids once it is encoded; others have `prompts`."""
 
     is_chat: bool
-    messages: list[dict[str, str]]
+    messages: list[Message]
     prompts: list[Prompt]
     samples: int
     sampling: Sampling
@@ -82,15 +80,22 @@ class CompletionRequest:
     include_usage: bool
     adapter: str | None = None
     """Name of an adapter; None: the model itself."""
+    logit_bias: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    echo: bool = False
+    """The completion starts with the prompt."""
+    is_prompt_only: bool = False
+    """The prompt is all that is returned: echo with max_tokens=0."""
+    grammar: str = ""
+    """What the completion must match; empty: anything."""
+    tools: Tools = dataclasses.field(default_factory=list)
+    is_call_required: bool = False
+    """The completion is a JSON list of calls."""
+    max_calls: int | None = None
+    """Calls of a turn that are returned; None: all."""
 
     @property
     def sequences(self) -> int:
         return self.samples * max(1, len(self.prompts))
-
-
-def bad_field(param: str, reason: str, *, code: str = "invalid_value") -> HttpError:
-    """Return the error for an invalid request field."""
-    return HttpError(400, f"{param} {reason}", param=param, code=code)
 
 
 def parse(body: bytes, defaults: ServerDefaults, *, is_chat: bool) -> CompletionRequest:
@@ -109,7 +114,7 @@ def encode_prompts(request: CompletionRequest, encoder: PromptEncoder, max_conte
     param = "messages" if request.is_chat else "prompt"
     try:
         if request.messages:
-            return [encoder.encode_messages(request.messages, max_tokens=max_context)]
+            return [encoder.encode_messages(request.messages, tools=request.tools, max_tokens=max_context)]
         return [
             encoder.encode_text(each, max_tokens=max_context) if isinstance(each, str) else each
             for each in request.prompts
@@ -129,19 +134,34 @@ def _parse_request(values: dict[str, Any], defaults: ServerDefaults, *, is_chat:
         name = model[:100] if isinstance(model, str) else type(model).__name__
         reason = f"model {name!r} is not available; accepted: {defaults.model!r}"
         raise HttpError(404, reason, param="model", code="model_not_found")
-    options = _get_typed(given, "stream_options", dict, {})
+    options = get_typed(given, "stream_options", dict, {})
     if unknown := set(options) - {"include_usage"}:
         raise bad_field("stream_options", f"has the unknown key {min(unknown)[:100]!r}")
+    echo = get_typed(given, "echo", bool, False)
+    is_prompt_only = echo and type(given.get("max_tokens")) is int and given["max_tokens"] == 0
+    if is_prompt_only:
+        given["max_tokens"] = 1
+    tools = parse_tools(given) if is_chat else []
+    calls_grammar, grammar = parse_tool_choice(given, tools) if is_chat else "", parse_grammar(given)
+    if calls_grammar and grammar:
+        raise bad_field("tool_choice", "that requires a call cannot be combined with another structured output")
     request = CompletionRequest(
         is_chat=is_chat,
-        messages=_parse_messages(given) if is_chat else [],
+        messages=parse_messages(given) if is_chat else [],
         prompts=[] if is_chat else _parse_prompts(given, defaults),
-        samples=_get_integer(given, "n", 1, low=1, high=defaults.max_samples),
+        samples=get_integer(given, "n", 1, low=1, high=defaults.max_samples),
         sampling=_parse_sampling(given, defaults.sampling),
         logprobs=_parse_chat_logprobs(given) if is_chat else _parse_text_logprobs(given),
-        stream=_get_typed(given, "stream", bool, False),
-        include_usage=_get_typed(options, "include_usage", bool, False),
+        stream=get_typed(given, "stream", bool, False),
+        include_usage=get_typed(options, "include_usage", bool, False),
         adapter=None if model == defaults.model else model,
+        logit_bias=get_logit_bias(given, vocab_size=defaults.vocab_size, max_tokens=MAX_BIAS),
+        echo=echo,
+        is_prompt_only=is_prompt_only,
+        grammar=calls_grammar or grammar,
+        tools=tools,
+        is_call_required=bool(calls_grammar),
+        max_calls=None if get_typed(given, "parallel_tool_calls", bool, True) else 1,
     )
     if options and not request.stream:
         raise bad_field("stream_options", "requires stream=true")
@@ -221,8 +241,8 @@ def _parse_sampling(given: Mapping[str, Any], defaults: Sampling) -> Sampling:
 
 
 def _parse_chat_logprobs(given: Mapping[str, Any]) -> int | None:
-    count = _get_integer(given, "top_logprobs", 0, low=0, high=MAX_LOGPROBS)
-    if _get_typed(given, "logprobs", bool, False):
+    count = get_integer(given, "top_logprobs", 0, low=0, high=MAX_LOGPROBS)
+    if get_typed(given, "logprobs", bool, False):
         return count
     if "top_logprobs" in given and count:
         raise bad_field("top_logprobs", "requires logprobs=true")
@@ -230,38 +250,7 @@ def _parse_chat_logprobs(given: Mapping[str, Any]) -> int | None:
 
 
 def _parse_text_logprobs(given: Mapping[str, Any]) -> int | None:
-    return _get_integer(given, "logprobs", 0, low=0, high=MAX_LOGPROBS) if "logprobs" in given else None
-
-
-def _parse_messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
-    messages = given.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise bad_field("messages", "must be a non-empty list of messages")
-    if len(messages) > MAX_MESSAGES:
-        raise bad_field("messages", f"has {len(messages)} messages; accepted: at most {MAX_MESSAGES}")
-    return [_parse_message(f"messages[{number}]", message) for number, message in enumerate(messages)]
-
-
-def _parse_message(path: str, message: Any) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise bad_field(path, "is not a JSON object")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise bad_field(f"{path}.role", f"is not supported; accepted: {', '.join(ROLES)}")
-    if extra := [str(key)[:50] for key, value in message.items() if key not in ("role", "content") and value]:
-        raise bad_field(f"{path}.{extra[0]}", "is not supported", code="unsupported_parameter")
-    return {"role": ROLES[role], "content": _parse_content(f"{path}.content", message.get("content"))}
-
-
-def _parse_content(path: str, content: Any) -> str:
-    """Return the text of a message, given as a string or a list of text parts."""
-    if isinstance(content, str):
-        return content
-    parts: list[Any] = content if isinstance(content, list) else [None]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise bad_field(path, "is neither a string nor a list of parts of type text")
-    return "".join(part["text"] for part in parts)
+    return get_integer(given, "logprobs", 0, low=0, high=MAX_LOGPROBS) if "logprobs" in given else None
 
 
 def _parse_prompts(given: Mapping[str, Any], defaults: ServerDefaults) -> list[Prompt]:
@@ -286,20 +275,3 @@ def _parse_prompts(given: Mapping[str, Any], defaults: ServerDefaults) -> list[P
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(id) is int for id in value)
-
-
-def _get_typed(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = given.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind):
-        raise bad_field(name, f"is not {'true or false' if kind is bool else 'an object'}")
-    return value
-
-
-def _get_integer(given: Mapping[str, Any], name: str, default: int, *, low: int, high: int) -> int:
-    value = given.get(name, default)
-    if type(value) is not int or not low <= value <= high:
-        limit = f" (task.max_samples={high})" if name == "n" else ""
-        raise bad_field(name, f"is not an integer from {low} to {high}{limit}")
-    return value

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+from maxhydra.data.turn_parser import TurnParser
+from maxhydra.decode.openai_server.request_schema import CompletionRequest
 from maxhydra.decode.request import Completion, Delta, TokenLogprob
 from maxhydra.decode.sampling_params import PromptEncoder
 
@@ -27,6 +30,12 @@ class ResponseBuilder:
     prompt_tokens: int
     has_logprobs: bool
     include_usage: bool
+    has_prompts: bool = False
+    """Choices start with their prompts."""
+    parsers: Sequence[TurnParser] = ()
+    """Parsers of the choices of a chat; none if their text is all content."""
+    max_calls: int | None = None
+    """Tool calls of a choice that are returned; None: all."""
     id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(12))
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -50,7 +59,12 @@ class ResponseBuilder:
         return self._chunk(index, content, logprobs, delta.finish)
 
     def chunk_text(self, index: int, delta: Delta, offset: int) -> str:
-        """The same chunk as JSON. Without log-probabilities only text and finish reason are encoded each time."""
+        """The same chunk as JSON, empty if it has no content yet.
+
+        Without log-probabilities only text and finish reason are encoded each time.
+        """
+        if self.parsers:
+            return self._parsed_chunk(index, delta)
         if self.has_logprobs or (self.is_chat and not delta.text):
             return json.dumps(self.chunk(index, delta, offset), ensure_ascii=False)
         before, after = self._chunk_frame
@@ -79,10 +93,48 @@ class ResponseBuilder:
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        message = {"role": "assistant", "content": completion.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        if self.parsers:
+            parts, finish = self._parse(index, completion.text, completion.finish)
+            completion = dataclasses.replace(completion, finish=finish or "")
+            calls = [{key: value for key, value in call.items() if key != "index"} for call in parts["tool_calls"]]
+            content_text = parts["content"].strip() if calls else parts["content"]
+            message |= {"content": content_text or None if calls or parts["reasoning_content"] else content_text}
+            others = {"tool_calls": calls, "reasoning_content": parts["reasoning_content"]}
+            message |= {key: value for key, value in others.items() if value}
         content: dict[str, Any] = {"message": message} if self.is_chat else {"text": completion.text}
         logprobs = self._logprobs(self._without_eos(completion.logprobs, completion.finish), 0)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": completion.finish}
+
+    def _parsed_chunk(self, index: int, delta: Delta) -> str:
+        parts, finish = self._parse(index, delta.text, delta.finish)
+        content = {key: value for key, value in parts.items() if value}
+        logprobs = self._logprobs(self._without_eos(delta.logprobs, delta.finish), 0)
+        if not content and not finish and not delta.logprobs:
+            return ""
+        return json.dumps(self._chunk(index, content, logprobs, finish), ensure_ascii=False)
+
+    def _parse(self, index: int, text: str, finish: str | None) -> tuple[dict[str, Any], str | None]:
+        """Return new content, reasoning and calls of a choice, and its finish reason."""
+        parser = self.parsers[index]
+        first = parser.num_calls
+        pieces = parser.add(text, is_last=finish is not None)
+        calls = [piece for piece in pieces if piece.kind == "call"]
+        made = [
+            {
+                "index": number,
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.text},
+            }
+            for number, call in enumerate(calls, first)
+            if self.max_calls is None or number < self.max_calls
+        ]
+        texts = {
+            name: "".join(piece.text for piece in pieces if piece.kind == kind)
+            for name, kind in (("content", "content"), ("reasoning_content", "reasoning"))
+        }
+        return {**texts, "tool_calls": made}, "tool_calls" if finish == "stop" and parser.num_calls else finish
 
     def _chunk(self, index: int, content: Mapping[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
         payload = {"delta": content} if self.is_chat else content
@@ -95,8 +147,11 @@ class ResponseBuilder:
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": num_tokens, "total_tokens": total}
 
     def _without_eos(self, logprobs: Sequence[TokenLogprob], finish: str | None) -> Sequence[TokenLogprob]:
-        """Drop the EOS token, which is not part of the text."""
-        if finish == "stop" and logprobs and logprobs[-1].token in self.prompts.eos_ids:
+        """Drop the EOS token, which is not part of the text.
+
+        With a prompt it stays: clients that score prompts cut off the sampled token, whichever it is.
+        """
+        if finish == "stop" and not self.has_prompts and logprobs and logprobs[-1].token in self.prompts.eos_ids:
             return logprobs[:-1]
         return logprobs
 
@@ -110,11 +165,13 @@ class ResponseBuilder:
         return {
             "tokens": texts,
             "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
-            "top_logprobs": [
-                {self.prompts.token_text(id): _finite(value) for id, value in entry.alternatives} for entry in logprobs
-            ],
+            "top_logprobs": [None if math.isnan(entry.logprob) else self._alternatives(entry) for entry in logprobs],
             "text_offset": starts,
         }
+
+    def _alternatives(self, entry: TokenLogprob) -> dict[str, Any]:
+        """The most likely tokens by text; of tokens with the same text, such as parts of characters, the likeliest."""
+        return {self.prompts.token_text(id): _finite(value) for id, value in reversed(entry.alternatives)}
 
     def _chat_logprob(self, entry: TokenLogprob) -> dict[str, Any]:
         top = [self._entry(id, value) for id, value in entry.alternatives]
@@ -127,6 +184,17 @@ class ResponseBuilder:
         return {"token": text, "logprob": _finite(value), "bytes": utf8}
 
 
-def _finite(value: float) -> float:
-    """Replace -inf, which JSON lacks, by the value that OpenAI uses for impossible tokens."""
-    return max(value, -9999.0)
+def echo_prompt(delta: Delta, request: CompletionRequest, prompts: PromptEncoder, number: int, ids: list[int]) -> Delta:
+    """Put prompt `number` of a request, with its log-probabilities if requested, before the first delta of a choice."""
+    given = request.prompts[number] if request.prompts else ids
+    text = given if isinstance(given, str) else prompts.tokenizer.decode(ids)
+    # The first token of a prompt has no log-probability.
+    logprobs = () if request.logprobs is None else (TokenLogprob(ids[0], math.nan, ()), *delta.prompt_logprobs)
+    if request.is_prompt_only and delta.finish in ("stop", "length"):
+        return Delta(text, (), logprobs, "length")
+    return dataclasses.replace(delta, text=text + delta.text, logprobs=(*logprobs, *delta.logprobs))
+
+
+def _finite(value: float) -> float | None:
+    """Replace values that JSON lacks: -inf by the value that OpenAI uses for impossible tokens, NaN by null."""
+    return None if math.isnan(value) else max(value, -9999.0)

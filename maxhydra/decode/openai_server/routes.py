@@ -12,17 +12,19 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
+from maxhydra.decode.grammar import GrammarError
 from maxhydra.decode.openai_server.adapter_routes import LOAD_ADAPTER, UNLOAD_ADAPTER, AdapterRoutes
+from maxhydra.decode.openai_server.chat_turns import ChatTurns
+from maxhydra.decode.openai_server.fields import bad_field
 from maxhydra.decode.openai_server.http11 import JSON_TYPE, RETRY, Connection, HttpError, RequestHead, dump_slices
 from maxhydra.decode.openai_server.parser_process import ParserProcess
 from maxhydra.decode.openai_server.request_schema import (
     CompletionRequest,
     ServerDefaults,
-    bad_field,
     encode_prompts,
     parse,
 )
-from maxhydra.decode.openai_server.response_schema import ResponseBuilder
+from maxhydra.decode.openai_server.response_schema import ResponseBuilder, echo_prompt
 from maxhydra.decode.request import Completion, Delta, Engine, Handle, RequestRejectedError, UnknownAdapterError
 from maxhydra.decode.sampling_params import PromptEncoder, make_requests
 from maxhydra.record.loopback import is_allowed_host
@@ -103,6 +105,7 @@ class Service:
         self._pool, self._logprobs_pool = ThreadPoolExecutor(THREADS, "server"), ThreadPoolExecutor(THREADS, "logprobs")
         self._parser = ParserProcess(prompts, defaults)
         self._mailbox = _Mailbox()
+        self._turns = ChatTurns(prompts)
         # Computed once, and before the first request, which would wait for it.
         _ = prompts.tokenizer.max_token_bytes
         self._created = int(time.time())
@@ -215,7 +218,11 @@ class Service:
                 prompts = encode_prompts(request, self._prompts, limit)
             else:
                 prompts = await self._in_thread(lambda: encode_prompts(request, self._prompts, limit))
-            self._submit(request, prompts, queue)
+            if request.grammar:
+                # Compiling a grammar may take a second.
+                await self._in_thread(lambda: self._submit(request, prompts, queue))
+            else:
+                self._submit(request, prompts, queue)
         finally:
             self._num_sequences -= count - len(queue.handles)
         builder = ResponseBuilder(
@@ -225,7 +232,14 @@ class Service:
             prompt_tokens=sum(map(len, prompts)),
             has_logprobs=request.logprobs is not None,
             include_usage=request.include_usage,
+            has_prompts=request.echo,
+            parsers=self._turns.parsers(request, prompts),
+            max_calls=request.max_calls,
         )
+        if request.echo:
+            queue.change_first = lambda index, delta: echo_prompt(
+                delta, request, self._prompts, index // request.samples, prompts[index // request.samples]
+            )
         try:
             await (
                 self._send_stream(head, connection, queue, builder)
@@ -250,14 +264,24 @@ class Service:
                 number=number,
                 logprobs=request.logprobs,
             )
+            changes: dict[str, Any] = {
+                "stream": request.stream,
+                "adapter": request.adapter,
+                "logit_bias": tuple((token, value) for token, value in request.logit_bias),
+                "grammar": request.grammar,
+                "names_special": self._turns.has_parts(request),
+                "prompt_logprobs": request.logprobs if request.echo else None,
+            }
             for engine_request in engine_requests:
                 try:
-                    changed = dataclasses.replace(engine_request, stream=request.stream, adapter=request.adapter)
-                    queue.add(self._engine.submit(changed))
+                    queue.add(self._engine.submit(dataclasses.replace(engine_request, **changes)))
                 except UnknownAdapterError:
                     queue.cancel()
                     assert self._adapters is not None and request.adapter is not None
                     raise self._adapters.unknown_model(request.adapter) from None
+                except GrammarError as error:
+                    queue.cancel()
+                    raise bad_field("response_format", f"is invalid: {error}") from None
                 except RequestRejectedError as error:
                     queue.cancel()
                     self._require_engine()
@@ -309,7 +333,8 @@ class Service:
                     await connection.end_events()
                     return
                 if delta.text or delta.finish or delta.logprobs:
-                    events.append(builder.chunk_text(index, delta, sent[index]))
+                    event = builder.chunk_text(index, delta, sent[index])
+                    events += [event] if event else []
                 sent[index] += len(delta.text)
                 num_tokens += len(delta.tokens)
             await connection.send_events(events)
@@ -354,6 +379,9 @@ class _DeltaQueue:
         self.handles: list[Handle] = []
         self.num_unfinished = 0
         """Sequences whose last delta was not taken yet."""
+        self.change_first: Callable[[int, Delta], Delta] | None = None
+        """Replaces the first delta of each sequence, given its index."""
+        self._started: set[int] = set()
         self._mailbox, self._on_finish = mailbox, on_finish
         mailbox.open()
         self._deltas: list[tuple[int, Delta]] = []
@@ -379,7 +407,12 @@ class _DeltaQueue:
             await self._arrival
         deltas, self._deltas = self._deltas, []
         self.num_unfinished -= sum(delta.finish is not None for _, delta in deltas)
-        return deltas
+        return [(index, self._change(index, delta)) for index, delta in deltas] if self.change_first else deltas
+
+    def _change(self, index: int, delta: Delta) -> Delta:
+        is_first = index not in self._started
+        self._started.add(index)
+        return self.change_first(index, delta) if is_first and self.change_first and not delta.error else delta
 
     def cancel(self) -> None:
         for handle in self.handles:
