@@ -29,7 +29,8 @@ from maxhydra.train.loss import target_logprobs, token_logprobs
 
 KEY = "task.input"
 MAX_PROBLEMS = 5
-Encode = Callable[[str], list[int]]
+# Text to token ids, and the bytes of the text of each token.
+Encode = Callable[[str], tuple[list[int], np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Sequence:
     """Positions of the tokens in their row of the input array."""
     extra: dict[str, Any]
     """Other keys of the record, which are copied to the output."""
+    scored_bytes: int | None = None
+    """Bytes of the text of the tokens after the first; None if the text is not known."""
 
 
 ParsedRow = tuple[str, Sequence | str]
@@ -110,15 +113,16 @@ def _parse_record(record: Any, encode: Encode) -> Sequence | str:
     """Return the sequence of a JSON record, or the reason why it is invalid."""
     if not isinstance(record, dict) or ("text" in record) == ("ids" in record):
         return "is not an object with either text or ids"
-    ids = record.get("ids", record.get("text"))
+    ids, scored_bytes = record.get("ids", record.get("text")), None
     if isinstance(ids, str):
-        ids = encode(ids)
+        ids, token_bytes = encode(ids)
+        scored_bytes = int(token_bytes[1:].sum())
     if not isinstance(ids, list) or any(type(id) is not int for id in ids):
         return "text is not a string, or ids is not a list of integers"
     extra = {name: value for name, value in record.items() if name not in ("text", "ids")}
     # Raises for lone surrogates, which JSON can contain and UTF-8 cannot encode.
     to_json(extra).encode()
-    return Sequence(np.asarray(ids, np.int64), np.arange(len(ids)), extra)
+    return Sequence(np.asarray(ids, np.int64), np.arange(len(ids)), extra, scored_bytes)
 
 
 def _read_arrays(path: Path) -> tuple[list[ParsedRow], int]:
@@ -148,6 +152,20 @@ def perplexity(logprobs: np.ndarray) -> float:
     """Return exp of the mean token loss; NaN for a sequence of one token, which has no prediction."""
     with np.errstate(over="ignore"):
         return float(np.exp(-logprobs.mean(dtype=np.float64))) if len(logprobs) else math.nan
+
+
+def bits_per_byte(logprobs: np.ndarray, scored_bytes: int | None) -> float | None:
+    """Return the loss of a text in bits per UTF-8 byte; None if no byte is scored or the text is not known."""
+    return None if not scored_bytes else float(-logprobs.sum(dtype=np.float64) / (math.log(2) * scored_bytes))
+
+
+def overall_bits_per_byte(sequences: Sequences, scores: list[SequenceScore]) -> float | None:
+    """Return the bits per byte of all texts together; None if one of the sequences was given as tokens."""
+    counts = [row.scored_bytes for row in sequences.rows]
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        return None
+    return bits_per_byte(np.concatenate([score.logprobs for score in scores]), sum(known))
 
 
 def check_writable(path: Path) -> None:
@@ -184,6 +202,8 @@ def _to_line(sequences: Sequences, score: SequenceScore) -> str:
     values = {"index": score.number, "tokens": len(row.ids), "perplexity": None, "logprobs": score.logprobs.tolist()}
     if len(score.logprobs):
         values["perplexity"] = perplexity(score.logprobs)
+    if row.scored_bytes is not None:
+        values["bpb"] = bits_per_byte(score.logprobs, row.scored_bytes)
     return to_json({**row.extra, **values, "ids": row.ids.tolist()}) + "\n"
 
 
@@ -200,6 +220,10 @@ def _to_arrays(sequences: Sequences, scores: list[SequenceScore]) -> dict[str, n
             logits[index, row.positions] = score.logits
     arrays: dict[str, np.ndarray] = {"ids": ids, "mask": mask, "logprobs": logprobs}
     arrays["perplexity"] = np.array([perplexity(score.logprobs) for score in scores])
+    counts = [row.scored_bytes for row in sequences.rows]
+    if any(count is not None for count in counts):
+        bits = [bits_per_byte(score.logprobs, count) for score, count in zip(scores, counts, strict=True)]
+        arrays["bpb"] = np.array([math.nan if value is None else value for value in bits])
     return arrays if logits is None else {**arrays, "logits": logits}
 
 
