@@ -25,7 +25,7 @@ from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.record.atomic_io import replace_file, to_json
 from maxhydra.sharding import Sharder
-from maxhydra.train.loss import target_logprobs, token_logprobs
+from maxhydra.train.loss import map_sequence_chunks, target_logprobs, token_logprobs
 
 KEY = "task.input"
 MAX_PROBLEMS = 5
@@ -65,6 +65,8 @@ class SequenceScore:
     number: int
     logprobs: np.ndarray
     logits: np.ndarray | None
+    is_greedy: np.ndarray | None = None
+    """Whether each of these tokens is the most likely one, if it was asked for."""
 
 
 def read_sequences(path: Path, *, encode: Encode, vocab_size: int, max_length: int) -> Sequences:
@@ -242,6 +244,7 @@ class SequenceScorer:
     sharder: Sharder
     batch: int
     with_logits: bool
+    with_greedy: bool = False
 
     def __call__(self, rows: list[np.ndarray]) -> Iterator[SequenceScore]:
         """Yield a score per sequence of token ids, shortest first to minimize padding; a collective call."""
@@ -255,11 +258,13 @@ class SequenceScorer:
         tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         for row, ids in enumerate(sequences):
             tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
-        logprobs, logits = self._program(self.weights, tokens, segments)
+        logprobs, logits, is_greedy = self._program(self.weights, tokens, segments)
         logprobs = np.asarray(logprobs)
+        greedy_rows = None if is_greedy is None else np.asarray(is_greedy)
         for row, (number, ids) in enumerate(zip(numbers, sequences, strict=True)):
             row_logits = None if logits is None else np.asarray(self._take_row(logits, row))[: len(ids)]
-            yield SequenceScore(number, logprobs[row, : len(ids) - 1], row_logits)
+            greedy_row = None if greedy_rows is None else greedy_rows[row, : len(ids) - 1]
+            yield SequenceScore(number, logprobs[row, : len(ids) - 1], row_logits, greedy_row)
 
     def _padded_length(self, longest: int) -> int:
         """Round up to a power of two, so that few programs are compiled, and to a multiple of the length shards."""
@@ -268,26 +273,36 @@ class SequenceScorer:
 
     @cached_property
     def _program(self) -> Any:
-        """Map weights, tokens [B, S] and segments [B, S] to next-token log-probabilities [B, S] and logits or None.
+        """Map weights, tokens [B, S] and segments [B, S] to next-token log-probabilities [B, S], logits or None, and
+        whether each next token is the most likely one, or None.
 
         Log-probabilities are replicated, so that every process can read them; logits are sharded.
         """
         model, sharder = self.model, self.sharder
 
-        def score(weights: Any, tokens: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        def score(weights: Any, tokens: jax.Array, segments: jax.Array) -> tuple[jax.Array, Any, Any]:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
             ctx = Context(positions=positions, segments=segments, sharder=sharder, cache=None, dropout_key=None)
             hidden, _ = model.hidden(weights, tokens, ctx)
             targets = jnp.roll(tokens, -1, axis=1)
             if self.with_logits:
                 logits = model.logits(weights, hidden, sharder).astype(jnp.float32)
-                return target_logprobs(logits, targets), logits
+                return target_logprobs(logits, targets), logits, None
             chunk = CHUNK if tokens.shape[1] % CHUNK == 0 else 0
+            if self.with_greedy:
+
+                def score_chunk(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+                    logits = model.logits(weights, hidden, sharder).astype(jnp.float32)
+                    return target_logprobs(logits, targets), jnp.argmax(logits, axis=-1) == targets
+
+                logprobs, is_greedy = map_sequence_chunks(score_chunk, hidden, targets, chunk=chunk)
+                return logprobs, None, is_greedy
             head = model.lm_head(weights, sharder)
-            return token_logprobs(head, hidden, targets, chunk=chunk, place=ctx.place), None
+            return token_logprobs(head, hidden, targets, chunk=chunk, place=ctx.place), None, None
 
         logits_sharding = sharder.sharding(("act_batch", "act_length", "act_vocab")) if self.with_logits else None
-        return jax.jit(score, out_shardings=(sharder.sharding(()), logits_sharding))
+        greedy_sharding = sharder.sharding(()) if self.with_greedy else None
+        return jax.jit(score, out_shardings=(sharder.sharding(()), logits_sharding, greedy_sharding))
 
     @cached_property
     def _take_row(self) -> Any:

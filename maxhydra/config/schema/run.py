@@ -377,6 +377,7 @@ LOGGED = {
     "reward_model": (*TRAINED, *REWARDS, EVAL_LOSS, "eval/tokens", *(f"eval/{name}" for name in REWARDS)),
     "grpo": (*TRAINED, *ANSWERS, *GRADES),
     "bench": ("loss", "step_time", *SPEED),
+    "eval": ("eval/*",),
     "distill": (*TRAINED, *DIVERGENCE, "on_policy", "answers/*", *LIKELIHOOD, "eval/kl"),
 }
 
