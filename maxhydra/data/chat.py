@@ -163,7 +163,8 @@ class ChatTemplate:
         loss_weights = np.zeros(len(rendered.text) + 1, np.float32)
         for start, end in turns:
             loss_weights[start:end] = 1
-        return Document(tokens, loss_weights[spans[:, 0]])
+        plain = self._special_pattern.sub("", rendered.text) if self._special_pattern else rendered.text
+        return Document(tokens, loss_weights[spans[:, 0]], text_bytes=len(plain.encode()))
 
     def _turns_within(self, messages: Sequence[Message], known: int, num_turns: int) -> int:
         """Number of assistant turns within the first `known` messages."""

@@ -1,5 +1,6 @@
 """From a data config to streams of rows: opens the sources and connects readers, tokenizers and packing."""
 
+import dataclasses
 import importlib
 import itertools
 import logging
@@ -17,10 +18,11 @@ from maxhydra.data.packing import plan_rows
 from maxhydra.data.read_ahead import Chunk, Chunks, Encoded, Encoder, IndexedChunks, StreamedChunks, map_ahead
 from maxhydra.data.record_types import RecordType, build_record_type
 from maxhydra.data.records import BadRecord, Record, Records, RecordStream, bad_record_error
-from maxhydra.data.rows import PackedRows, Row, RowSpec, pack_rows, stack_rows
+from maxhydra.data.rows import BYTES, Document, PackedRows, Row, RowSpec, pack_rows, stack_rows
 from maxhydra.data.shuffle import ShuffleOrder
 from maxhydra.data.sources import RecordSource, RowSource, Source, StreamSource, open_source
 from maxhydra.data.stream import MixtureStream, PackedStream, RowStream, Stream, mixture_shares
+from maxhydra.data.tokenizers import count_token_bytes, load_tokenizer
 from maxhydra.data.workers import WorkerDied, Workers
 
 log = logging.getLogger("maxhydra")
@@ -156,7 +158,7 @@ class Pipeline:
         return PackedStream(
             self.chunks(name, split, share=share, shuffle=shuffle),
             partial(self._encode_ahead, name, split),
-            partial(self._pack, self._record_type(name, split), share[0] if shuffle else None),
+            partial(self._pack, self._record_type(name, split), split, share[0] if shuffle else None),
             window=self.data.packing.window * self.spec.seq_len,
             on_bad_record=self.on_bad_record,
             epochs=epochs,
@@ -209,12 +211,14 @@ class Pipeline:
         return Workers(self.data.workers, partial(_init_worker, self.data, self.spec))
 
     def _pack(
-        self, record_type: RecordType, share: int | None, examples: list[Any], key: tuple[int, ...]
+        self, record_type: RecordType, split: str, share: int | None, examples: list[Any], key: tuple[int, ...]
     ) -> PackedRows:
         """Pack the examples of a window into rows, shuffled (packing sorts by length) unless `share` is None."""
         seq_len, packing = self.spec.seq_len, self.data.packing
         if record_type.packs:
             documents = [document for document in examples if document.num_targets]
+            if split == EVALUATION:
+                documents = self._with_byte_counts(documents)
             lengths = np.array([document.num_targets for document in documents], np.int64)
             with_segments = packing.method is not PackingMethod.none
             rows = pack_rows(documents, plan_rows(lengths, seq_len, packing), seq_len, with_segments=with_segments)
@@ -229,6 +233,22 @@ class Pipeline:
         if share is None:
             return rows
         return rows.reorder(np.random.default_rng((self.spec.seed, share, *key)).permutation(len(rows)))
+
+    def _with_byte_counts(self, documents: list[Document]) -> list[Document]:
+        """Documents with a column of the bytes of each target; unchanged if the text of one is not known."""
+        if any(document.text_bytes is None for document in documents):
+            return documents
+        tokenizer = load_tokenizer(self.data)
+        return [
+            dataclasses.replace(
+                document,
+                columns={
+                    **document.columns,
+                    BYTES: count_token_bytes(tokenizer, document.tokens, document.text_bytes or 0)[1:],
+                },
+            )
+            for document in documents
+        ]
 
     def on_bad_record(self, bad_record: BadRecord) -> None:
         """Handle a bad record as data.on_error says: raise, or log and skip."""

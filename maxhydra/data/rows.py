@@ -12,8 +12,11 @@ from maxhydra.data.packing import PackingPlan
 # One training sequence: tokens, targets, positions int32 and weights float32 (0: no loss), each [seq_len]. A row of
 # several documents also has segments int32 (0: padding). Without segments a row is one sequence with padding only at
 # its end, which no earlier token can see, so causal attention needs no extra mask. Columns of dtype object stay on the
-# host.
+# host. Rows of evaluation data whose text is known have bytes int32: UTF-8 bytes of the text of each target.
 Row = dict[str, np.ndarray]
+
+# Column of the bytes of targets.
+BYTES = "bytes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,9 @@ class Document:
     """float32 [n]: loss weight of predicting token i; None: 1 for every token."""
     columns: Mapping[str, np.ndarray] = dataclasses.field(default_factory=lambda: NO_COLUMNS)
     """Extra arrays [n - 1, ...], aligned with the first n - 1 tokens, such as a teacher's logits after each."""
+
+    text_bytes: int | None = None
+    """UTF-8 bytes of the text that the tokens stand for, special tokens excluded; None if the text is not known."""
 
     @property
     def num_targets(self) -> int:
@@ -182,6 +188,8 @@ class ContiguousRows:
     tokens: np.ndarray
     seq_len: int
     keep_partial: bool
+    token_bytes: np.ndarray | None = None
+    """Bytes of the text of each token, for evaluation rows."""
 
     def __len__(self) -> int:
         targets = max(len(self.tokens) - 1, 0)
@@ -189,4 +197,9 @@ class ContiguousRows:
 
     def __getitem__(self, index: int) -> Row:
         start = index * self.seq_len
-        return make_row(self.tokens[start : start + self.seq_len + 1], self.seq_len)
+        row = make_row(self.tokens[start : start + self.seq_len + 1], self.seq_len)
+        if self.token_bytes is not None:
+            row[BYTES] = np.zeros(self.seq_len, np.int32)
+            targets = self.token_bytes[start + 1 : start + self.seq_len + 1]
+            row[BYTES][: len(targets)] = targets
+        return row

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.errors import did_you_mean
 from maxhydra.config.fields import FieldType, fields
@@ -22,7 +24,7 @@ from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.tasks.inference import Chat, DecodeTask
 from maxhydra.data import load_tokenizer
 from maxhydra.data.chat import ChatTemplate, ChatTemplateError, Tools, compile_chat_template
-from maxhydra.data.tokenizers import special_token_pattern
+from maxhydra.data.tokenizers import count_token_bytes, special_token_pattern
 from maxhydra.decode.request import Engine, Request
 
 log = logging.getLogger("maxhydra")
@@ -67,6 +69,11 @@ class PromptEncoder:
         _reject_surrogates(text)
         self._check_length(text, max_tokens)
         return [*self._bos, *self.tokenizer.encode(text)]
+
+    def encode_and_count(self, text: str) -> tuple[list[int], np.ndarray]:
+        """Encode plain text as `encode_text` does; also return the bytes of the text that each token stands for."""
+        ids = self.encode_text(text)
+        return ids, count_token_bytes(self.tokenizer, np.array(ids, np.int64), len(text.encode()))
 
     def encode_messages(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Tools = None, max_tokens: int | None = None

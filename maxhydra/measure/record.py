@@ -30,7 +30,7 @@ DEFAULT_DATA = "demo"
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
 # Tasks that train all weights of the model, or only load them.
 TRAINING_TASKS = ("pretrain", "sft", "dpo", "reward_model", "grpo", "distill")
-INFERENCE_TASKS = ("decode", "serve", "score", "teacher_logits")
+INFERENCE_TASKS = ("decode", "serve", "score", "eval", "teacher_logits")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Copies of the weights in the optimizer state, at least; mu_dtype may halve the first one.
 MOMENTS = {OptimizerKind.adamw: 1.5, OptimizerKind.muon: 0.5, OptimizerKind.lion: 0.5}

@@ -25,11 +25,12 @@ from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.record.atomic_io import replace_file, to_json
 from maxhydra.sharding import Sharder
-from maxhydra.train.loss import target_logprobs, token_logprobs
+from maxhydra.train.loss import map_sequence_chunks, target_logprobs, token_logprobs
 
 KEY = "task.input"
 MAX_PROBLEMS = 5
-Encode = Callable[[str], list[int]]
+# Text to token ids, and the bytes of the text of each token.
+Encode = Callable[[str], tuple[list[int], np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Sequence:
     """Positions of the tokens in their row of the input array."""
     extra: dict[str, Any]
     """Other keys of the record, which are copied to the output."""
+    scored_bytes: int | None = None
+    """Bytes of the text of the tokens after the first; None if the text is not known."""
 
 
 ParsedRow = tuple[str, Sequence | str]
@@ -62,6 +65,8 @@ class SequenceScore:
     number: int
     logprobs: np.ndarray
     logits: np.ndarray | None
+    is_greedy: np.ndarray | None = None
+    """Whether each of these tokens is the most likely one, if it was asked for."""
 
 
 def read_sequences(path: Path, *, encode: Encode, vocab_size: int, max_length: int) -> Sequences:
@@ -110,15 +115,16 @@ def _parse_record(record: Any, encode: Encode) -> Sequence | str:
     """Return the sequence of a JSON record, or the reason why it is invalid."""
     if not isinstance(record, dict) or ("text" in record) == ("ids" in record):
         return "is not an object with either text or ids"
-    ids = record.get("ids", record.get("text"))
+    ids, scored_bytes = record.get("ids", record.get("text")), None
     if isinstance(ids, str):
-        ids = encode(ids)
+        ids, token_bytes = encode(ids)
+        scored_bytes = int(token_bytes[1:].sum())
     if not isinstance(ids, list) or any(type(id) is not int for id in ids):
         return "text is not a string, or ids is not a list of integers"
     extra = {name: value for name, value in record.items() if name not in ("text", "ids")}
     # Raises for lone surrogates, which JSON can contain and UTF-8 cannot encode.
     to_json(extra).encode()
-    return Sequence(np.asarray(ids, np.int64), np.arange(len(ids)), extra)
+    return Sequence(np.asarray(ids, np.int64), np.arange(len(ids)), extra, scored_bytes)
 
 
 def _read_arrays(path: Path) -> tuple[list[ParsedRow], int]:
@@ -148,6 +154,20 @@ def perplexity(logprobs: np.ndarray) -> float:
     """Return exp of the mean token loss; NaN for a sequence of one token, which has no prediction."""
     with np.errstate(over="ignore"):
         return float(np.exp(-logprobs.mean(dtype=np.float64))) if len(logprobs) else math.nan
+
+
+def bits_per_byte(logprobs: np.ndarray, scored_bytes: int | None) -> float | None:
+    """Return the loss of a text in bits per UTF-8 byte; None if no byte is scored or the text is not known."""
+    return None if not scored_bytes else float(-logprobs.sum(dtype=np.float64) / (math.log(2) * scored_bytes))
+
+
+def overall_bits_per_byte(sequences: Sequences, scores: list[SequenceScore]) -> float | None:
+    """Return the bits per byte of all texts together; None if one of the sequences was given as tokens."""
+    counts = [row.scored_bytes for row in sequences.rows]
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        return None
+    return bits_per_byte(np.concatenate([score.logprobs for score in scores]), sum(known))
 
 
 def check_writable(path: Path) -> None:
@@ -184,6 +204,8 @@ def _to_line(sequences: Sequences, score: SequenceScore) -> str:
     values = {"index": score.number, "tokens": len(row.ids), "perplexity": None, "logprobs": score.logprobs.tolist()}
     if len(score.logprobs):
         values["perplexity"] = perplexity(score.logprobs)
+    if row.scored_bytes is not None:
+        values["bpb"] = bits_per_byte(score.logprobs, row.scored_bytes)
     return to_json({**row.extra, **values, "ids": row.ids.tolist()}) + "\n"
 
 
@@ -200,6 +222,10 @@ def _to_arrays(sequences: Sequences, scores: list[SequenceScore]) -> dict[str, n
             logits[index, row.positions] = score.logits
     arrays: dict[str, np.ndarray] = {"ids": ids, "mask": mask, "logprobs": logprobs}
     arrays["perplexity"] = np.array([perplexity(score.logprobs) for score in scores])
+    counts = [row.scored_bytes for row in sequences.rows]
+    if any(count is not None for count in counts):
+        bits = [bits_per_byte(score.logprobs, count) for score, count in zip(scores, counts, strict=True)]
+        arrays["bpb"] = np.array([math.nan if value is None else value for value in bits])
     return arrays if logits is None else {**arrays, "logits": logits}
 
 
@@ -218,6 +244,7 @@ class SequenceScorer:
     sharder: Sharder
     batch: int
     with_logits: bool
+    with_greedy: bool = False
 
     def __call__(self, rows: list[np.ndarray]) -> Iterator[SequenceScore]:
         """Yield a score per sequence of token ids, shortest first to minimize padding; a collective call."""
@@ -231,11 +258,13 @@ class SequenceScorer:
         tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         for row, ids in enumerate(sequences):
             tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
-        logprobs, logits = self._program(self.weights, tokens, segments)
+        logprobs, logits, is_greedy = self._program(self.weights, tokens, segments)
         logprobs = np.asarray(logprobs)
+        greedy_rows = None if is_greedy is None else np.asarray(is_greedy)
         for row, (number, ids) in enumerate(zip(numbers, sequences, strict=True)):
             row_logits = None if logits is None else np.asarray(self._take_row(logits, row))[: len(ids)]
-            yield SequenceScore(number, logprobs[row, : len(ids) - 1], row_logits)
+            greedy_row = None if greedy_rows is None else greedy_rows[row, : len(ids) - 1]
+            yield SequenceScore(number, logprobs[row, : len(ids) - 1], row_logits, greedy_row)
 
     def _padded_length(self, longest: int) -> int:
         """Round up to a power of two, so that few programs are compiled, and to a multiple of the length shards."""
@@ -244,26 +273,36 @@ class SequenceScorer:
 
     @cached_property
     def _program(self) -> Any:
-        """Map weights, tokens [B, S] and segments [B, S] to next-token log-probabilities [B, S] and logits or None.
+        """Map weights, tokens [B, S] and segments [B, S] to next-token log-probabilities [B, S], logits or None, and
+        whether each next token is the most likely one, or None.
 
         Log-probabilities are replicated, so that every process can read them; logits are sharded.
         """
         model, sharder = self.model, self.sharder
 
-        def score(weights: Any, tokens: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        def score(weights: Any, tokens: jax.Array, segments: jax.Array) -> tuple[jax.Array, Any, Any]:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
             ctx = Context(positions=positions, segments=segments, sharder=sharder, cache=None, dropout_key=None)
             hidden, _ = model.hidden(weights, tokens, ctx)
             targets = jnp.roll(tokens, -1, axis=1)
             if self.with_logits:
                 logits = model.logits(weights, hidden, sharder).astype(jnp.float32)
-                return target_logprobs(logits, targets), logits
+                return target_logprobs(logits, targets), logits, None
             chunk = CHUNK if tokens.shape[1] % CHUNK == 0 else 0
+            if self.with_greedy:
+
+                def score_chunk(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+                    logits = model.logits(weights, hidden, sharder).astype(jnp.float32)
+                    return target_logprobs(logits, targets), jnp.argmax(logits, axis=-1) == targets
+
+                logprobs, is_greedy = map_sequence_chunks(score_chunk, hidden, targets, chunk=chunk)
+                return logprobs, None, is_greedy
             head = model.lm_head(weights, sharder)
-            return token_logprobs(head, hidden, targets, chunk=chunk, place=ctx.place), None
+            return token_logprobs(head, hidden, targets, chunk=chunk, place=ctx.place), None, None
 
         logits_sharding = sharder.sharding(("act_batch", "act_length", "act_vocab")) if self.with_logits else None
-        return jax.jit(score, out_shardings=(sharder.sharding(()), logits_sharding))
+        greedy_sharding = sharder.sharding(()) if self.with_greedy else None
+        return jax.jit(score, out_shardings=(sharder.sharding(()), logits_sharding, greedy_sharding))
 
     @cached_property
     def _take_row(self) -> Any:

@@ -29,7 +29,7 @@ from maxhydra.train import (
     StateFactory,
     TrainingSetup,
     final_sample,
-    held_out_loss,
+    held_out_likelihood,
     plan_batches,
     plan_states,
     train,
@@ -66,12 +66,7 @@ def run(job: Job) -> Outcome:
             loss=distillation_loss(comparison, task),
             spec=spec,
             batches=ScheduledBatches(batches, task, spec, steps=config.train.steps),
-            evaluate=held_out_loss(
-                held_out_divergence(comparison),
-                lambda: data.eval_batches(config.data, spec),
-                limit=config.train.eval_batches,
-                parts=config.train.grad_accum,
-            ),
+            evaluate=held_out_likelihood(held_out_divergence(comparison), config.data, spec, config.train),
             initial=initial,
             passes=_passes(config, teacher),
         )

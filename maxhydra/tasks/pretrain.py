@@ -7,7 +7,7 @@ from maxhydra.train import (
     LoaderBatches,
     TrainingSetup,
     final_sample,
-    held_out_loss,
+    held_out_likelihood,
     next_token_loss,
     plan_batches,
     plan_states,
@@ -33,12 +33,7 @@ def run(job: Job) -> Outcome:
         loss=step_loss,
         spec=spec,
         batches=LoaderBatches(loader),
-        evaluate=held_out_loss(
-            loss,
-            lambda: data.eval_batches(config.data, spec),
-            limit=config.train.eval_batches,
-            parts=config.train.grad_accum,
-        ),
+        evaluate=held_out_likelihood(loss, config.data, spec, config.train),
     )
     result = train(training, config, run=job.run, machine=job.machine)
 

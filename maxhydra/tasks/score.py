@@ -21,6 +21,7 @@ from maxhydra.score.scorer import (
     SequenceScore,
     SequenceScorer,
     check_writable,
+    overall_bits_per_byte,
     perplexity,
     read_sequences,
     without_capacity_limit,
@@ -49,10 +50,15 @@ def run(job: Job) -> Outcome:
             tokens += len(ids[score.number])
             progress.update(len(scores), tokens)
     overall = perplexity(np.concatenate([score.logprobs for score in scores]))
+    metrics = {"perplexity": overall}
     if is_main():
         write_results(output, sequences, scores)
-        print(f"perplexity {overall:.4f} over {len(scores)} sequences, {tokens} tokens: {task.output}", file=sys.stderr)
-    return Outcome("finished", "scored", {"perplexity": overall})
+        bits = overall_bits_per_byte(sequences, scores)
+        shown = "" if bits is None else f", {bits:.4f} bits per byte"
+        text = f"perplexity {overall:.4f}{shown} over {len(scores)} sequences, {tokens} tokens: {task.output}"
+        print(text, file=sys.stderr)
+        metrics |= {} if bits is None else {"bpb": bits}
+    return Outcome("finished", "scored", metrics)
 
 
 def _read_input(config: Config, task: ScoreTask, output: Path) -> Sequences:
@@ -61,7 +67,7 @@ def _read_input(config: Config, task: ScoreTask, output: Path) -> Sequences:
     prompts = cache(lambda: PromptEncoder(config.data, vocab_size=config.model.vocab_size))
     sequences = read_sequences(
         local_path("task.input", task.input),
-        encode=lambda text: prompts().encode_text(text),
+        encode=lambda text: prompts().encode_and_count(text),
         vocab_size=config.model.vocab_size,
         max_length=config.model.context_length,
     )

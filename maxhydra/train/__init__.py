@@ -5,7 +5,7 @@ Reading order: `trainer.train` sets up a session and calls `loop.fit`, which cal
 """
 
 from maxhydra.train.batches import BatchSource, LoaderBatches, plan_batches
-from maxhydra.train.evaluate import held_out_loss
+from maxhydra.train.evaluate import held_out_likelihood, held_out_loss
 from maxhydra.train.generate import final_sample, write_sample
 from maxhydra.train.loop import TrainResult
 from maxhydra.train.loss import Scorer, map_sequence_chunks, next_token_loss, token_logprobs
@@ -22,6 +22,7 @@ __all__ = [
     "TrainState",
     "TrainingSetup",
     "final_sample",
+    "held_out_likelihood",
     "held_out_loss",
     "map_sequence_chunks",
     "next_token_loss",

@@ -1,13 +1,20 @@
 """Evaluation of a state on held-out batches, one micro-batch at a time, to bound the memory of each pass."""
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.run import Train
+from maxhydra.data import BatchSpec, eval_batches
+from maxhydra.data.rows import BYTES
 from maxhydra.runtime import signals
 from maxhydra.train.loss import AUX, AUX_LOSS, Batch, LossFn, Sums
 from maxhydra.train.state import TrainState
@@ -41,37 +48,75 @@ def sum_microbatches(function: Callable[[Any], T], batch: Batch, parts: int) -> 
 Evaluate = Callable[[TrainState], dict[str, float]]
 
 
-def held_out_loss(
-    loss_fn: LossFn, batches: Callable[[], Iterator[Batch]], *, limit: int, parts: int
-) -> Evaluate | None:
+Batches = Callable[[], Iterator[Batch]]
+
+
+def held_out_loss(loss_fn: LossFn, batches: Batches, *, limit: int, parts: int) -> Evaluate | None:
     """Token-weighted means over the first `limit` held-out batches: `eval/loss` and the other sums of the loss.
 
-    `eval/loss` excludes what only training adds: the aux losses of layers, and everything but the likelihood (`nll`) if
-    the loss reports one. A batch is processed in `parts` micro-batches, like a training step, because it may not fit in
-    memory otherwise. Returns None for a limit of 0, and raises ConfigError if no held-out token has a loss.
+    A batch is processed in `parts` micro-batches, like a training step, because it may not fit in memory otherwise.
+    Returns None for a limit of 0, and raises ConfigError if no held-out token has a loss.
     """
+    return _held_out_losses(loss_fn, {"": batches}, {}, limit=limit, parts=parts)
+
+
+def held_out_likelihood(loss_fn: LossFn, data: Data, spec: BatchSpec, train: Train) -> Evaluate | None:
+    """As `held_out_loss` of the data, and `eval/NAME/loss` and `eval/NAME/bpb` of each source and of data.eval_sets."""
+    sets = {name: partial(eval_batches, part, spec) for name, part in data.held_out_sets().items()}
+    extra = {name: sets.pop(name) for name in data.eval_sets}
+    return _held_out_losses(loss_fn, sets, extra, limit=train.eval_batches, parts=train.grad_accum)
+
+
+def _held_out_losses(
+    loss_fn: LossFn, sets: Mapping[str, Batches], extra: Mapping[str, Batches], *, limit: int, parts: int
+) -> Evaluate | None:
+    """Evaluates a state on `sets`, together and, unless there is only one, each; and on each of the extra sets."""
     if not limit:
         return None
-    _check_weights(batches, limit)
-    sums_of = jax.jit(
-        lambda weights, batch: sum_microbatches(lambda microbatch: loss_fn(weights, microbatch, None), batch, parts)
-    )
+    for batches in (*sets.values(), *extra.values()):
+        _check_weights(batches, limit)
+
+    def microbatch_sums(weights: Any, batch: Batch) -> Sums:
+        columns = {name: column for name, column in batch.items() if name != BYTES}
+        sums = loss_fn(weights, columns, None)
+        return {**sums, BYTES: jnp.sum(batch[BYTES] * batch["weights"])} if BYTES in batch else sums
+
+    sums_of = jax.jit(lambda weights, batch: sum_microbatches(partial(microbatch_sums, weights), batch, parts))
 
     def evaluate(state: TrainState) -> dict[str, float]:
-        weights = state.weights
-        total = _add_up(sums_of(weights, batch) for batch in islice(batches(), limit))
-        total.pop(AUX, None)
-        means = {name: float(value / total["weight"]) for name, value in total.items() if name != "weight"}
-        means["loss"] -= means.pop(AUX_LOSS, 0.0)
-        if "nll" in means:
-            means["loss"] = means.pop("nll")
-            means["perplexity"] = float(jnp.exp(means["loss"]))
-        return {**{f"eval/{name}": mean for name, mean in means.items()}, "eval/tokens": float(total["weight"])}
+        totals: dict[str, dict[str, float]] = {}
+        for name, batches in (*sets.items(), *extra.items()):
+            total = _add_up(sums_of(state.weights, batch) for batch in islice(batches(), limit))
+            totals[name] = {key: float(value) for key, value in total.items() if key != AUX}
+        main = [totals[name] for name in sets if totals[name]]
+        common = [key for key in main[0] if all(key in total for total in main)]
+        metrics = _means({key: sum(total[key] for total in main) for key in common})
+        for name, total in totals.items():
+            if name and total:
+                means = _means(total)
+                metrics |= {f"{name}/{key}": means[key] for key in ("loss", "bpb") if key in means}
+        return {f"eval/{name}": value for name, value in metrics.items()}
 
     return evaluate
 
 
-def _check_weights(batches: Callable[[], Iterator[Batch]], limit: int) -> None:
+def _means(total: Mapping[str, float]) -> dict[str, float]:
+    """Metrics from sums over tokens: means, and of the likelihood also perplexity and bits per byte.
+
+    `loss` excludes what only training adds: the aux losses of layers, and everything but the likelihood (`nll`) if the
+    loss reports one.
+    """
+    means = {name: value / total["weight"] for name, value in total.items() if name not in ("weight", BYTES)}
+    means["loss"] -= means.pop(AUX_LOSS, 0.0)
+    if "nll" in means:
+        means["loss"] = means.pop("nll")
+        means["perplexity"] = float(np.exp(means["loss"]))
+        if total.get(BYTES):
+            means["bpb"] = total["nll"] / (math.log(2) * total[BYTES])
+    return {**means, "tokens": total["weight"]}
+
+
+def _check_weights(batches: Batches, limit: int) -> None:
     """Raise ConfigError before training if the mean over the held-out tokens would be 0/0; mostly reads one batch."""
     num_batches = 0
     for batch in islice(batches(), limit):
@@ -88,9 +133,9 @@ def _check_weights(batches: Callable[[], Iterator[Batch]], limit: int) -> None:
 
 
 def _add_up(batch_sums: Iterable[Sums]) -> Sums:
-    """The sums over all batches; raises Interrupted between two of them if a signal arrives."""
+    """The sums over all batches, {} if there are none; raises Interrupted between two of them if a signal arrives."""
     batch_sums = iter(batch_sums)
-    total = next(batch_sums)
+    total = next(batch_sums, {})
     for sums in batch_sums:
         # At most two batches are in flight: a signal does not wait for a queue of them.
         jax.block_until_ready(total)

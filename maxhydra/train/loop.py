@@ -129,12 +129,14 @@ def is_evaluation_missing(train: Train, history: MetricsHistory, *, evaluates: b
 
 def end_reason(train: Train, history: MetricsHistory, step: int) -> str | None:
     """Why the run ends after this step; None if it continues. Early stopping judges every evaluation once, in order."""
-    if EVAL_LOSS in (metrics := history.evaluations.get(step, {})):
-        if train.target_eval_loss is not None and metrics[EVAL_LOSS] <= train.target_eval_loss:
-            return f"eval loss {metrics[EVAL_LOSS]:.4f} reached train.target_eval_loss"
-        stale = _evaluations_without_improvement(history.eval_losses(EVAL_LOSS), train.early_stop.min_delta)
-        if train.early_stop.patience is not None and stale >= train.early_stop.patience:
-            return f"eval loss did not improve in {stale} evaluations"
+    metrics, early_stop = history.evaluations.get(step, {}), train.early_stop
+    if EVAL_LOSS in metrics and train.target_eval_loss is not None and metrics[EVAL_LOSS] <= train.target_eval_loss:
+        return f"eval loss {metrics[EVAL_LOSS]:.4f} reached train.target_eval_loss"
+    if early_stop.metric in metrics and early_stop.patience is not None:
+        stale = _evaluations_without_improvement(history.eval_values(early_stop.metric), early_stop.min_delta)
+        if stale >= early_stop.patience:
+            name = "eval loss" if early_stop.metric == EVAL_LOSS else early_stop.metric
+            return f"{name} did not improve in {stale} evaluations"
     if step > train.steps:
         return f"step {step} was already reached; raise train.steps to continue"
     return f"all {train.steps} steps done" if step == train.steps else None

@@ -73,7 +73,7 @@ class MetricsHistory:
     def last_evaluation(self) -> dict[str, float]:
         return next(reversed(self.evaluations.values()), {})
 
-    def eval_losses(self, name: str) -> list[float]:
+    def eval_values(self, name: str) -> list[float]:
         """The values of a metric in all evaluations that have it."""
         return [metrics[name] for metrics in self.evaluations.values() if name in metrics]
 

@@ -134,7 +134,8 @@ class TestSources:
         for rows in (opened.train, opened.evaluation):
             for index in (0, len(rows) // 2, len(rows) - 1):
                 row, again = rows[index], open_rows(data, spec).train[index] if rows is opened.train else rows[index]
-                assert row.keys() == {"tokens", "targets", "positions", "weights"}
+                has_bytes = rows is opened.evaluation and source in ("demo", "text")
+                assert row.keys() == {"tokens", "targets", "positions", "weights"} | ({"bytes"} if has_bytes else set())
                 for name, column in row.items():
                     assert column.shape == (spec.rows.seq_len,)
                     assert column.dtype == (np.float32 if name == "weights" else np.int32)

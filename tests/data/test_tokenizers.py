@@ -17,7 +17,7 @@ from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.data import Tokenizer as Config
 from maxhydra.data import load_tokenizer, tokenizers
-from maxhydra.data.tokenizers import Tokenizer, TokenizerError
+from maxhydra.data.tokenizers import Tokenizer, TokenizerError, count_token_bytes
 from maxhydra.data.tokenizers.tiktoken import PATTERN
 from tests.support.skips import import_optional
 from tests.support.vocabularies import byte_level, metaspace, save, sentencepiece_file, tiktoken_file, with_token
@@ -88,6 +88,22 @@ class TestEveryKind:
         for unused in (tokenizer.vocab_size, tokenizer.vocab_size + 1000, *gap):
             assert tokenizer.decode([unused]) == ""
             assert tokenizer.decode([ids[0], unused, *ids[1:]]) == "to be"
+
+    def test_bytes_of_tokens_sum_to_those_of_the_text(
+        self, tokenizer: Tokenizer, request: pytest.FixtureRequest
+    ) -> None:
+        assert tokenizer.token_bytes.shape == (tokenizer.vocab_size,)
+        assert not tokenizer.token_bytes[sorted(tokenizer.special)].any()
+        for text in TEXTS:
+            ids, size = np.array(tokenizer.encode(text), np.int64), len(text.encode())
+            if any(name in request.node.name for name in ("byte_level", "tiktoken")):
+                assert tokenizer.token_bytes[ids].sum() == size
+            counts = count_token_bytes(tokenizer, ids, size)
+            assert counts.sum() == size and (counts >= 0).all()
+            if text == TEXTS[0]:
+                # Each prefix of the tokens decodes to the text up to there, apart from a space that the model adds.
+                ends = [len(tokenizer.decode(ids[: end + 1].tolist())) for end in range(len(ids))]
+                assert np.abs(np.cumsum(counts) - ends).max() <= 1
 
     def test_plain_text_never_becomes_a_special_token(self, tokenizer: Tokenizer) -> None:
         # The unknown token is special too, and replaces any unknown letter.

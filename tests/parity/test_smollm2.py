@@ -17,11 +17,14 @@ from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.convert.load import load_weights
 from maxhydra.data import load_tokenizer
 from maxhydra.data.chat import render_prompt
+from maxhydra.data.sources.demo import TEXT
+from maxhydra.data.tokenizers import count_token_bytes
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.request import Request
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
 from maxhydra.modelfiles import locate
+from maxhydra.score.scorer import SequenceScorer
 from maxhydra.sharding import Sharder, build_mesh
 from tests.support import skips
 from tests.support.skips import import_optional
@@ -179,6 +182,30 @@ def test_logits_equal_transformers(hf_model, model: ModelDef, params, sharder: S
         expected = hf_model(torch.tensor(tokens), attention_mask=torch.tensor(is_token)).logits.numpy()
     for row, real in enumerate(is_token):
         assert np.abs(logits[row, real] - expected[row, real]).max() < 1e-4 * np.abs(expected[row, real]).max()
+
+
+def test_bits_per_byte_equal_transformers(
+    hf_model, hf_tokenizer, config: Config, model: ModelDef, params, sharder: Sharder
+) -> None:
+    """2 kB of the plays, in pieces of 64 tokens in batches of 4, against one sequence after the other."""
+    tok = load_tokenizer(config.data)
+    text = TEXT.read_text(encoding="utf-8")[:2000]
+    ids = tok.encode(text)
+    rows = [np.array(ids[start : start + 65]) for start in range(0, len(ids) - 1, 64)]
+    scorer = SequenceScorer(model, params, sharder, 4, False)
+    nll = -sum(float(score.logprobs.sum()) for score in scorer(rows))
+    counts = count_token_bytes(tok, np.array(ids), len(text.encode()))
+    found = nll / np.log(2) / counts[1:].sum()
+
+    expected_nll = 0.0
+    assert hf_tokenizer(text)["input_ids"] == ids
+    with torch.no_grad():
+        for row in rows:
+            logits = hf_model(torch.tensor(row[None, :-1])).logits[0].double()
+            expected_nll += float(torch.nn.functional.cross_entropy(logits, torch.tensor(row[1:]), reduction="sum"))
+    scored = text.removeprefix(hf_tokenizer.decode(ids[:1]))
+    expected = expected_nll / np.log(2) / len(scored.encode())
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_completions_equal_transformers(

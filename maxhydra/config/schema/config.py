@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 
 from maxhydra.config.declare import MAX_PARAMETERS, Schema, option, schema, section
-from maxhydra.config.errors import Problem
+from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.schema.checkpoint import Checkpoint
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.hardware import Hardware, Mesh
@@ -18,7 +18,7 @@ from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, 
 from maxhydra.config.schema.optimizer import Optimizer, OptimizerKind
 from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantization
 from maxhydra.config.schema.reward import Environment, Reward
-from maxhydra.config.schema.run import EVAL_LOSS, LOGGED, Run, Task, Tracker, Train
+from maxhydra.config.schema.run import EVAL_BPB, EVAL_LOSS, LOGGED, SET_METRICS, Run, Task, Tracker, Train
 from maxhydra.record.storage import is_remote
 
 # Tasks whose batches do not depend on the weights, so that each replica can train on its own rows of them.
@@ -154,20 +154,34 @@ class Config(Schema):
         """Keys that depend on a metric which the evaluations of a training task do not report."""
         if self.task.name not in LOGGED:
             return
-        reported = [name for name in LOGGED[self.task.name] if name.startswith("eval/")]
-        best, train = self.checkpoint.best_metric, self.train
-        if self.checkpoint.keep_best and not any(fnmatch(best, name) for name in reported):
-            reason, accepted = f"is not reported by evaluations of task={self.task.name}", ", ".join(reported)
-            yield Problem("checkpoint.best_metric", reason, value=best, accepted=accepted or "checkpoint.keep_best=0")
-        if EVAL_LOSS in reported:
-            return
-        for key, value in (
-            ("target_eval_loss", train.target_eval_loss),
-            ("early_stop.patience", train.early_stop.patience),
-        ):
-            if value is not None:
-                reason = f"needs {EVAL_LOSS}, which evaluations of task={self.task.name} do not report"
-                yield Problem(f"train.{key}", reason, value=value, accepted="null")
+        reported, train = self._evaluation_metrics(), self.train
+        if self.data.eval_sets and EVAL_BPB not in LOGGED[self.task.name]:
+            supported = [task for task, names in LOGGED.items() if EVAL_BPB in names]
+            reason, accepted = f"is not evaluated by task={self.task.name}", f"task={', '.join(supported)}"
+            yield Problem("data.eval_sets", reason, value=sorted(self.data.eval_sets), accepted=accepted)
+        used = {
+            "checkpoint.best_metric": (self.checkpoint.best_metric, bool(self.checkpoint.keep_best)),
+            "train.early_stop.metric": (train.early_stop.metric, train.early_stop.patience is not None),
+        }
+        for key, (metric, is_used) in used.items():
+            if is_used and not any(fnmatch(metric, name) for name in reported):
+                reason, accepted = f"is not reported by evaluations of task={self.task.name}", ", ".join(reported)
+                hint = "bits per byte need data with text" if metric.endswith("bpb") else did_you_mean(metric, reported)
+                yield Problem(key, reason, value=metric, accepted=accepted or "no metric", hint=hint)
+        if train.target_eval_loss is not None and EVAL_LOSS not in reported:
+            reason = f"needs {EVAL_LOSS}, which evaluations of task={self.task.name} do not report"
+            yield Problem("train.target_eval_loss", reason, value=train.target_eval_loss, accepted="null")
+
+    def _evaluation_metrics(self) -> list[str]:
+        """Metrics that evaluations of this config report; some are patterns."""
+        names = [name for name in LOGGED[self.task.name] if name.startswith("eval/")]
+        if EVAL_BPB not in names:
+            return names
+        names = [name for name in names if name not in (EVAL_BPB, *SET_METRICS)]
+        names += [EVAL_BPB] if self.data.counts_bytes else []
+        for name, data in self.data.held_out_sets().items():
+            names += [f"eval/{name}/loss", *([f"eval/{name}/bpb"] if data.counts_bytes else [])] if name else []
+        return names
 
     def _profile_problems(self) -> Iterator[Problem]:
         """Training steps and engines are profiled; tasks that plan or compile a training run accept its config."""

@@ -1,9 +1,12 @@
 """Schema of data: sources and the type of their records, mixing, tokenizer, packing, loading."""
 
+import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
@@ -48,6 +51,9 @@ class Tokenizer(Schema):
 # Sources that yield full rows of tokens, without a record type and without packing.
 READY_ROWS = ("demo", "text", "synthetic", "olmo")
 
+# Sources and record types whose evaluation data has text, so that its bytes can be counted.
+TEXT_FILES, TEXT_RECORDS = ("demo", "text"), ("text", "chat")
+
 # Sources that need a name, and what it refers to.
 BUILDER = "a builder, such as c4/en:3.0.1"
 NAMED = {"tfds": BUILDER, "c4_mlperf": BUILDER, "reasoning_gym": "a task, such as chain_sum"}
@@ -64,6 +70,9 @@ UNUSED = {
     "eval_name": (*UNNAMED, *FILES, "reasoning_gym"),
     "eval_split": (*UNNAMED, *FILES, "reasoning_gym"),
 }
+
+# Names of data.eval_sets, which are part of metric names.
+SET_NAME = re.compile(r"[\w.-]+")
 
 # Operators of source=arithmetic.
 OPERATORS = ("+", "-", "*")
@@ -165,6 +174,12 @@ class Corpus(Schema):
             yield Problem(missing, "is needed, because the other one is set", value=None)
         if self.formatting is not None and self.formatting.count(":") != 1:
             yield Problem("formatting", "is not a function", value=self.formatting, accepted="package.module:function")
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the evaluation data has text rather than only tokens."""
+        is_record = self.source not in (*READY_ROWS, "c4_mlperf", "mixture")
+        return self.source in TEXT_FILES or (is_record and self.record_type in TEXT_RECORDS)
 
     def _check_unused(self) -> Iterator[Problem]:
         for field, sources in UNUSED.items():
@@ -282,6 +297,32 @@ class Data(Corpus):
     prefetch: int = option(2, ge=0)
     """Batches that are prefetched."""
 
+    eval_sets: dict[str, Corpus] = option({})
+    """Additional data to evaluate on, by a name of your choice, as eval/NAME/loss and eval/NAME/bpb. All records of
+    path or split are evaluated, of a generated source its held-out ones."""
+
+    def held_out_sets(self) -> dict[str, "Data"]:
+        """Data to evaluate on by name: this data (an empty name), or each source of a mixture; then eval_sets."""
+        if self.overfit_batches is not None:
+            sets = {"": self}
+        else:
+            sets = {name: self._only(corpus) for name, corpus in self.corpora().items()}
+        for name, corpus in self.eval_sets.items():
+            whole = {"eval_path": corpus.eval_path or corpus.path, "eval_split": corpus.eval_split or corpus.split}
+            used: dict[str, Any] = {key: value for key, value in whole.items() if corpus.source not in UNUSED[key]}
+            sets[name] = dataclasses.replace(self._only(corpus), **used, overfit_batches=None)
+        return sets
+
+    def _only(self, corpus: Corpus) -> "Data":
+        """The same settings for a single source."""
+        fields = {field.name: getattr(corpus, field.name) for field in dataclasses.fields(Corpus)}
+        return dataclasses.replace(self, **fields, sources={}, weights={}, eval_sets={})
+
+    @property
+    def counts_bytes(self) -> bool:
+        """Whether evaluations know the bytes of the text, and so report bits per byte."""
+        return self.overfit_batches is None and all(corpus.has_text for corpus in self.corpora().values())
+
     def corpora(self) -> dict[str, Corpus]:
         """Return the sources by name; a single source has an empty name."""
         return dict(self.sources) if self.source == "mixture" else {"": self}
@@ -307,12 +348,24 @@ class Data(Corpus):
             reason = "is needed by source=mixture" if is_mixture else f"is not used by source={self.source}"
             yield Problem("sources", reason, value=sorted(self.sources) or None, accepted="one or more sources by name")
         yield from self._check_weights()
+        yield from self._check_eval_sets()
         for name, corpus in self.sources.items():
             if corpus.source == "mixture":
                 yield Problem(f"sources.{name}.source", "mixtures cannot be nested", value="mixture")
         if self.source in READY_ROWS and self.packing.method is not PackingMethod.auto:
             reason = f"is not used: source={self.source} yields full sequences"
             yield Problem("packing.method", reason, value=self.packing.method, accepted="auto")
+
+    def _check_eval_sets(self) -> Iterator[Problem]:
+        for name, corpus in self.eval_sets.items():
+            if not SET_NAME.fullmatch(name):
+                accepted = "letters, digits, _ - and ."
+                yield Problem("eval_sets", "has a name that is not part of a metric's name", name, accepted=accepted)
+            if name in self.sources:
+                reason = "is also the name of a source, whose held-out part is evaluated under this name"
+                yield Problem(f"eval_sets.{name}", reason, value=name, hint="choose another name")
+            if corpus.source == "mixture":
+                yield Problem(f"eval_sets.{name}.source", "mixtures cannot be nested", value="mixture")
 
     def _check_weights(self) -> Iterator[Problem]:
         for name in self.weights:

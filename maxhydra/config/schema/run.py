@@ -171,12 +171,15 @@ class Spike(Schema):
 
 @schema
 class EarlyStop(Schema):
-    """Stops the run when the eval loss no longer improves."""
+    """Stops the run when an evaluation metric no longer improves."""
+
+    metric: str = "eval/loss"
+    """Metric of evaluations that must decrease, such as eval/bpb or eval/NAME/loss of a held-out set."""
 
     patience: int | None = option(None, ge=1)
     """Evaluations without improvement before the run stops. null: never."""
     min_delta: float = option(0.0, ge=0)
-    """Decrease of the eval loss, relative to the last improvement, that counts as an improvement."""
+    """Decrease of the metric, relative to the last improvement, that counts as an improvement."""
 
 
 @schema
@@ -236,7 +239,7 @@ class Train(Schema):
     eval_start: bool = False
     """Also evaluate before the first step, as step 0."""
     eval_batches: int = option(20, ge=0)
-    """Batches per evaluation; 0 disables evaluation."""
+    """Batches per evaluation of each held-out set; 0 disables evaluation."""
     target_eval_loss: float | None = None
     """Stop, with status finished, when the eval loss reaches this value."""
     early_stop: EarlyStop = section(EarlyStop)
@@ -295,14 +298,16 @@ class Tracker(Schema):
     """wandb: online uploads during the run, offline writes files for `wandb sync`."""
 
 
-# The metric of train.target_eval_loss and train.early_stop.
-EVAL_LOSS = "eval/loss"
+# The metric of train.target_eval_loss, and bits per byte, which evaluations of data with text report.
+EVAL_LOSS, EVAL_BPB = "eval/loss", "eval/bpb"
+# Metrics of each source of a mixture and of each of data.eval_sets.
+SET_METRICS = ("eval/*/loss", "eval/*/bpb")
 # Metrics of every training task. `*` matches names known only to the run, such as those of data sources.
 STEPS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "input_wait", "data/*", "system/*")
 # Aux losses and statistics of layers, and multi-token prediction.
 LAYERS = ("side_loss", "moe/*", "mtp_loss")
 SPEED = ("tokens_per_second", "tflops_per_device", "mfu")
-LIKELIHOOD = (EVAL_LOSS, "eval/perplexity", "eval/tokens")
+LIKELIHOOD = (EVAL_LOSS, EVAL_BPB, "eval/perplexity", "eval/tokens", *SET_METRICS)
 PAIRS = ("accuracy", "logprob_chosen", "logprob_rejected", "reward_chosen", "reward_rejected", "reward_margin", "kl")
 REWARDS = ("accuracy", "reward_chosen", "reward_rejected", "reward_margin", "reward_mean", "absolute_error")
 POLICY = ("clip_share", "entropy", "kl", "sampler_error", "importance_weight", "value_loss", "explained_variance")
@@ -317,6 +322,7 @@ LOGGED = {
     "reward_model": (*TRAINED, *REWARDS, EVAL_LOSS, "eval/tokens", *(f"eval/{name}" for name in REWARDS)),
     "grpo": (*TRAINED, *ANSWERS, *PAIRS, *GRADES),
     "bench": ("loss", "step_time", *SPEED),
+    "eval": ("eval/*",),
     "distill": (*TRAINED, *DIVERGENCE, "on_policy", "answers/*", *LIKELIHOOD, "eval/kl"),
 }
 

@@ -26,14 +26,14 @@ class Text:
         prefix = [self.tokenizer.bos] if self.data.tokenizer.add_bos and self.tokenizer.bos is not None else []
         suffix = [self.tokenizer.eos] if self.data.tokenizer.add_eos and self.tokenizer.eos is not None else []
 
-        def document(tokens: np.ndarray) -> Document:
+        def document(text: str, tokens: np.ndarray) -> Document:
             whole = np.empty(len(prefix) + len(tokens) + len(suffix), np.int32)
             whole[: len(prefix)] = prefix
             whole[len(prefix) : len(prefix) + len(tokens)] = tokens
             whole[len(prefix) + len(tokens) :] = suffix
-            return Document(whole)
+            return Document(whole, text_bytes=len(text.encode()))
 
-        return [text if isinstance(text, Rejected) else document(next(ids)) for text in texts]
+        return [text if isinstance(text, Rejected) else document(text, next(ids)) for text in texts]
 
     def row(self, example: Any, seq_len: int) -> Row:
         raise TypeError("text is packed; use pack_rows")

@@ -47,6 +47,11 @@ class Tokenizer(Protocol):
         """Longest text of one token, in UTF-8 bytes; None if a token can stand for text of any length."""
         ...
 
+    @property
+    def token_bytes(self) -> np.ndarray:
+        """UTF-8 bytes that each id adds to a decoded text, int32 [vocab_size]; 0 for special tokens."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Tokenize a text; names of special tokens in it are plain text."""
         ...
@@ -168,6 +173,7 @@ def check_vocabulary(tokenizer: Tokenizer, data: Data, spec: RowSpec) -> None:
 TEMPLATE = "data.tokenizer.chat_template"
 # Chat templates that ship with the package.
 TEMPLATES = Path(__file__).parents[1] / "templates"
+BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
 # A file is tokenized in blocks of this many characters: a tokenizer needs a few hundred bytes of memory per character.
 BLOCK = 1_000_000
 
@@ -269,6 +275,27 @@ def _prefix_tree(names: Sequence[str]) -> str:
     rest = [name[common:] for name in names]
     groups = [list(group) for _, group in groupby(filter(None, rest), key=lambda text: text[0])]
     return f"{re.escape(first[:common])}(?:{'|'.join(map(_prefix_tree, groups))}){'?' if '' in rest else ''}"
+
+
+def width_of_piece(piece: str) -> int:
+    """UTF-8 bytes of the text of a SentencePiece token, in which ▁ is a space and <0x0A> a byte."""
+    return 1 if BYTE_PIECE.fullmatch(piece) else len(piece.replace("▁", " ").encode())
+
+
+def count_token_bytes(tokenizer: Tokenizer, ids: np.ndarray, text_bytes: int) -> np.ndarray:
+    """Bytes of a text that each of its tokens stands for, int32 [n]; their sum is `text_bytes`.
+
+    A tokenizer that normalizes text or adds a space has tokens whose own bytes do not sum to those of the text. They
+    are scaled, so that bits per byte of whole texts do not depend on the tokenizer.
+    """
+    widths = tokenizer.token_bytes[ids]
+    total = int(widths.sum(dtype=np.int64))
+    if total == text_bytes:
+        return widths
+    if total == 0:  # unknown tokens only
+        widths, total = np.ones(len(ids), np.int32), max(1, len(ids))
+    ends = np.rint(np.cumsum(widths, dtype=np.int64) * (text_bytes / total)).astype(np.int32)
+    return np.diff(ends, prepend=np.int32(0))
 
 
 def character_spans(text: str, widths: np.ndarray) -> np.ndarray:

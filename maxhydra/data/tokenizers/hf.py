@@ -30,6 +30,7 @@ from maxhydra.data.tokenizers import (
     report_failures,
     smallest_id_dtype,
     tokenizer_path,
+    width_of_piece,
     wrong,
 )
 
@@ -87,6 +88,19 @@ class HuggingFaceTokenizer:
     def max_token_bytes(self) -> int | None:
         tokens = _vocabulary(self._description)
         return max(len(text.encode()) for text in tokens) if _covers_all_text(self._description) else None
+
+    @cached_property
+    def token_bytes(self) -> np.ndarray:
+        is_byte_level = any(step.get("type") == "ByteLevel" for step in _steps(self._description))
+        added = {token["id"]: token["content"] for token in self._description["added_tokens"]}
+        widths = np.zeros(self.vocab_size, np.int32)
+        for text, id in _vocabulary(self._description).items():
+            if id in added:
+                widths[id] = 0 if id in self.special else len(added[id].encode())
+            else:
+                # A letter of the byte-level alphabet is one byte.
+                widths[id] = len(text) if is_byte_level else width_of_piece(text)
+        return widths
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json."""

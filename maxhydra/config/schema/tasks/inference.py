@@ -167,7 +167,8 @@ class ScoreTask(Task):
     (1: token, 0: padding, on either side)."""
     output: str = option()
     """Output file, .jsonl or .npz, created when it is complete: `logprobs` of every token after the first and
-    `perplexity` of every sequence; .npz also has `ids` and `mask`, and NaN for positions without a prediction."""
+    `perplexity` of every sequence, and `bpb` (bits per byte) of every text; .npz also has `ids` and `mask`, and NaN
+    for positions without a prediction."""
     logits: bool = False
     """Also write the logits at every position, float32 [B, T, V]; .npz only."""
     batch: int = option(8, ge=1)

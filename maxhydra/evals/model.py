@@ -1,0 +1,151 @@
+"""The model under evaluation: log-likelihoods by the scorer, completions by the engine, each request cached on disk."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from maxhydra.config import Config
+from maxhydra.config.schema.decode import Sampling
+from maxhydra.config.schema.tasks.evaluation import EvalTask
+from maxhydra.convert.load import load_weights
+from maxhydra.decode.engine import Engine
+from maxhydra.decode.offline_files import fingerprint
+from maxhydra.decode.open import model_values, reject_stages, weight_quantization
+from maxhydra.decode.sampling_params import PromptEncoder, make_requests
+from maxhydra.model import ModelDef, build
+from maxhydra.record.atomic_io import to_json
+from maxhydra.runtime.progress import open_item_progress
+from maxhydra.score.scorer import SequenceScorer, without_capacity_limit
+from maxhydra.sharding import Sharder
+
+
+class RequestCache:
+    """Results of requests by key, appended to a file as soon as each is known; a torn last line is dropped."""
+
+    def __init__(self, path: Path):
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        content = path.read_bytes()
+        complete = content[: content.rfind(b"\n") + 1]
+        os.ftruncate(self._file, len(complete))
+        self._values: dict[str, Any] = dict(json.loads(line) for line in complete.splitlines())
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def add(self, key: str, value: Any) -> None:
+        self._values[key] = value
+        os.write(self._file, (to_json([key, value]) + "\n").encode())
+
+    def close(self) -> None:
+        os.fsync(self._file)
+        os.close(self._file)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A continuation of a context: its log-probability, and whether greedy decoding would give it."""
+
+    logprob: float
+    is_greedy: bool
+
+
+class EvalModel:
+    """One checkpoint. Weights are loaded with the first request that is not in the cache."""
+
+    def __init__(self, config: Config, prompts: PromptEncoder, cache: RequestCache, *, weights: str):
+        assert isinstance(config.task, EvalTask)
+        self._config, self._task, self._cache, self._source = config, config.task, cache, weights
+        self.prompts = prompts
+        settings = {"weights": weights, **model_values(config), "compute": config.model.dtypes.compute}
+        self._identity = fingerprint(settings)
+        self.max_length = self._task.engine.max_context or config.model.context_length
+
+    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scored]:
+        """Log-likelihoods of continuations of contexts of at least one token; too long contexts lose their start."""
+        keys = [self._key("score", list(context), list(continuation)) for context, continuation in pairs]
+        missing = [index for index in self._first_of(keys) if keys[index] not in self._cache]
+        rows = [np.array([*pairs[index][0], *pairs[index][1]], np.int64)[-self.max_length :] for index in missing]
+        with self._progress(len(rows), "scored") as progress:
+            for done, score in enumerate(self._scorer(rows) if rows else (), 1):
+                index = missing[score.number]
+                count = len(pairs[index][1])
+                assert score.is_greedy is not None
+                is_greedy = bool(score.is_greedy[-count:].all())
+                value = [float(score.logprobs[-count:].sum(dtype=np.float64)), is_greedy]
+                self._cache.add(keys[index], value)
+                progress.update(done, 0)
+        return [Scored(*self._cache[key]) for key in keys]
+
+    def generate(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> list[str]:
+        """Completions of prompts; a prompt that leaves no space for max_tokens loses its start."""
+        plain = [[sampling.max_tokens, sampling.temperature, *sampling.stop] for sampling in samplings]
+        keys = [self._key("generate", list(prompt), key) for prompt, key in zip(prompts, plain, strict=True)]
+        missing = [index for index in self._first_of(keys) if keys[index] not in self._cache]
+        handles = []
+        for index in missing:
+            sampling = samplings[index]
+            ids = list(prompts[index])[-max(1, self.max_length - sampling.max_tokens) :]
+            (request,) = make_requests(
+                ids, sampling, samples=1, seed=self._config.run.seed, number=index, logprobs=None
+            )
+            handles.append(self._engine.submit(dataclasses.replace(request, stream=False)))
+        with self._progress(len(handles), "completed") as progress:
+            for done, (index, handle) in enumerate(zip(missing, handles, strict=True), 1):
+                completion = handle.result()
+                if completion.error:
+                    raise RuntimeError(f"the engine failed: {completion.error}")
+                self._cache.add(keys[index], completion.text)
+                progress.update(done, 0)
+        return [self._cache[key] for key in keys]
+
+    def close(self) -> None:
+        if "_engine" in self.__dict__:
+            self._engine.close()
+
+    def _key(self, *request: Any) -> str:
+        return fingerprint({"model": self._identity, "request": request})
+
+    def _progress(self, total: int, verb: str) -> Any:
+        return open_item_progress(self._config.train.progress, total=total, start=0, verb=verb)
+
+    @staticmethod
+    def _first_of(keys: Sequence[str]) -> list[int]:
+        """Indices of the first occurrence of each key."""
+        return list({key: index for index, key in reversed(list(enumerate(keys)))}.values())
+
+    @cached_property
+    def _sharder(self) -> Sharder:
+        sharder = Sharder.from_config(self._config.mesh)
+        reject_stages(sharder, "mesh.stage")
+        return sharder
+
+    @cached_property
+    def _model(self) -> ModelDef:
+        model = build(without_capacity_limit(self._config.model), quantization=weight_quantization(self._config))
+        model.check_mesh(self._sharder)
+        return model
+
+    @cached_property
+    def _weights(self) -> Any:
+        shardings = self._sharder.tree(self._model.base.axes)
+        dtype = jnp.dtype(self._config.model.dtypes.compute.value)
+        return load_weights(self._source, self._model, shardings=shardings, dtype=dtype)
+
+    @cached_property
+    def _scorer(self) -> Callable[..., Any]:
+        return SequenceScorer(self._model, self._weights, self._sharder, self._task.batch, False, with_greedy=True)
+
+    @cached_property
+    def _engine(self) -> Engine:
+        tokenizer, eos = self.prompts.tokenizer, self.prompts.eos_ids
+        return Engine(self._model, self._weights, tokenizer, self._task.engine, sharder=self._sharder, eos=eos)
