@@ -92,12 +92,12 @@ class TestEveryKind:
     def test_bytes_of_tokens_sum_to_those_of_the_text(
         self, tokenizer: Tokenizer, request: pytest.FixtureRequest
     ) -> None:
-        assert tokenizer.token_bytes.shape == (tokenizer.vocab_size,)
-        assert not tokenizer.token_bytes[sorted(tokenizer.special)].any()
+        assert tokenizer.token_widths.shape == (tokenizer.vocab_size,)
+        assert not tokenizer.token_widths[sorted(tokenizer.special)].any()
         for text in TEXTS:
             ids, size = np.array(tokenizer.encode(text), np.int64), len(text.encode())
             if any(name in request.node.name for name in ("byte_level", "tiktoken")):
-                assert tokenizer.token_bytes[ids].sum() == size
+                assert tokenizer.token_widths[ids].sum() == size
             counts = count_token_bytes(tokenizer, ids, size)
             assert counts.sum() == size and (counts >= 0).all()
             if text == TEXTS[0]:

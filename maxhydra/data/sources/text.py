@@ -59,7 +59,7 @@ def read_files(paths: list[Path], corpus: Corpus, data: Data, spec: RowSpec) -> 
 def _evaluation_rows(stream: TokenStream, start: int, data: Data, spec: RowSpec) -> ContiguousRows:
     """Rows of the tokens from `start` on, with the bytes of their text."""
     tokenizer, ids = load_tokenizer(data), stream.ids[start:]
-    text_bytes = round(int(tokenizer.token_bytes[ids].sum(dtype=np.int64)) * stream.byte_ratio)
+    text_bytes = round(int(tokenizer.token_widths[ids].sum(dtype=np.int64)) * stream.byte_ratio)
     token_bytes = count_token_bytes(tokenizer, ids, text_bytes)
     return ContiguousRows(ids, spec.seq_len, keep_partial=True, token_bytes=token_bytes)
 
@@ -90,7 +90,7 @@ def _tokenize_files(paths: list[Path], tokenizer: Tokenizer) -> TokenStream:
         except UnicodeDecodeError as error:
             reason = f"is not valid UTF-8: {error}"
             raise ConfigError(Problem("data.path", reason, value=path, hint="convert the file to UTF-8")) from None
-        token_bytes += int(tokenizer.token_bytes[ids].sum(dtype=np.int64))
+        token_bytes += int(tokenizer.token_widths[ids].sum(dtype=np.int64))
         separator = [] if tokenizer.eos is None or not pieces else [np.array([tokenizer.eos], ids.dtype)]
         pieces += [*separator, ids]
     return TokenStream(np.concatenate(pieces), text_bytes / max(1, token_bytes))

@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def token_bytes(self) -> np.ndarray:
+    def token_widths(self) -> np.ndarray:
         """UTF-8 bytes that each id adds to a decoded text, int32 [vocab_size]; 0 for special tokens."""
         ...
 
@@ -288,7 +288,7 @@ def count_token_bytes(tokenizer: Tokenizer, ids: np.ndarray, text_bytes: int) ->
     A tokenizer that normalizes text or adds a space has tokens whose own bytes do not sum to those of the text. They
     are scaled, so that bits per byte of whole texts do not depend on the tokenizer.
     """
-    widths = tokenizer.token_bytes[ids]
+    widths = tokenizer.token_widths[ids]
     total = int(widths.sum(dtype=np.int64))
     if total == text_bytes:
         return widths

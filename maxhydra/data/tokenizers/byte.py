@@ -21,7 +21,7 @@ class ByteTokenizer:
     special_token_ids: Mapping[str, int] = MappingProxyType({"<|begin|>": bos, "<|end|>": eos, "<|pad|>": pad})
 
     max_token_bytes = max(map(len, special_token_ids))
-    token_bytes = (np.arange(vocab_size) < bos).astype(np.int32)
+    token_widths = (np.arange(vocab_size) < bos).astype(np.int32)
 
     def __init__(self, chat_template: str | None = None):
         self.chat_template = chat_template

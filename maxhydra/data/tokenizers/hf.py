@@ -90,7 +90,7 @@ class HuggingFaceTokenizer:
         return max(len(text.encode()) for text in tokens) if _covers_all_text(self._description) else None
 
     @cached_property
-    def token_bytes(self) -> np.ndarray:
+    def token_widths(self) -> np.ndarray:
         is_byte_level = any(step.get("type") == "ByteLevel" for step in _steps(self._description))
         added = {token["id"]: token["content"] for token in self._description["added_tokens"]}
         widths = np.zeros(self.vocab_size, np.int32)

@@ -49,9 +49,9 @@ class TiktokenTokenizer:
         self.vocab_size: int = encoding.n_vocab
         self.chat_template = chat_template(config, None)
         longest = max(len(text) for text in (*encoding.token_byte_values(), *map(str.encode, self.special_token_ids)))
-        self.token_bytes = np.zeros(self.vocab_size, np.int32)
+        self.token_widths = np.zeros(self.vocab_size, np.int32)
         for text in encoding.token_byte_values():
-            self.token_bytes[encoding.encode_single_token(text)] = len(text)
+            self.token_widths[encoding.encode_single_token(text)] = len(text)
         self.max_token_bytes = None if has_own_pattern else longest
 
     @report_failures
