@@ -50,6 +50,9 @@ NEEDS = {
     ("data", "tfds"): ["data.name=c4/en"],
     ("data", "reasoning_gym"): ["data.name=chain_sum"],
     ("model", "from_hf"): [f"model.path={Path(__file__).parents[1] / 'parity' / 'golden' / 'llama'}"],
+    ("environment", "openenv"): ["environment.url=http://localhost:8000"],
+    ("optimizer/schedule", "wsd_s"): ["optimizer.schedule.restarts=[400]"],
+    ("task", "eval"): ["task.tasks=[arithmetic]"],
     ("environment", "function"): ["environment.function=math:sqrt"],
     ("reward", "function"): ["reward.terms.own.function=math:sqrt"],
     ("reward", "judge"): ["reward.terms.judge.judge.url=http://localhost/v1", "reward.terms.judge.judge.model=name"],
@@ -108,6 +111,8 @@ OPTIONS_OF = {group: [path.stem for path in groups()[group]] for group in INDEPE
 def test_independent_options_compose_as_in_hydra(number: int, text: Path, composer: Composer) -> None:
     chosen = {group: options[number % len(options)] for group, options in OPTIONS_OF.items()}
     overrides = [override for group, option in chosen.items() for override in choose(group, option, text)]
+    # A task that accepts the keys of all others.
+    overrides.append("task=inspect")
     composed = composer.check_overrides(overrides).composed()
     assert composed.choices.items() >= chosen.items()
     assert composed.config == composer.check_overrides(overrides, with_hydra=False).composed().config
