@@ -16,7 +16,8 @@ HEAD = """\
 
 All keys, generated from the schema by `python -m maxhydra.config.docs`. Set a key on the command line as
 `maxhydra train.steps=1000`; `maxhydra explain train.steps` also shows where its value comes from. A `*` in a path is a
-name that you choose. A key without a default is set by the options in `conf/` or on the command line.
+name that you choose. A key without a default is set by the options in `conf/` or on the command line. A value on the
+command line that would have no effect, such as `reward.workers=2` with `task=sft`, is an error that names what uses it.
 """
 
 

@@ -28,6 +28,8 @@ from tests.support.cli import ROOT, SMALL, run_processes, start_processes
 from tests.support.polling import wait_for
 
 MODEL = [*SMALL, "model.num_heads=4", "model.num_kv_heads=4", "train.per_device_batch_size=2"]
+# The keys of it that tasks use which do not train.
+LOADED = [item for item in MODEL if item.startswith(("model.", "train.seq_len="))]
 LOAD = "checkpoint.load_parameters=weights"
 ENGINE = ["task.engine.max_batch=2", "task.engine.cache_tokens=256", "task.engine.page_size=32"]
 NAMES = ("one", "two")
@@ -36,17 +38,26 @@ SAMPLING = ["task.sampling.ignore_eos=true", "task.sampling.temperature=1"]
 
 
 def score(output: str) -> list[str]:
-    return ["task=score", *MODEL, LOAD, "task.input=ids.jsonl", f"task.output={output}", "task.batch=4"]
+    return ["task=score", *LOADED, LOAD, "task.input=ids.jsonl", f"task.output={output}", "task.batch=4"]
 
 
 def decode(output: str) -> list[str]:
     files = ["task.input=prompts.jsonl", f"task.output={output}", "task.samples=2"]
-    return ["task=decode", *MODEL, LOAD, *ENGINE, *files, "task.sampling.max_tokens=5", *SAMPLING]
+    return ["task=decode", *LOADED, LOAD, *ENGINE, *files, "task.sampling.max_tokens=5", *SAMPLING]
 
 
 def teacher_logits(output: str) -> list[str]:
     data = ["data=grain", "data.path=text.jsonl", "data.eval_fraction=0.1"]
-    return ["task=teacher_logits", *MODEL, LOAD, *data, "task.k=4", "task.shards=2", f"task.output={output}"]
+    return [
+        "task=teacher_logits",
+        *LOADED,
+        MODEL[-1],
+        LOAD,
+        *data,
+        "task.k=4",
+        "task.shards=2",
+        f"task.output={output}",
+    ]
 
 
 def grpo(name: str) -> list[str]:
@@ -186,7 +197,7 @@ def test_episodes_with_an_environment_are_those_of_one_process(folder: Path) -> 
 @pytest.mark.slow
 def test_a_server_of_two_processes_completes_as_task_decode(folder: Path) -> None:
     """Process 0 has the server; SIGTERM to both, as from a launcher, ends both after the last request."""
-    command = ["task=serve", *MODEL, LOAD, *ENGINE, *MESH, "task.port=0"]
+    command = ["task=serve", *LOADED, LOAD, *ENGINE, *MESH, "task.port=0"]
     processes = start_processes(2, *command, cwd=folder)
     console = folder / "console.0"
     wait_for(lambda: "serving" in console.read_text(), seconds=240)
