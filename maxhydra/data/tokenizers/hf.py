@@ -84,6 +84,11 @@ class HuggingFaceTokenizer:
         tokens = _vocabulary(self._description)
         return max(len(text.encode()) for text in tokens) if _covers_all_text(self._description) else None
 
+    @property
+    def description(self) -> dict[str, Any]:
+        """The tokenizer in the format of tokenizer.json."""
+        return self._description
+
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json."""
         (folder / "tokenizer.json").write_text(json.dumps(self._description), encoding="utf-8")
