@@ -27,27 +27,25 @@ TYPES = {
 FLOATS = ("rms_norm_eps", "rope_theta")
 FILE = "model.gguf"
 KEY = "task.format"
+UNSUPPORTED = "is not supported by a GGUF file"
 
 
 def check_representable(model: ModelDef, table: Table) -> None:
-    """Raise ConfigError for what a GGUF file of the family does not express; llama.cpp would ignore it."""
+    """Raise ConfigError for settings that a GGUF file of the family lacks and llama.cpp would ignore."""
     problems = []
     for name, kind in model.config.kinds.items():
         attention = kind.attention
         if attention.window is not None:
-            problems.append(Problem(f"model.kinds.{name}.attention.window", NOT_WRITTEN, value=attention.window))
+            problems.append(Problem(f"model.kinds.{name}.attention.window", UNSUPPORTED, value=attention.window))
         if attention.rope.kind not in (config.RopeKind.default, config.RopeKind.llama3):
-            problems.append(Problem(f"model.kinds.{name}.attention.rope.kind", NOT_WRITTEN, value=attention.rope.kind))
+            problems.append(Problem(f"model.kinds.{name}.attention.rope.kind", UNSUPPORTED, value=attention.rope.kind))
         if kind.mlp.activation is not config.Activation.silu:
-            problems.append(Problem(f"model.kinds.{name}.mlp.activation", NOT_WRITTEN, value=kind.mlp.activation))
+            problems.append(Problem(f"model.kinds.{name}.mlp.activation", UNSUPPORTED, value=kind.mlp.activation))
     unnamed = [mapping.row.paths[0] for mapping in map_params(table, model) if not mapping.row.gguf]
     if unnamed:
         problems.append(Problem(KEY, f"has no tensor for {unnamed[0]} of model_type {table.model_type}"))
     if problems:
         raise ConfigError(problems)
-
-
-NOT_WRITTEN = "is not supported by a GGUF file"
 
 
 def write_gguf(

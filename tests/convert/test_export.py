@@ -1,4 +1,4 @@
-"""GGUF files and compressed-tensors folders: other programs read them, and their logits are those of ours."""
+"""GGUF files and compressed-tensors folders: other programs read them, and their logits are those of found_logits."""
 
 import json
 from pathlib import Path
@@ -70,33 +70,33 @@ def test_a_gguf_file_has_the_quantized_tensors_and_gives_the_logits_of_transform
     architecture = json.loads((source / "config.json").read_text())["model_type"]
     assert reader.fields["general.architecture"].contents() == architecture
     stored = {tensor.name: tensor for tensor in reader.tensors}
-    wanted = gguf.GGMLQuantizationType[kind.upper()]
+    matrix_type = gguf.GGMLQuantizationType[kind.upper()]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 8)
     for name, array in tensors_of(source / "model.safetensors").items():
         tensor = stored[names.get_name(name, (".weight", ".bias"))]
         if array.ndim == 2 and array.shape[-1] % 32 == 0:
-            assert tensor.tensor_type == wanted, name
+            assert tensor.tensor_type == matrix_type, name
         if any(part in name for part in ("q_proj", "k_proj")) and architecture == "llama":
             continue  # reordered; covered by the logits
         exact = array.astype(np.float32)
         expected = gguf.quants.dequantize(gguf.quants.quantize(exact, tensor.tensor_type), tensor.tensor_type)
         found = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(array.shape)
         np.testing.assert_array_equal(found, expected.reshape(array.shape))
-    ours = our_logits(source, file)
+    found_logits = our_logits(source, file)
     # transformers ignores head sizes and RoPE factors of GGUF files, so its config comes from the source.
     config = transformers.AutoConfig.from_pretrained(source)
-    theirs = their_logits(tmp_path / "out", gguf_file="model.gguf", config=config)
-    np.testing.assert_allclose(ours, theirs, atol=2e-4)
+    expected_logits = their_logits(tmp_path / "out", gguf_file="model.gguf", config=config)
+    np.testing.assert_allclose(found_logits, expected_logits, atol=2e-4)
     limit = {"f16": 1e-2, "q8_0": 0.1, "q4_0": 2.0}[kind]
-    assert np.abs(ours - our_logits(source, source)).max() < limit
+    assert np.abs(found_logits - our_logits(source, source)).max() < limit
 
 
 def test_a_gguf_file_contains_the_tokenizer(tmp_path: Path) -> None:
     """Our reader of GGUF tokenizers gives the same ids as tokenizer.json."""
     marks = MARKS["chatml"]
-    words = save(byte_level(marks), tmp_path / "words", eos_token=marks[1], chat_template="{{ messages }}")
+    folder = save(byte_level(marks), tmp_path / "tokenizer", eos_token=marks[1], chat_template="{{ messages }}")
     model = ["model=llama2-tiny", "model.vocab_size=640"]
-    config = compose([*model, "data.tokenizer.kind=hf", f"data.tokenizer.path={words}"]).config
+    config = compose([*model, "data.tokenizer.kind=hf", f"data.tokenizer.path={folder}"]).config
     decoder, tokenizer = build(config.model), load_tokenizer(config.data)
     arrays = InMemoryArrays(jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), decoder.shapes))
     table = find_family(decoder, None, has_gguf=True)
@@ -119,9 +119,9 @@ def test_transformers_loads_compressed_folders(family: str, kind: str, tmp_path:
     stored = stored_dtypes(output)
     assert sum(dtype == {"fp8": "F8_E4M3", "int8": "I8"}[kind] for dtype in stored.values()) == 7 * 3
     settings = transformers.CompressedTensorsConfig(run_compressed=False)
-    ours, theirs = our_logits(source, output), their_logits(output, quantization_config=settings)
-    np.testing.assert_allclose(ours, theirs, atol=2e-4)
-    difference = np.abs(ours - our_logits(source, source)).max()
+    found_logits, expected_logits = our_logits(source, output), their_logits(output, quantization_config=settings)
+    np.testing.assert_allclose(found_logits, expected_logits, atol=2e-4)
+    difference = np.abs(found_logits - our_logits(source, source)).max()
     assert 1e-4 < difference < {"fp8": 1.0, "int8": 0.3}[kind]
 
 

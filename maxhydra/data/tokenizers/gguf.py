@@ -80,7 +80,7 @@ def _known() -> dict[str, Any]:
 
 
 def _uses_regex(steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the regex of GPT-2 splits words; a step of its own regex replaces it."""
+    """Whether the regex of GPT-2 splits words; a Split step replaces it."""
     return not any(step["type"] == "Split" for step in steps)
 
 
