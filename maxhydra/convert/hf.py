@@ -2,7 +2,8 @@
 
 FP8 and MXFP4 tensors are dequantized. MXFP4 (Open Compute Project, 2023): `x_blocks` [..., O, I / 32, 16] bytes with
 two values each, the lower nibble first, and `x_scales` [..., O, I / 32] power-of-two exponents; x is [..., I, O], as in
-gpt-oss. FP8 (DeepSeek-V3, 2024): `x` [O, I], and `x_scale_inv` with one factor per tile.
+gpt-oss. FP8 (DeepSeek-V3, 2024): `x` [O, I], and `x_scale_inv` with one factor per tile. compressed-tensors: `x` [O, I]
+in FP8 or INT8, and `x_scale` with one factor per output channel.
 """
 
 import json
@@ -29,7 +30,9 @@ EXPONENT_BIAS = 127
 FLOAT8 = "F8_E4M3"
 # Tile shape if quantization_config does not set weight_block_size.
 TILE = (128, 128)
-METHODS = (None, "fp8", "mxfp4")
+METHODS = (None, "fp8", "mxfp4", "compressed-tensors")
+# Formats of compressed-tensors: codes, and scales per tensor or output channel in `x_scale`.
+COMPRESSED, CHANNEL_SCALES = ("float-quantized", "int-quantized", "naive-quantized"), "_scale"
 
 
 def dequantized_view(settings: Settings, shapes: Shapes, read: Read) -> tuple[Shapes, Read]:
@@ -41,6 +44,9 @@ def dequantized_view(settings: Settings, shapes: Shapes, read: Read) -> tuple[Sh
     if (method := quantization.get("quant_method")) not in METHODS:
         supported = ", ".join(name for name in METHODS if name)
         raise UnsupportedError(f"unsupported quantization_config.quant_method={method} (supported: {supported})")
+    if method == "compressed-tensors" and quantization.get("format") not in COMPRESSED:
+        supported = ", ".join(COMPRESSED)
+        raise UnsupportedError(f"unsupported format={quantization.get('format')} (supported: {supported})")
     tile = tuple(quantization.get("weight_block_size") or TILE)
     float_shapes: dict[str, tuple[int, ...]] = {}
     readers: dict[str, Read] = {}
@@ -53,6 +59,10 @@ def dequantized_view(settings: Settings, shapes: Shapes, read: Read) -> tuple[Sh
         elif name + TILE_SCALES in shapes:
             float_shapes[name] = shape
             readers[name] = lambda name: _dequantize_tiles(read(name), read(name + TILE_SCALES), tile)
+        elif name.endswith("weight") and name + CHANNEL_SCALES in shapes:
+            _check_channels(name, shape, shapes[name + CHANNEL_SCALES])
+            float_shapes[name] = shape
+            readers[name] = lambda name: read(name).astype(np.float32) * read(name + CHANNEL_SCALES).astype(np.float32)
         elif not _is_scale(name, shapes):
             float_shapes[name], readers[name] = shape, read
     return float_shapes, lambda name: readers[name](name)
@@ -71,8 +81,14 @@ def read_float8(file: Path, name: str) -> np.ndarray:
 def _is_scale(name: str, shapes: Shapes) -> bool:
     """True for the scales of a quantized tensor."""
     return (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in shapes) or (
-        name.endswith(TILE_SCALES) and name.removesuffix(TILE_SCALES) in shapes
+        name.endswith((TILE_SCALES, "weight" + CHANNEL_SCALES)) and name[: name.rindex("_scale")] in shapes
     )
+
+
+def _check_channels(name: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> None:
+    """Raise UnsupportedError for scales of groups of inputs."""
+    if scales not in ((), (1,), (1, 1), (shape[0], 1)):
+        raise UnsupportedError(f"scales of shape {list(scales)} for {name} {list(shape)} (supported: one per channel)")
 
 
 def _dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

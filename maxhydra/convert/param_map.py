@@ -54,9 +54,9 @@ class TensorLayout:
         params = [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
         return [_regroup(param, (-1, 2)) for param in params] if interleaved_rope else params
 
-    def to_hf(self, params: Sequence[np.ndarray]) -> np.ndarray:
-        """Fuse parameters into the tensor, in the feature order of the HF row."""
-        params = [_regroup(param, (2, -1)) for param in params] if self.row.interleaved_rope else params
+    def to_hf(self, params: Sequence[np.ndarray], *, interleaved_rope: bool) -> np.ndarray:
+        """Inverse of `from_hf`."""
+        params = [_regroup(param, (2, -1)) for param in params] if interleaved_rope else params
         parts = [param.reshape(*self._leading, self._inputs, self._groups, -1) for param in params]
         flat = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
         flat = flat.reshape(*self._leading, self._inputs, -1)

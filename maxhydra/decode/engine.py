@@ -65,8 +65,7 @@ class Engine:
         all devices do both. `profiler`: profiles iterations, counted from 1. `version`: of the weights; see
         `update_params`. `records_experts`: completions contain the experts of their tokens, and prompts are not taken
         from a prefix cache. `adapters`: of the adapters that requests may name; None: requests have no adapter."""
-        self._adapters = AdapterTable(0 if adapters is None else adapters.slots)
-        self._adapter_lock = threading.Lock()
+        self._adapters, self._adapter_lock = AdapterTable(adapters.slots if adapters else 0), threading.Lock()
         self._profiler = profiler
         self._tokenizer, self._eos = tokenizer, frozenset(eos)
         self._vocab_size, self._max_batch = model.config.vocab_size, config.max_batch

@@ -1,8 +1,9 @@
-"""task=convert: export weights as a Hugging Face folder, a PEFT adapter, or a maxhydra checkpoint."""
+"""task=convert: export weights as a Hugging Face folder, a GGUF file, a PEFT adapter, or a maxhydra checkpoint."""
 
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,17 @@ from maxhydra.config.schema.model import Head
 from maxhydra.config.schema.quantization import STORED_KINDS
 from maxhydra.config.schema.tasks.inference import ConvertFormat, ConvertTask
 from maxhydra.convert.adapter_lineage import find_adapter_lineage
+from maxhydra.convert.compressed import FORMATS as COMPRESSED
+from maxhydra.convert.compressed import check_dense, compress, compression_settings
+from maxhydra.convert.gguf_write import TYPES as GGUF_TYPES
+from maxhydra.convert.gguf_write import check_representable, write_gguf
 from maxhydra.convert.hf_config import is_hf_folder
 from maxhydra.convert.hf_write import find_family, write_hf
 from maxhydra.convert.load import open_arrays, read_adapter
 from maxhydra.convert.orbax_io import write_checkpoint
 from maxhydra.convert.peft import write_peft
 from maxhydra.data.tokenizers import check_vocabulary, tokenizer_path
+from maxhydra.data.tokenizers.gguf import gguf_metadata
 from maxhydra.data.tokenizers.hf import HuggingFaceTokenizer
 from maxhydra.decode.open import check_same_model
 from maxhydra.modelfiles import locate
@@ -67,8 +73,33 @@ def _write_hf(config: Config, task: ConvertTask, source: str, folder: Path) -> N
     decoder = model.build(config.model)
     table = find_family(decoder, task.model_type)
     dtype = jnp.dtype((task.dtype or config.model.dtypes.weights).value)
+    options: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    if task.format in COMPRESSED:
+        check_dense(decoder, "task.format")
+        options["compress"] = partial(compress, task.format)
+        extra["quantization_config"] = compression_settings(task.format)
     arrays = open_arrays(KEY, source, decoder, dtype=dtype)
-    write_hf(folder, decoder, arrays, table=table, dtype=dtype, extra=_write_tokenizer(config, source, folder))
+    extra |= _write_tokenizer(config, source, folder)
+    write_hf(folder, decoder, arrays, table=table, dtype=dtype, extra=extra, **options)
+
+
+def _write_gguf(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
+    decoder = model.build(config.model)
+    table = find_family(decoder, task.model_type, has_gguf=True)
+    check_representable(decoder, table)
+    tokenizer: dict[str, Any] = {}
+    if config.data.tokenizer.kind != "byte":
+        loaded = data.load_tokenizer(config.data)
+        if not isinstance(loaded, HuggingFaceTokenizer):
+            reason, accepted = "is not supported by a GGUF file", "hf, gguf, or byte for a file without a tokenizer"
+            raise ConfigError(
+                Problem("data.tokenizer.kind", reason, value=config.data.tokenizer.kind, accepted=accepted)
+            )
+        check_vocabulary(loaded, config.data, data.RowSpec(seq_len=1, vocab_size=config.model.vocab_size, seed=0))
+        tokenizer = gguf_metadata(loaded, config.model.vocab_size)
+    arrays = open_arrays(KEY, source, decoder, dtype=jnp.dtype("float32"))
+    write_gguf(folder, decoder, arrays, table=table, format=task.format, tokenizer=tokenizer)
 
 
 def _write_maxhydra(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
@@ -105,7 +136,13 @@ def _write_peft(config: Config, task: ConvertTask, source: str, folder: Path) ->
     write_peft(folder, adapted, read_adapter(KEY, source, adapted), table=table, base=lineage.base)
 
 
-WRITERS = {ConvertFormat.hf: _write_hf, ConvertFormat.peft: _write_peft, ConvertFormat.maxhydra: _write_maxhydra}
+WRITERS = {
+    ConvertFormat.hf: _write_hf,
+    **dict.fromkeys(COMPRESSED, _write_hf),
+    **dict.fromkeys(GGUF_TYPES, _write_gguf),
+    ConvertFormat.peft: _write_peft,
+    ConvertFormat.maxhydra: _write_maxhydra,
+}
 
 
 def _write_tokenizer(config: Config, source: str, folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from maxhydra.convert.hf import hf_source
 from maxhydra.convert.hf_config import build_model
-from maxhydra.convert.hf_write import write_hf, write_safetensors
+from maxhydra.convert.hf_write import StoredTensor, write_hf, write_safetensors
 from maxhydra.convert.orbax_io import write_checkpoint
 from maxhydra.convert.param_map import map_params
 from maxhydra.convert.streaming import FileArrays
@@ -40,9 +41,12 @@ def write_random_model(folder: Path) -> None:
         for tensor in mapping.tensors
     ]
     rng = np.random.default_rng(0)
-    write_safetensors(
-        folder / "model.safetensors", dict(rows), (rng.normal(size=s).astype(FLOAT) for _, s in rows), dtype=FLOAT
-    )
+
+    def sample(shape: tuple[int, ...]) -> np.ndarray:
+        return rng.normal(size=shape).astype(FLOAT)
+
+    tensors = [StoredTensor(name, shape, FLOAT, partial(sample, shape)) for name, shape in rows]
+    write_safetensors(folder / "model.safetensors", tensors)
 
 
 @pytest.mark.slow

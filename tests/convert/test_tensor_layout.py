@@ -16,7 +16,7 @@ def check(row: Weight, tensor: np.ndarray, expected: list[np.ndarray], heads: in
     params = layout.from_hf(tensor, interleaved_rope=row.interleaved_rope)
     for param, want in zip(params, expected, strict=True):
         np.testing.assert_array_equal(param, want)
-    np.testing.assert_array_equal(layout.to_hf(params), tensor)
+    np.testing.assert_array_equal(layout.to_hf(params, interleaved_rope=row.interleaved_rope), tensor)
 
 
 def test_matrices_are_transposed_vectors_and_embeddings_are_not() -> None:

@@ -64,6 +64,21 @@ NON_LAYER = (
 )
 
 
+# Key of config.json -> GGUF key.
+GGUF_SETTINGS = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+
+
 def to_model(settings: Settings) -> dict[str, Any]:
     layer = {"attention": {"rope": rope(settings)}, "mlp": {"activation": activation(settings["hidden_act"])}}
     return {**sizes(settings), "head": head(settings, tied=False), "kinds": {"layer": layer}}
@@ -101,19 +116,5 @@ TABLE = Table(
     to_model=llama_to_model,
     to_settings=llama_to_settings,
     ignored=("*.rotary_emb.inv_freq", "rope_freqs.weight"),
-    gguf=Gguf(
-        architectures=("llama",),
-        settings={
-            "num_hidden_layers": "block_count",
-            "hidden_size": "embedding_length",
-            "intermediate_size": "feed_forward_length",
-            "num_attention_heads": "attention.head_count",
-            "num_key_value_heads": "attention.head_count_kv",
-            "head_dim": "attention.key_length",
-            "vocab_size": "vocab_size",
-            "max_position_embeddings": "context_length",
-            "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-            "rope_theta": "rope.freq_base",
-        },
-    ),
+    gguf=Gguf(architectures=("llama",), settings=GGUF_SETTINGS),
 )

@@ -4,6 +4,7 @@ Qwen2: Llama with query, key and value biases; the last layers may have sliding 
 Qwen3 MoE: 30B-A3B, 235B-A22B, and Qwen3-Coder 480B-A35B.
 """
 
+import dataclasses
 from typing import Any
 
 from maxhydra.config.schema import model as config
@@ -22,8 +23,19 @@ from maxhydra.convert.hf_config import (
     window_settings,
     windowed_layers,
 )
-from maxhydra.convert.name_table import Settings, Table, UnsupportedError
+from maxhydra.convert.name_table import Gguf, Settings, Table, UnsupportedError
 from maxhydra.convert.tables import llama
+
+# GGUF files of Qwen do not reorder queries and keys for RoPE on adjacent pairs.
+LAYER = tuple(dataclasses.replace(row, gguf_interleaved_rope=False) for row in llama.LAYER)
+GGUF_NAMES = {"query": "attn_q", "key": "attn_k", "value": "attn_v", "out": "attn_output"}
+BIASES = tuple(
+    dataclasses.replace(row, gguf=f"{llama.GGUF}{GGUF_NAMES[str(row.path).split('/')[1]]}.bias") for row in llama.BIASES
+)
+QK_NORMS = tuple(
+    dataclasses.replace(row, gguf=f"{llama.GGUF}{name}_norm.weight")
+    for row, name in zip(llama.QK_NORMS, ("attn_q", "attn_k"), strict=True)
+)
 
 
 def add_windows(settings: Settings, model: dict[str, Any]) -> dict[str, Any]:
@@ -52,10 +64,11 @@ def qwen2_to_settings(model: config.Model) -> Settings | None:
 
 QWEN2 = Table(
     hf_types={"qwen2": "Qwen2ForCausalLM"},
-    layer=llama.LAYER + llama.BIASES,
+    layer=LAYER + BIASES,
     non_layer=llama.NON_LAYER,
     to_model=qwen2_to_model,
     to_settings=qwen2_to_settings,
+    gguf=Gguf(architectures=("qwen2",), settings=llama.GGUF_SETTINGS),
 )
 
 
@@ -75,8 +88,9 @@ def qwen3_to_settings(model: config.Model) -> Settings | None:
 
 QWEN3 = Table(
     hf_types={"qwen3": "Qwen3ForCausalLM"},
-    layer=llama.LAYER + llama.BIASES + llama.QK_NORMS,
+    layer=LAYER + BIASES + QK_NORMS,
     non_layer=llama.NON_LAYER,
+    gguf=Gguf(architectures=("qwen3",), settings=llama.GGUF_SETTINGS),
     to_model=qwen3_to_model,
     to_settings=qwen3_to_settings,
 )

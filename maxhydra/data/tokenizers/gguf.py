@@ -5,11 +5,12 @@ rejected: text that is split differently becomes tokens that the model never saw
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.data import Tokenizer as Config
 from maxhydra.config.values import nearby_files
 from maxhydra.data.tokenizers import wrong
@@ -18,7 +19,7 @@ from maxhydra.modelfiles import locate, open_gguf
 
 KEY = "data.tokenizer.path"
 # Token types in the file. Special tokens such as the end of a turn are control tokens.
-CONTROL, USER_DEFINED = 3, 4
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id"}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
@@ -46,9 +47,10 @@ def build(config: Config) -> HuggingFaceTokenizer:
 
 def _description(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
     """The tokenizer in the format of tokenizer.json."""
-    known = json.loads(resources.files(__package__).joinpath("gguf.json").read_text(encoding="utf-8"))
+    known = _known()
     _look_up(config, "model", values.get("ggml.model"), dict.fromkeys(known["byte_level_bpe"]))
     steps = _look_up(config, "pre", values.get("ggml.pre"), known["before_the_regex"])
+    split = {**BYTE_LEVEL, "use_regex": _uses_regex(steps)}
     tokens, types = values["ggml.tokens"], values["ggml.token_type"]
     added = [
         {**_flags(types[id] == CONTROL), "id": id, "content": text}
@@ -59,13 +61,63 @@ def _description(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
         "version": "1.0",
         "added_tokens": added,
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, BYTE_LEVEL]},
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [*steps, split],
+        },
         "decoder": BYTE_LEVEL,
         "model": {
             "type": "BPE",
             "vocab": {text: id for id, text in enumerate(tokens)},
             "merges": [pair.split(" ", 1) for pair in values["ggml.merges"]],
         },
+    }
+
+
+def _known() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(resources.files(__package__).joinpath("gguf.json").read_text(encoding="utf-8"))
+    return content
+
+
+def _uses_regex(steps: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the regex of GPT-2 splits words; a Split step replaces it."""
+    return not any(step["type"] == "Split" for step in steps)
+
+
+def gguf_metadata(tokenizer: HuggingFaceTokenizer, vocab_size: int) -> dict[str, Any]:
+    """The tokenizer as values of a GGUF file, without the prefix `tokenizer.`; the inverse of `build`.
+
+    ConfigError if llama.cpp has no name for its kind. The vocabulary is padded to that of the model.
+    """
+    description = tokenizer.description
+    stage, model = description.get("pre_tokenizer") or {}, description["model"]
+    steps = stage["pretokenizers"] if stage.get("type") == "Sequence" else [stage]
+    *before, last = steps
+    names = [
+        name
+        for name, known in _known()["before_the_regex"].items()
+        if before == known and last.get("type") == "ByteLevel" and last.get("use_regex", True) == _uses_regex(known)
+    ]
+    if model.get("type") != "BPE" or not names or description.get("normalizer"):
+        accepted = f"byte-level BPE that splits words as {', '.join(_known()['before_the_regex'])}"
+        hint = "data.tokenizer.kind=byte writes the file without a tokenizer"
+        raise ConfigError(Problem(KEY, "has no equivalent in a GGUF file", accepted=accepted, hint=hint))
+    tokens = [f"[PAD{id}]" for id in range(vocab_size)]
+    types = [UNUSED] * vocab_size
+    for text, id in model["vocab"].items():
+        tokens[id], types[id] = text, NORMAL
+    for added in description.get("added_tokens") or []:
+        tokens[added["id"]], types[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
+    ids = {f"ggml.{name}": getattr(tokenizer, role) for role, name in IDS.items()}
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    return {
+        "ggml.model": _known()["byte_level_bpe"][0],
+        "ggml.pre": names[0],
+        "ggml.tokens": tokens,
+        "ggml.token_type": types,
+        "ggml.merges": merges,
+        **{name: id for name, id in ids.items() if id is not None},
+        **({} if tokenizer.chat_template is None else {"chat_template": tokenizer.chat_template}),
     }
 
 

@@ -102,6 +102,11 @@ class HuggingFaceTokenizer:
                 widths[id] = len(text) if is_byte_level else width_of_piece(text)
         return widths
 
+    @property
+    def description(self) -> dict[str, Any]:
+        """The tokenizer in the format of tokenizer.json."""
+        return self._description
+
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json."""
         (folder / "tokenizer.json").write_text(json.dumps(self._description), encoding="utf-8")

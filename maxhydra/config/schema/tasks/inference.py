@@ -195,8 +195,17 @@ class ScoreTask(Task):
 
 class ConvertFormat(Enum):
     hf = "hf"
+    hf_fp8 = "hf_fp8"
+    hf_int8 = "hf_int8"
     peft = "peft"
     maxhydra = "maxhydra"
+    gguf_f16 = "gguf_f16"
+    gguf_q8_0 = "gguf_q8_0"
+    gguf_q4_0 = "gguf_q4_0"
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.value.startswith("gguf")
 
 
 @schema
@@ -204,27 +213,29 @@ class ConvertTask(Task):
     """Writes the weights of checkpoint.load_parameters in another format."""
 
     format: ConvertFormat = ConvertFormat.hf
-    """hf: a Hugging Face folder with config.json, safetensors and the tokenizer's files, adapters merged; peft: only
+    """hf: a Hugging Face folder with config.json, safetensors and the tokenizer's files, adapters merged; hf_fp8,
+    hf_int8: the same with 8-bit weights in the format compressed-tensors; gguf_f16, gguf_q8_0, gguf_q4_0: model.gguf
+    for llama.cpp, with matrices of that type; peft: only
     the adapter of a run, in PEFT format; maxhydra: a checkpoint with only the weights, adapters merged, quantized if
     quantization=int8_weights or int4_weights is set."""
     output: str | None = None
     """Output folder, which must not exist yet; it appears when it is complete."""
     dtype: Dtype | None = None
-    """hf, maxhydra: dtype of the written weights. null: model.dtypes.weights, or model.dtypes.compute for weights
-    that are quantized."""
+    """hf, hf_fp8, hf_int8, maxhydra: dtype of the written weights that are not quantized. null: model.dtypes.weights,
+    or model.dtypes.compute for a quantized maxhydra checkpoint."""
     model_type: str | None = None
     """Hugging Face model_type to write. null: the first that can represent the model."""
     push: str | None = None
-    """hf, peft: repository ORG/NAME on the Hugging Face hub to which the output folder is then uploaded; it is created
-    private if it does not exist. The token comes from the environment variable HF_TOKEN. null: none."""
+    """All formats but maxhydra: repository ORG/NAME on the Hugging Face hub to which the output folder is uploaded; it
+    is created private if it does not exist. The token comes from the environment variable HF_TOKEN. null: none."""
 
     def check(self) -> Iterator[Problem]:
         if self.output is None:
             yield Problem("output", "is needed", value=None, accepted="a folder that does not exist yet")
-        if self.format is ConvertFormat.peft and self.dtype is not None:
-            yield Problem("dtype", "is not used by format=peft, which is written in float32", value=self.dtype)
+        if self.dtype is not None and (self.format is ConvertFormat.peft or self.format.is_gguf):
+            yield Problem("dtype", f"is not used by format={self.format.value}", value=self.dtype, accepted="null")
         if self.push is not None and not re.fullmatch(HUB_NAME, self.push):
             yield Problem("push", "is not the name of a repository", value=self.push, accepted="ORG/NAME")
         if self.push is not None and self.format is ConvertFormat.maxhydra:
             reason = "is not supported with format=maxhydra, which only maxhydra reads"
-            yield Problem("push", reason, value=self.push, accepted="null, or format=hf or peft")
+            yield Problem("push", reason, value=self.push, accepted="null, or another format")
