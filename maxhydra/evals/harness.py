@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -53,7 +54,7 @@ class HarnessModel(TemplateLM):
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
-                max_seq_len=self._model.max_length - 1,
+                max_seq_len=self._model.max_length,
                 context_len=1,
             )
             for window in map(make_disjoint_window, windows):
@@ -82,9 +83,10 @@ def _sampling(arguments: dict[str, Any]) -> Sampling:
     return dataclasses.replace(unfiltered_sampling(max_tokens, temperature), stop=stop, **given)
 
 
-def open_tasks(task: EvalTask) -> TaskManager:
-    """The index of lm-eval's tasks and of those in task.harness_path."""
-    return TaskManager(include_path=task.harness_path)
+@cache
+def open_tasks(path: str | None) -> TaskManager:
+    """The index of lm-eval's tasks and of those in a folder. It takes seconds: lm-eval has thousands of files."""
+    return TaskManager(include_path=path)
 
 
 def evaluate(

@@ -71,19 +71,25 @@ class EvalModel:
         self.max_length = self._task.engine.max_context or config.model.context_length
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scored]:
-        """Log-likelihoods of continuations of contexts of at least one token; too long contexts lose their start."""
+        """Log-likelihoods of continuations of contexts of at least one token.
+
+        A context loses its start if there are more than max_length tokens, not counting the last one, which the model
+        does not read.
+        """
         keys = [self._key("score", list(context), list(continuation)) for context, continuation in pairs]
         missing = [index for index in self._first_of(keys) if keys[index] not in self._cache]
-        rows = [np.array([*pairs[index][0], *pairs[index][1]], np.int64)[-self.max_length :] for index in missing]
+        rows = [np.array([*pairs[index][0], *pairs[index][1]], np.int64)[-self.max_length - 1 :] for index in missing]
         with self._progress(len(rows), "scored") as progress:
+            tokens = 0
             for done, score in enumerate(self._scorer(rows) if rows else (), 1):
                 index = missing[score.number]
+                tokens += len(rows[score.number])
                 count = len(pairs[index][1])
                 assert score.is_greedy is not None
                 is_greedy = bool(score.is_greedy[-count:].all())
                 value = [float(score.logprobs[-count:].sum(dtype=np.float64)), is_greedy]
                 self._cache.add(keys[index], value)
-                progress.update(done, 0)
+                progress.update(done, tokens)
         return [Scored(*self._cache[key]) for key in keys]
 
     def generate(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> list[str]:
@@ -100,12 +106,14 @@ class EvalModel:
             )
             handles.append(self._engine.submit(dataclasses.replace(request, stream=False)))
         with self._progress(len(handles), "completed") as progress:
+            tokens = 0
             for done, (index, handle) in enumerate(zip(missing, handles, strict=True), 1):
                 completion = handle.result()
                 if completion.error:
                     raise RuntimeError(f"the engine failed: {completion.error}")
                 self._cache.add(keys[index], completion.text)
-                progress.update(done, 0)
+                tokens += len(completion.tokens)
+                progress.update(done, tokens)
         return [self._cache[key] for key in keys]
 
     def close(self) -> None:

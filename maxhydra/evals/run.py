@@ -14,7 +14,7 @@ from yaml import YAMLError, safe_load
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.compose.validate import section_from
 from maxhydra.config.errors import did_you_mean
-from maxhydra.config.schema.evals import EvalKind, EvalSpec
+from maxhydra.config.schema.evals import EvalKind, EvalSpec, QuestionSource
 from maxhydra.config.schema.tasks.evaluation import EvalTask
 from maxhydra.config.yaml_files import check_yaml, read_yaml_text
 from maxhydra.data.records import need
@@ -76,7 +76,7 @@ def find_tasks(task: EvalTask) -> TaskSet:
         (problem,) = error.problems
         accepted = f"{', '.join(included)}, a .yaml file, or a task of lm-eval"
         raise ConfigError(dataclasses.replace(problem, accepted=accepted)) from None
-    manager = _harness().open_tasks(task)
+    manager = _harness().open_tasks(task.harness_path)
     known = [*included, *manager.all_tasks]
     for name in others:
         if not manager.match_tasks([name]):
@@ -118,10 +118,15 @@ def evaluate(model: EvalModel, tasks: TaskSet, task: EvalTask) -> dict[str, Resu
 
 def run_task(model: EvalModel, own: OwnTask, task: EvalTask) -> Result:
     """Run one task of a YAML file."""
-    spec = own.spec if task.shots is None else dataclasses.replace(own.spec, shots=task.shots)
+    spec, limit = own.spec, task.limit
+    if task.shots is not None and spec.kind is not EvalKind.perplexity:
+        spec = dataclasses.replace(spec, shots=task.shots)
+    if spec.source is QuestionSource.needle and limit is not None:
+        # A limit per cell, so that the heat map is complete.
+        spec, limit = dataclasses.replace(spec, count=min(spec.count, limit)), None
     questions = read_questions(spec, own.folder, lambda text: len(model.prompts.tokenizer.encode(text)))
     examples = "".join(question.solved for question in questions[: spec.shots])
-    asked = questions[spec.shots :][: task.limit]
+    asked = questions[spec.shots :][:limit]
     if not asked:
         raise ConfigError(Problem(KEY, f"{own.name} has no questions", hint="lower shots, or add questions"))
     asked = [dataclasses.replace(question, prompt=examples + question.prompt) for question in asked]
@@ -178,7 +183,7 @@ def _likelihood(model: EvalModel, questions: Sequence[Question]) -> Metrics:
     """Bits per byte and perplexities of texts, in windows of the context length without overlap."""
     tokenizer = model.prompts.tokenizer
     prefix = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
-    pairs, size = [], model.max_length - 1
+    pairs, size = [], model.max_length
     for question in questions:
         ids = tokenizer.encode(question.prompt)
         for start in range(0, len(ids), size):
