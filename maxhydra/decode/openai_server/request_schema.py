@@ -100,7 +100,7 @@ def parse(body: bytes, defaults: ServerDefaults, *, is_chat: bool) -> Completion
     Lengths are checked before items, so that the work is bounded whatever a client sends.
     """
     try:
-        return _parse_request(_parse_object(body), defaults, is_chat=is_chat)
+        return _parse_request(parse_object(body), defaults, is_chat=is_chat)
     except RecursionError:
         raise HttpError(400, "the body is nested too deeply", code="invalid_json") from None
 
@@ -166,7 +166,8 @@ def _parse_request(values: dict[str, Any], defaults: ServerDefaults, *, is_chat:
     return request
 
 
-def _parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Parse a body that is a JSON object, of a bounded number of values."""
     _check_size(body)
     try:
         values = json.loads(body.decode(), parse_constant=_reject_constant)
