@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from importlib import resources
 from typing import Any, TypeVar
 
 from maxhydra.decode.grammar import GrammarError
@@ -44,7 +45,8 @@ class Access:
 
     def check(self, head: RequestHead) -> None:
         """Raise HttpError if the request is not allowed."""
-        if head.path == "/health":
+        if head.path == "/health" or (head.path == "/" and self._key is not None):
+            # The page itself is public; its requests send the key that the user enters.
             return
         if self._key is not None:
             kind, _, key = head.headers.get("authorization", "").partition(" ")
@@ -61,6 +63,14 @@ class Access:
 
 T = TypeVar("T")
 Route = Callable[[RequestHead, bytes, Connection, ExitStack], Coroutine[Any, Any, None]]
+# The chat page. It is one file, and may only talk to this server.
+CHAT_PAGE = resources.files(__package__).joinpath("web/chat.html").read_bytes()
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+PAGE_HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Content-Security-Policy": f"{POLICY}; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
 # Threads for JSON and tokenizers, which would stall every stream if they ran in the event loop.
 THREADS = 2
 # A larger body is parsed in a process: it may take seconds to tokenize, and waits for other large ones only.
@@ -113,6 +123,7 @@ class Service:
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._tokenize),
             f"/v1/models/{defaults.model}": ("GET", self._models),
+            "/": ("GET", self._page),
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
             "/profile": ("POST", self._profile),
@@ -162,6 +173,9 @@ class Service:
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "maxhydra"}
         is_one = head.path.endswith(f"/{name}")
         await connection.send_json(200, card if is_one else {"object": "list", "data": [card]}, headers={})
+
+    async def _page(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
+        await connection.send(200, CHAT_PAGE, headers=PAGE_HEADERS)
 
     async def _tokenize(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
         convert = tokenize if head.path == "/tokenize" else detokenize
