@@ -32,6 +32,8 @@ def test_log_likelihoods_of_the_lm_eval_client():
         client = models.LocalCompletionsAPI(
             model="tiny", base_url=url, tokenizer_backend=None, batch_size=2, max_length=CONTEXT, max_retries=1
         )
+        # Token ids are sent as they are; only the presence of a tokenizer is checked.
+        client.tokenizer, client.tokenized_requests = prompts.tokenizer, True
         scores = client._loglikelihood_tokens(cases, disable_tqdm=True)
     finally:
         server.end()
