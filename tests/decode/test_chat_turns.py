@@ -63,6 +63,7 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.text, self.size = "", 3
         self.requests: list[Request] = []
+        self.server: RunningServer
 
     def submit(self, request: Request) -> Handle:
         self.requests.append(request)
@@ -91,6 +92,7 @@ def running(template: str) -> Iterator[tuple[ScriptedEngine, Any]]:
         limits=Limits(**LIMITS),
     )
     try:
+        engine.server = server
         yield engine, server.client().chat.completions.create
     finally:
         server.end()
@@ -187,3 +189,29 @@ def test_names_of_special_tokens_are_part_of_the_text() -> None:
         detokenizer = Detokenizer(ByteTokenizer(), [1, 2], names_special=True)
         parts = [detokenizer.add(tokens[at : at + size]) for at in range(0, len(tokens), size)]
         assert "".join(parts) + detokenizer.flush() == "aü<|pad|>b"
+
+
+def test_responses_with_text_and_function_calls() -> None:
+    with running("qwen3") as (engine, _):
+        make = engine.server.client().responses.create
+        engine.text = "It is 5."
+        done = make(model="tiny", input="hello", instructions="Be brief.", max_output_tokens=30)
+        assert done.output_text == "It is 5." and done.status == "completed" and done.usage.output_tokens == 1
+        prompt = bytes(token for token in engine.requests[-1].prompt if token < 256).decode()
+        assert "Be brief." in prompt and "hello" in prompt and engine.requests[-1].max_tokens == 30
+        engine.text = "".join(TURNS["qwen3"])
+        tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        done = make(model="tiny", input=[{"role": "user", "content": "hello"}], tools=tools)
+        calls = [item for item in done.output if item.type == "function_call"]
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == CALLS
+        again = [{"role": "user", "content": "hello"}, calls[0].model_dump(exclude={"status", "id"})]
+        again += [{"type": "function_call_output", "call_id": calls[0].call_id, "output": "rain"}]
+        make(model="tiny", input=again, tools=tools)
+        assert "rain" in bytes(token for token in engine.requests[-1].prompt if token < 256).decode()
+        for change, param in (
+            ({"stream": True}, "stream"),
+            ({"input": []}, "input"),
+            ({"previous_response_id": "a"}, "previous_response_id"),
+        ):
+            status, body = engine.server.post({"model": "tiny", "input": "a", **change}, "/v1/responses")
+            assert status == 400 and body["error"]["param"] == param

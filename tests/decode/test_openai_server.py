@@ -255,6 +255,21 @@ def test_parameters_reach_the_engine(server: RunningServer, monkeypatch: pytest.
     assert request.logit_bias == ((5, 1.0), (9, -100.0))
 
 
+def test_tokenize_and_detokenize(server: RunningServer) -> None:
+    status, body = server.post({"prompt": "aü"}, "/tokenize")
+    assert status == 200 and body == {"tokens": [256, *"aü".encode()], "count": 4, "max_model_len": 512}
+    assert server.post({"tokens": body["tokens"]}, "/detokenize") == (200, {"prompt": "<|begin|>aü"})
+    chat = server.post({"messages": HELLO}, "/tokenize")[1]
+    assert server.post({"tokens": chat["tokens"]}, "/detokenize")[1]["prompt"] == "<user>hello\n<assistant>"
+    for path, wrong, param in (
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/detokenize", {"tokens": [320]}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+    ):
+        status, body = server.post(wrong, path)
+        assert status == 400 and body["error"]["param"] == param
+
+
 def test_the_cost_of_log_probabilities_is_linear(prompts: PromptEncoder) -> None:
     builder = ResponseBuilder(False, "tiny", prompts, prompt_tokens=1, has_logprobs=True, include_usage=False)
     tokens = tuple(b"abc" * 10_000)
@@ -630,6 +645,8 @@ def test_a_full_queue_gives_429_with_retry_after(prompts: PromptEncoder) -> None
         metrics = server.get("/metrics").decode()
         assert "maxhydra_server_sequences 0\n" in metrics and 'responses{status="429"} 1' in metrics
         assert "maxhydra_engine_tokens_written 164\n" in metrics
+        assert 'vllm:generation_tokens_total{model_name="tiny"} 164\n' in metrics
+        assert 'vllm:request_success_total{model_name="tiny",finished_reason="length"} 5\n' in metrics
 
 
 def test_too_many_connections_are_rejected(prompts: PromptEncoder) -> None:

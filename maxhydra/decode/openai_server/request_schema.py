@@ -172,7 +172,7 @@ def _parse_request(values: dict[str, Any], defaults: ServerDefaults, *, is_chat:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parse a body that must be a JSON object of a limited size."""
+    """Parse a body that is a JSON object, of a bounded number of values."""
     _check_size(body)
     try:
         values = json.loads(body.decode(), parse_constant=_reject_constant)

@@ -1,22 +1,23 @@
 """The routes: check access, submit completions to the engine within the queue limit, send or stream the results."""
 
 import asyncio
-import contextlib
 import dataclasses
 import hmac
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from importlib import resources
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from maxhydra.decode.grammar import GrammarError
 from maxhydra.decode.openai_server.adapter_routes import LOAD_ADAPTER, UNLOAD_ADAPTER, AdapterRoutes
 from maxhydra.decode.openai_server.chat_turns import ChatTurns
+from maxhydra.decode.openai_server.delta_queue import DeltaQueue, Mailbox
 from maxhydra.decode.openai_server.fields import bad_field
 from maxhydra.decode.openai_server.http11 import JSON_TYPE, RETRY, Connection, HttpError, RequestHead, dump_slices
+from maxhydra.decode.openai_server.metrics import format_metrics
 from maxhydra.decode.openai_server.parser_process import ParserProcess
 from maxhydra.decode.openai_server.request_schema import (
     CompletionRequest,
@@ -25,7 +26,9 @@ from maxhydra.decode.openai_server.request_schema import (
     parse,
 )
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder, echo_prompt
-from maxhydra.decode.request import Completion, Delta, Engine, Handle, RequestRejectedError, UnknownAdapterError
+from maxhydra.decode.openai_server.responses_api import to_chat_request, to_response
+from maxhydra.decode.openai_server.tokenize import detokenize, tokenize
+from maxhydra.decode.request import Completion, Delta, Engine, RequestRejectedError, UnknownAdapterError
 from maxhydra.decode.sampling_params import PromptEncoder, make_requests
 from maxhydra.record.loopback import is_allowed_host
 from maxhydra.runtime.profiler import Profiler
@@ -44,7 +47,8 @@ class Access:
 
     def check(self, head: RequestHead) -> None:
         """Raise HttpError if the request is not allowed."""
-        if head.path == "/health":
+        if head.path == "/health" or (head.path == "/" and self._key is not None):
+            # The page itself is public; its requests send the key that the user enters.
             return
         if self._key is not None:
             kind, _, key = head.headers.get("authorization", "").partition(" ")
@@ -61,6 +65,14 @@ class Access:
 
 T = TypeVar("T")
 Route = Callable[[RequestHead, bytes, Connection, ExitStack], Coroutine[Any, Any, None]]
+# The chat page. It is one file, and may only talk to this server.
+CHAT_PAGE = resources.files(__package__).joinpath("web/chat.html").read_bytes()
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+PAGE_HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Content-Security-Policy": f"{POLICY}; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
 # Threads for JSON and tokenizers, which would stall every stream if they ran in the event loop.
 THREADS = 2
 # A larger body is parsed in a process: it may take seconds to tokenize, and waits for other large ones only.
@@ -102,9 +114,10 @@ class Service:
         self._num_sequences = self._num_prompts = 0
         self._failure: str | None = None
         self._statuses: dict[int, int] = {}
+        self._finishes: dict[str, int] = {}
         self._pool, self._logprobs_pool = ThreadPoolExecutor(THREADS, "server"), ThreadPoolExecutor(THREADS, "logprobs")
         self._parser = ParserProcess(prompts, defaults)
-        self._mailbox = _Mailbox()
+        self._mailbox = Mailbox()
         self._turns = ChatTurns(prompts)
         # Computed once, and before the first request, which would wait for it.
         _ = prompts.tokenizer.max_token_bytes
@@ -112,8 +125,12 @@ class Service:
         self._paths: dict[str, tuple[str, Route]] = {
             "/v1/chat/completions": ("POST", self._complete),
             "/v1/completions": ("POST", self._complete),
+            "/v1/responses": ("POST", self._complete),
             "/v1/models": ("GET", self._models),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._tokenize),
             f"/v1/models/{defaults.model}": ("GET", self._models),
+            "/": ("GET", self._page),
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
             "/profile": ("POST", self._profile),
@@ -188,18 +205,27 @@ class Service:
         message = await asyncio.to_thread(change, body)
         await connection.send_json(200, {"message": message}, headers={})
 
+    async def _page(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
+        await connection.send(200, CHAT_PAGE, headers=PAGE_HEADERS)
+
+    async def _tokenize(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
+        convert = tokenize if head.path == "/tokenize" else detokenize
+        value = await self._in_thread(lambda: convert(body, self._prompts, self._defaults))
+        await connection.send_json(200, value, headers={})
+
     async def _metrics(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
         """Send counters in the Prometheus text format."""
-        numbers = {f"engine_{name}": value for name, value in self._engine.stats().items()}
-        numbers |= {"server_sequences": self._num_sequences, "server_sequences_limit": self._max_sequences}
-        lines = [f"maxhydra_{name} {value:.15g}" for name, value in numbers.items()]
-        lines += [f'maxhydra_server_responses{{status="{code}"}} {n}' for code, n in sorted(self._statuses.items())]
-        text = "".join(f"{line}\n" for line in lines).encode()
+        queue = {"sequences": self._num_sequences, "sequences_limit": self._max_sequences}
+        stats = self._engine.stats()
+        text = format_metrics(stats, queue, self._statuses, self._finishes, model=self._defaults.model).encode()
         await connection.send(200, text, headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def _complete(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
-        is_chat = head.path.endswith("/chat/completions")
-        if is_large(head):
+        is_response = head.path == "/v1/responses"
+        if is_response:
+            body = await self._in_thread(lambda: to_chat_request(body))
+        is_chat = is_response or head.path.endswith("/chat/completions")
+        if is_large(head) and not is_response:
             request = await self._parser.parse(body, is_chat=is_chat)
         elif len(body) > SMALL_BODY:
             request = await self._in_thread(lambda: parse(body, self._defaults, is_chat=is_chat))
@@ -211,7 +237,7 @@ class Service:
             reason = f"{self._num_sequences} sequences are running or queued, the limit of task.queue; retry later"
             raise HttpError(429, reason, code="queue_full", headers=RETRY)
         self._num_sequences += count
-        queue = _DeltaQueue(self._mailbox, self._on_finish)
+        queue = DeltaQueue(self._mailbox, self._on_finish)
         try:
             limit = self._defaults.max_context
             if len(body) <= TINY_BODY:
@@ -244,7 +270,7 @@ class Service:
             await (
                 self._send_stream(head, connection, queue, builder)
                 if request.stream
-                else self._send_complete(connection, queue, builder)
+                else self._send_complete(connection, queue, builder, to_response if is_response else None)
             )
         finally:
             # Frees the slots of a client that disconnected; finished sequences are not affected.
@@ -253,7 +279,7 @@ class Service:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _submit(self, request: CompletionRequest, prompts: Sequence[list[int]], queue: "_DeltaQueue") -> None:
+    def _submit(self, request: CompletionRequest, prompts: Sequence[list[int]], queue: DeltaQueue) -> None:
         for prompt in prompts:
             number, self._num_prompts = self._num_prompts, self._num_prompts + 1
             engine_requests = make_requests(
@@ -290,6 +316,7 @@ class Service:
     def _on_finish(self, delta: Delta) -> None:
         """Count a finished sequence; the last one that was not cancelled determines the health of the engine."""
         self._num_sequences -= 1
+        self._finishes[delta.finish or ""] = self._finishes.get(delta.finish or "", 0) + 1
         if delta.finish != "cancelled":
             self._failure = delta.error if delta.finish == "error" else None
 
@@ -297,7 +324,14 @@ class Service:
         if self._failure is not None:
             raise HttpError(503, f"the engine failed: {self._failure}", code="engine_failed")
 
-    async def _send_complete(self, connection: Connection, queue: "_DeltaQueue", builder: ResponseBuilder) -> None:
+    async def _send_complete(
+        self,
+        connection: Connection,
+        queue: DeltaQueue,
+        builder: ResponseBuilder,
+        convert: Callable[[dict[str, Any]], dict[str, Any]] | None,
+    ) -> None:
+        """Send the complete response, `convert`ed to that of another API."""
         deltas: list[list[Delta]] = [[] for _ in queue.handles]
         while queue.num_unfinished:
             for index, delta in await queue.take():
@@ -305,7 +339,8 @@ class Service:
                 deltas[index].append(delta)
 
         def dump_response() -> bytes:
-            return dump_slices(builder.response([Completion.from_deltas(each) for each in deltas]))
+            response = builder.response([Completion.from_deltas(each) for each in deltas])
+            return dump_slices(convert(response) if convert else response)
 
         if builder.has_logprobs:
             # In a thread: log-probabilities call the tokenizer for every alternative of every token. No other request
@@ -316,7 +351,7 @@ class Service:
         await connection.send(200, body, headers=JSON_TYPE)
 
     async def _send_stream(
-        self, head: RequestHead, connection: Connection, queue: "_DeltaQueue", builder: ResponseBuilder
+        self, head: RequestHead, connection: Connection, queue: DeltaQueue, builder: ResponseBuilder
     ) -> None:
         await connection.start_events(head)
         openings = [builder.opening(index) for index in range(len(queue.handles))]
@@ -340,83 +375,6 @@ class Service:
             await connection.send_events(events)
         await connection.send_events(builder.closing(num_tokens))
         await connection.end_events()
-
-
-class _Mailbox:
-    """Transfers deltas from the engine's thread to the event loop; one wake-up for all deltas of a decode step."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._deltas: deque[tuple[_DeltaQueue, int, Delta]] = deque()
-        self._is_scheduled = False
-
-    def open(self) -> None:
-        """Called in the event loop, before the first delta."""
-        self._loop = asyncio.get_running_loop()
-
-    def post(self, queue: "_DeltaQueue", index: int, delta: Delta) -> None:
-        """Called in the engine's thread."""
-        assert self._loop is not None
-        self._deltas.append((queue, index, delta))
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            # The event loop is closed at shutdown, when no client is left.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        # Reset first: deltas that are posted from now on schedule another delivery.
-        self._is_scheduled = False
-        while self._deltas:
-            queue, index, delta = self._deltas.popleft()
-            queue.put(index, delta)
-
-
-class _DeltaQueue:
-    """The deltas of all sequences of one request, in the event loop."""
-
-    def __init__(self, mailbox: _Mailbox, on_finish: Callable[[Delta], None]):
-        self.handles: list[Handle] = []
-        self.num_unfinished = 0
-        """Sequences whose last delta was not taken yet."""
-        self.change_first: Callable[[int, Delta], Delta] | None = None
-        """Replaces the first delta of each sequence, given its index."""
-        self._started: set[int] = set()
-        self._mailbox, self._on_finish = mailbox, on_finish
-        mailbox.open()
-        self._deltas: list[tuple[int, Delta]] = []
-        self._arrival: asyncio.Future[None] | None = None
-
-    def add(self, handle: Handle) -> None:
-        index = len(self.handles)
-        self.handles.append(handle)
-        self.num_unfinished += 1
-        handle.listen(lambda delta: self._mailbox.post(self, index, delta))
-
-    def put(self, index: int, delta: Delta) -> None:
-        self._deltas.append((index, delta))
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
-        if delta.finish is not None:
-            self._on_finish(delta)
-
-    async def take(self) -> list[tuple[int, Delta]]:
-        """Wait for at least one delta, and return all that have arrived."""
-        if not self._deltas:
-            self._arrival = asyncio.get_running_loop().create_future()
-            await self._arrival
-        deltas, self._deltas = self._deltas, []
-        self.num_unfinished -= sum(delta.finish is not None for _, delta in deltas)
-        return [(index, self._change(index, delta)) for index, delta in deltas] if self.change_first else deltas
-
-    def _change(self, index: int, delta: Delta) -> Delta:
-        is_first = index not in self._started
-        self._started.add(index)
-        return self.change_first(index, delta) if is_first and self.change_first and not delta.error else delta
-
-    def cancel(self) -> None:
-        for handle in self.handles:
-            handle.cancel()
 
 
 def _raise_failure(delta: Delta) -> None:
