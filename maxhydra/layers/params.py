@@ -221,6 +221,8 @@ def residual_scale(model: config.Model) -> float:
     """Scale of the last projection of each residual branch.
 
     The residual stream is a sum of 2 * num_layers branches. Scaled by 1 / sqrt(2 * num_layers) each, their sum has the
-    variance of one branch at any depth (Radford et al., 2019).
+    variance of one branch at any depth (Radford et al., 2019). With a base depth (model.transfer) the branches of a
+    deeper model are those of the base, divided by the ratio of the depths (Dey et al., 2025).
     """
-    return model.init_scale * (2 * model.num_layers) ** -0.5
+    ratio = model.transfer.depth_ratio(model.num_layers)
+    return model.init_scale * (2 * model.num_layers / ratio) ** -0.5 / ratio
