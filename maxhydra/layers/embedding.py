@@ -20,7 +20,7 @@ from maxhydra.kernels.matmul import Layout, project
 from maxhydra.layers.context import Context
 from maxhydra.layers.mlp import gated
 from maxhydra.layers.norm import NormSpec
-from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
+from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale, width_ratio
 from maxhydra.layers.quant.int8 import Int8, Int8Parts, quantized, rounded_weight, take_rows
 from maxhydra.layers.quant.training import (
     QatMatmul,
@@ -53,7 +53,7 @@ class VocabularySpec:
     @classmethod
     def of(cls, model: config.Model) -> "VocabularySpec":
         # muP: embeddings of constant variance, and logits that fall with the width (model.transfer).
-        ratio, std = model.transfer.width_ratio(model.emb_dim), model.init_scale * model.emb_dim**-0.5
+        ratio, std = width_ratio(model), model.init_scale * model.emb_dim**-0.5
         return cls(
             vocab_size=model.vocab_size,
             emb_dim=model.emb_dim,

@@ -5,6 +5,7 @@ import re
 import numpy as np
 
 from maxhydra.config import Config
+from maxhydra.layers.params import depth_ratio, width_ratio
 from maxhydra.model import split_trainable
 from maxhydra.model.lora import ADAPTER, CONSTANT, UNDECAYED
 from maxhydra.model.model_def import ModelDef
@@ -24,7 +25,7 @@ def path_rules(config: Config, decoder: ModelDef) -> PathRules:
         undecayed=[*UNDECAYED, *([] if config.task.trains_mtp else ["^mtp/"])],
         rate_ratios={} if ratio == 1 else {f"/{ADAPTER}/b$": ratio},
         rates_by_path={path: rates.get(path, 1.0) * transferred.get(path, 1.0) for path in {**rates, **transferred}},
-        # The product of learning rate and weight decay is the same for all sizes.
+        # Learning rate times weight decay is the same for all sizes.
         decays_by_path={path: 1 / rate for path, rate in transferred.items()},
     )
 
@@ -39,7 +40,7 @@ def _transfer_rates(config: Config, decoder: ModelDef) -> dict[str, float]:
     model, rates = config.model, dict[str, float]()
     if not model.transfer.is_used:
         return rates
-    width, depth = model.transfer.width_ratio(model.emb_dim), model.transfer.depth_ratio(model.num_layers)
+    width, depth = width_ratio(model), depth_ratio(model)
     for path, axes in axes_by_path(split_trainable(decoder.axes)[0]).items():
         is_block = path.startswith(("prefix/", "pattern/", "remainder/"))
         is_hidden = matrix_dims(axes) is not None and (is_block or path.startswith("head/"))

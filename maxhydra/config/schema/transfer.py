@@ -17,11 +17,3 @@ class Transfer(Schema):
     @property
     def is_used(self) -> bool:
         return self.base_width is not None or self.base_layers is not None
-
-    def width_ratio(self, emb_dim: int) -> float:
-        """Width of the model relative to the base."""
-        return 1.0 if self.base_width is None else emb_dim / self.base_width
-
-    def depth_ratio(self, num_layers: int) -> float:
-        """Depth of the model relative to the base."""
-        return 1.0 if self.base_layers is None else num_layers / self.base_layers
