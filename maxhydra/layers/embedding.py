@@ -20,7 +20,7 @@ from maxhydra.kernels.matmul import Layout, project
 from maxhydra.layers.context import Context
 from maxhydra.layers.mlp import gated
 from maxhydra.layers.norm import NormSpec
-from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
+from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale, width_ratio
 from maxhydra.layers.quant.int8 import Int8, Int8Parts, quantized, rounded_weight, take_rows
 from maxhydra.layers.quant.training import (
     QatMatmul,
@@ -46,10 +46,14 @@ class VocabularySpec:
     softcap: float | None
     layout: Layout
     init_scale: float
+    embedding_std: float
+    head_std: float
     dtypes: Dtypes
 
     @classmethod
     def of(cls, model: config.Model) -> "VocabularySpec":
+        # muP: embeddings of constant variance, and logits that fall with the width (model.transfer).
+        ratio, std = width_ratio(model), model.init_scale * model.emb_dim**-0.5
         return cls(
             vocab_size=model.vocab_size,
             emb_dim=model.emb_dim,
@@ -58,6 +62,8 @@ class VocabularySpec:
             softcap=model.logit_softcap,
             layout=Layout(model.kernels.projection.value),
             init_scale=model.init_scale,
+            embedding_std=std * ratio**0.5,
+            head_std=std * ratio**-0.5,
             dtypes=Dtypes.of(model.dtypes),
         )
 
@@ -69,7 +75,7 @@ class Embedding(nnx.Module):
         self.spec = spec
         # emb_dim^-1/2, so that a tied head maps normalized activations to logits of variance init_scale^2. As an input
         # the scale of a row does not matter: every branch normalizes the residual stream before reading it.
-        std = spec.init_scale * spec.emb_dim**-0.5
+        std = spec.embedding_std
         self.table = make.vocabulary_matrix("embedding", spec.vocab_size, spec.emb_dim, ("vocab", "embed"), std=std)
         self.format = make.named("embedding")[1]
         shape = None if spec.positions is None else ((spec.positions,), (spec.emb_dim,))
@@ -111,8 +117,8 @@ class Head(nnx.Module):
 
     def __init__(self, spec: VocabularySpec, make: ParamBuilder):
         self.spec = spec
-        std = spec.init_scale * spec.emb_dim**-0.5
-        self.kernel = make.vocabulary_matrix("head", spec.emb_dim, spec.vocab_size, ("embed", "vocab"), std=std)
+        shape = (spec.emb_dim, spec.vocab_size)
+        self.kernel = make.vocabulary_matrix("head", *shape, ("embed", "vocab"), std=spec.head_std)
         self.format = make.named("head")[1]
 
     def logits(self, hidden: jax.Array, *, is_single_device: bool) -> jax.Array:

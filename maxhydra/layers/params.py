@@ -238,10 +238,24 @@ class ParamBuilder:
         return nnx.Param(shaped, axes=self._stack_axes + axes)
 
 
+def width_ratio(model: config.Model) -> float:
+    """Width of the model relative to the base of model.transfer."""
+    base = model.transfer.base_width
+    return 1.0 if base is None else model.emb_dim / base
+
+
+def depth_ratio(model: config.Model) -> float:
+    """Depth of the model relative to the base of model.transfer."""
+    base = model.transfer.base_layers
+    return 1.0 if base is None else model.num_layers / base
+
+
 def residual_scale(model: config.Model) -> float:
     """Scale of the last projection of each residual branch.
 
     The residual stream is a sum of 2 * num_layers branches. Scaled by 1 / sqrt(2 * num_layers) each, their sum has the
-    variance of one branch at any depth (Radford et al., 2019).
+    variance of one branch at any depth (Radford et al., 2019). With a base depth (model.transfer) the branches of a
+    deeper model are those of the base, divided by the ratio of the depths (Dey et al., 2025).
     """
-    return model.init_scale * (2 * model.num_layers) ** -0.5
+    ratio = depth_ratio(model)
+    return model.init_scale * (2 * model.num_layers / ratio) ** -0.5 / ratio

@@ -91,7 +91,7 @@ def plan_batches(config: Config, sharder: Sharder) -> BatchSpec:
 
 
 def resolve_epochs(config: Config) -> Config:
-    """Replace train.steps by the steps of train.epochs passes over the training rows; raises ConfigError if unknown."""
+    """Replace train.steps by the number of steps in train.epochs; raises ConfigError if unknown."""
     epochs = config.train.epochs
     if epochs is None:
         return config

@@ -1,24 +1,53 @@
 """Parameters that an optimizer treats differently: arrays of an adapter, layers without a loss, rates by layer."""
 
+import re
+
 import numpy as np
 
 from maxhydra.config import Config
+from maxhydra.layers.params import depth_ratio, width_ratio
 from maxhydra.model import split_trainable
 from maxhydra.model.lora import ADAPTER, CONSTANT, UNDECAYED
 from maxhydra.model.model_def import ModelDef
 from maxhydra.optim import PathRules, is_stacked
-from maxhydra.optim.parameters import axes_by_path
+from maxhydra.optim.parameters import axes_by_path, matrix_dims
+
+# The last projection of a residual branch.
+LAST = re.compile(r"/(attention/out|mlp/down)/")
 
 
 def path_rules(config: Config, decoder: ModelDef) -> PathRules:
     """The rules of a config. Layers that the loss does not use are not decayed, so that they do not change."""
     ratio = config.adapter.b_rate_ratio
+    rates, transferred = _layer_rates(config, decoder), _transfer_rates(config, decoder)
     return PathRules(
         constant=CONSTANT,
         undecayed=[*UNDECAYED, *([] if config.task.trains_mtp else ["^mtp/"])],
         rate_ratios={} if ratio == 1 else {f"/{ADAPTER}/b$": ratio},
-        rates_by_path=_layer_rates(config, decoder),
+        rates_by_path={path: rates.get(path, 1.0) * transferred.get(path, 1.0) for path in {**rates, **transferred}},
+        # Learning rate times weight decay is the same for all sizes.
+        decays_by_path={path: 1 / rate for path, rate in transferred.items()},
     )
+
+
+def _transfer_rates(config: Config, decoder: ModelDef) -> dict[str, float]:
+    """Learning rates of model.transfer, of the parameters whose rate depends on the size.
+
+    Matrices with an input of the model's width, the head included, have the rate of the base model divided by the ratio
+    of the widths. CompleteP divides the output of each residual branch by the ratio of the depths; for Adam this equals
+    dividing initial values and rate of its last projection, so that the forward pass has no factors.
+    """
+    model, rates = config.model, dict[str, float]()
+    if not model.transfer.is_used:
+        return rates
+    width, depth = width_ratio(model), depth_ratio(model)
+    for path, axes in axes_by_path(split_trainable(decoder.axes)[0]).items():
+        is_block = path.startswith(("prefix/", "pattern/", "remainder/"))
+        is_hidden = matrix_dims(axes) is not None and (is_block or path.startswith("head/"))
+        rate = (1 / width if is_hidden else 1.0) * (1 / depth if is_block and LAST.search(path) else 1.0)
+        if rate != 1:
+            rates[path] = rate
+    return rates
 
 
 def _layer_rates(config: Config, decoder: ModelDef) -> dict[str, float | np.ndarray]:

@@ -73,14 +73,14 @@ def test_a_ramp_takes_more_steps():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "message"),
     [
         (["data.overfit_batches=1"], "has no size"),
         (["optimizer/schedule=wsd", "optimizer.schedule.decay_steps=100000"], "is less than the 100000 steps"),
     ],
 )
-def test_unknown_sizes_are_rejected(overrides, words):
-    with pytest.raises(ConfigError, match=words):
+def test_unknown_sizes_are_rejected(overrides, message):
+    with pytest.raises(ConfigError, match=message):
         resolved(*overrides, "train.epochs=1")
 
 

@@ -14,7 +14,7 @@ from maxhydra.config.schema.checkpoint import Checkpoint
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.hardware import Hardware, Mesh
 from maxhydra.config.schema.health import Alerts, Profile, Statistics, Watchdog
-from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, MlpKind, Model, Positions
+from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, MlpKind, Model, Norms, Positions
 from maxhydra.config.schema.optimizer import Optimizer, OptimizerKind
 from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantization
 from maxhydra.config.schema.reward import Environment, Reward
@@ -141,6 +141,7 @@ class Config(Schema):
         if self.optimizer.kind is OptimizerKind.schedule_free and has_bias:
             reason = "is not supported with router biases, which change outside of the optimizer"
             yield Problem("optimizer.kind", reason, value="schedule_free", accepted="another kind, with ema_decay")
+        yield from self._transfer_problems()
         compute, grad_accum = self.model.dtypes.compute, self.train.grad_accum
         for problem in self.optimizer.check_grad_dtype(compute, grad_accum=grad_accum):
             yield dataclasses.replace(problem, path=f"optimizer.{problem.path}")
@@ -149,6 +150,26 @@ class Config(Schema):
         elif self.task.name not in EPOCH_TASKS:
             reason, accepted = f"is not supported by task={self.task.name}", f"null, or task={', '.join(EPOCH_TASKS)}"
             yield Problem("train.epochs", reason, value=self.train.epochs, accepted=accepted)
+
+    def _transfer_problems(self) -> Iterator[Problem]:
+        """Models and optimizers for which the scaling rules of model.transfer are not known here."""
+        if not self.model.transfer.is_used:
+            return
+        kinds, per_layer = self.model.kinds.values(), self.model.per_layer.dim
+        plain = all(
+            kind.mixer is Mixer.attention and kind.feed_forward is FeedForward.mlp and kind.norms is Norms.pre
+            for kind in kinds
+        )
+        required = {
+            "optimizer.kind": (self.optimizer.kind is OptimizerKind.adamw, "adamw"),
+            "adapter.kind": (self.adapter.kind is AdapterKind.none, "none"),
+            "model.head": (self.model.head is Head.separate, "separate"),
+            "model.mtp.depth": (not self.model.mtp.depth, "0"),
+            "model.kinds": (plain and per_layer is None, "attention and mlp with norms=pre, without per_layer"),
+        }
+        for path, (is_supported, accepted) in required.items():
+            if not is_supported:
+                yield Problem(path, "is not supported with model.transfer", accepted=accepted)
 
     def _evaluation_problems(self) -> Iterator[Problem]:
         """Keys that depend on a metric which the evaluations of a training task do not report."""

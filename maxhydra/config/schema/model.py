@@ -104,6 +104,7 @@ __all__ = [
     "Temperature",
     "ValueSource",
 ]
+from maxhydra.config.schema.transfer import Transfer
 
 
 class Dtype(Enum):
@@ -291,6 +292,7 @@ class Model(Schema):
     """Dropout rate on the output of each residual branch, in training."""
     init_scale: float = option(1.0, gt=0)
     """Factor on the initial weights, which are normally distributed with variance 1 / fan-in."""
+    transfer: Transfer = section(Transfer)
     dtypes: Dtypes = section(Dtypes)
     remat: Remat = section(Remat)
     scan_unroll: int | None = option(None, ge=1, le=MAX_LAYERS)
@@ -342,12 +344,8 @@ class Model(Schema):
                 accepted=f"kinds for {self.num_layers - len(self.prefix)} layers",
             )
         if len(self.prefix) > self.num_layers:
-            yield Problem(
-                "prefix",
-                f"has {len(self.prefix)} layers, but num_layers is {self.num_layers}",
-                value=self.prefix,
-                accepted=f"at most {self.num_layers} kinds",
-            )
+            reason = f"has {len(self.prefix)} layers, but num_layers is {self.num_layers}"
+            yield Problem("prefix", reason, value=self.prefix, accepted=f"at most {self.num_layers} kinds")
 
     def _check_shared(self) -> Iterator[Problem]:
         """Shared keys and values must come from a kind in the prefix with the same KV heads."""
