@@ -110,6 +110,7 @@ FIXED_KEYS = (
     *("task.critic.*", "task.router_replay"),
     *("task.rounds", "task.importance_cap", "task.iterations", "task.off_policy_steps", "task.max_staleness"),
     *("task.engine.cache_dtype", "task.engine.deterministic"),
+    "task.teacher.align",
     *("task.teacher.model", "task.teacher.overrides", "task.divergence", "task.alpha", "task.alpha_end"),
     *("task.beta_end", "task.temperature", "task.temperature_end", "task.course", "task.features.*"),
     *("task.init_layers", "task.on_policy.fraction", "task.on_policy.max_tokens", "task.on_policy.temperature"),

@@ -7,6 +7,7 @@ overwritten before anyone reads them.
 """
 
 import contextlib
+import functools
 import itertools
 import threading
 from collections import deque
@@ -71,32 +72,23 @@ class Engine:
         self._vocab_size, self._max_batch = model.config.vocab_size, config.max_batch
         self._max_context = config.max_context or model.config.context_length
         prefix_cache = not model.config.is_recurrent if config.prefix_cache is None else config.prefix_cache
-        is_shared = prefill_sharder is None
-        self._runner = self._prefill_runner = Runner(
-            model,
-            params,
-            config,
+        make_runner = functools.partial(Runner, model, params, config, adapters=adapters)
+        self._runner = self._prefill_runner = make_runner(
             sharder=sharder,
-            prefix_cache=prefix_cache and is_shared and not records_experts,
+            prefix_cache=prefix_cache and prefill_sharder is None and not records_experts,
             records_experts=records_experts,
-            adapters=adapters,
         )
         self._runner.version = version
         self._runners = [self._runner]
         self._transfer: Transfer | None = None
         if prefill_sharder is not None:
-            self._prefill_runner = Runner(
-                model, params, config, sharder=prefill_sharder, prefix_cache=prefix_cache, adapters=adapters
-            )
+            self._prefill_runner = make_runner(sharder=prefill_sharder, prefix_cache=prefix_cache)
             self._runners.append(self._prefill_runner)
             self._transfer = Transfer(self._prefill_runner, self._runner)
         self._programs = self._runner.programs
-        self._scheduler = Scheduler(
-            self._runner.capacity,
-            self._prefill_runner.capacity,
-            prefill_chunk=self._prefill_runner.buckets.prefill_chunk,
-            round_tokens=self._prefill_runner.buckets.round_tokens,
-        )
+        buckets, capacities = self._prefill_runner.buckets, (self._runner.capacity, self._prefill_runner.capacity)
+        limits = {"prefill_chunk": buckets.prefill_chunk, "round_tokens": buckets.round_tokens}
+        self._scheduler = Scheduler(*capacities, **limits)
         self._pending: deque[PendingTokens] = deque()
         self._num_earlier = 0
         """Pending tokens of the previous iteration."""

@@ -23,8 +23,9 @@ from maxhydra.decode.sampler import SampledTokens
 from maxhydra.decode.scheduler import PrefillChunk
 from maxhydra.decode.sequence import Sequence
 from maxhydra.decode.slot_state import SlotState, set_controls
+from maxhydra.decode.step_functions import Forwarded, MultiStepKey
 from maxhydra.decode.step_inputs import Buckets, StepShape, decode_inputs, prefill_inputs, sampling_features
-from maxhydra.decode.steps import ALL_TOKENS, CompiledSteps, Forwarded, MultiStepKey
+from maxhydra.decode.steps import ALL_TOKENS, CompiledSteps
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.layers import PagedCacheSpec
 from maxhydra.model import ModelDef

@@ -46,8 +46,13 @@ class OnPolicyBatches:
         *,
         tokenizer: Tokenizer,
         writer: RolloutWriter | None = None,
+        add_columns: Callable[[Row], Row] | None = None,
     ):
-        """`loader` reads all rows of a batch in every process, since each samples the completions of all."""
+        """`loader` reads all rows of a batch in every process, since each samples the completions of all.
+
+        `add_columns` gives every row, after its completion was sampled, further columns.
+        """
+        self._add_columns = add_columns
         self._loader, self._spec, self._task, self._sampler = loader, spec, task, sampler
         self._tokenizer, self._writer = tokenizer, writer
         self._num_batches = self._num_prompts = 0
@@ -129,8 +134,10 @@ class OnPolicyBatches:
             }
 
     def _to_device(self, rows: Sequence[Row]) -> Batch:
-        local = self._spec.local_rows(len(rows)).tolist()
-        return make_batch([rows[index] for index in local], self._spec, len(rows))
+        local = [rows[index] for index in self._spec.local_rows(len(rows)).tolist()]
+        if self._add_columns is not None:
+            local = [self._add_columns(row) for row in local]
+        return make_batch(local, self._spec, len(rows))
 
 
 def prompt_of(row: Row) -> list[int]:

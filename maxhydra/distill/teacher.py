@@ -23,7 +23,7 @@ from maxhydra.config.serialize import from_yaml
 from maxhydra.convert.adapter_lineage import run_folder
 from maxhydra.convert.compatibility import changes_from_run
 from maxhydra.convert.load import load_weights
-from maxhydra.data import BatchSpec, make_batch
+from maxhydra.data import BatchSpec, Tokenizer, make_batch
 from maxhydra.data.packing import plan_rows
 from maxhydra.data.rows import Document, pack_rows
 from maxhydra.data.tokenizers import load_tokenizer, smallest_id_dtype
@@ -67,14 +67,15 @@ class OnlineTeacher:
 def plan_teacher(config: Config, teacher: Teacher, student: Sharder) -> OnlineTeacher:
     """The teacher of a config, without its weights; ConfigError if it does not fit the student."""
     teacher_model, mesh = _resolve(teacher)
-    if teacher_model.vocab_size != config.model.vocab_size:
+    if teacher_model.vocab_size != config.model.vocab_size and not teacher.align:
         reason = f"has a vocabulary of {teacher_model.vocab_size}, but the student's is {config.model.vocab_size}"
-        hint = "both must use the same token ids; set model.vocab_size to the teacher's"
+        hint = "use the same token ids and set model.vocab_size to the teacher's, or set task.teacher.align=true"
         raise ConfigError(Problem("task.teacher", reason, value=teacher.weights, hint=hint))
     if teacher_model.context_length < config.train.seq_len:
         reason = f"exceeds the teacher's context_length={teacher_model.context_length}"
         raise ConfigError(Problem("train.seq_len", reason, value=config.train.seq_len))
-    check_tokenizer(config.data, teacher)
+    if not teacher.align:
+        check_tokenizer(config.data, teacher)
     sharder = student if mesh is None else Sharder.from_config(mesh, remeshed(mesh, student.mesh.devices))
     return OnlineTeacher(model.build(teacher_model), sharder)
 
@@ -98,8 +99,17 @@ def check_tokenizer(data: Data, teacher: Teacher) -> None:
             break
     if differences:
         reason = f"has another tokenizer than the student: {differences[0]}"
-        hint = "use the teacher's tokenizer: data.tokenizer.kind and data.tokenizer.path"
+        hint = "use the teacher's tokenizer (data.tokenizer.kind and path), or set task.teacher.align=true"
         raise ConfigError(Problem("task.teacher.weights", reason, value=teacher.weights, hint=hint))
+
+
+def open_tokenizer(data: Data, teacher: Teacher) -> Tokenizer:
+    """The tokenizer of the teacher's run or folder."""
+    if (stored := _stored_tokenizer(teacher)) is None:
+        reason = "has no tokenizer, which task.teacher.align=true needs"
+        accepted = "a run whose tokenizer files exist, or a folder with tokenizer.json"
+        raise ConfigError(Problem("task.teacher.weights", reason, value=teacher.weights, accepted=accepted))
+    return load_tokenizer(dataclasses.replace(data, tokenizer=stored))
 
 
 def _stored_tokenizer(teacher: Teacher) -> TokenizerConfig | None:

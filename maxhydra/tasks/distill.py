@@ -15,7 +15,8 @@ from maxhydra.decode.open import reject_stages
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.distill.loss import TEACHER, ScheduledBatches, StudentTeacher, distillation_loss, held_out_divergence
 from maxhydra.distill.on_policy import OnPolicyBatches, Sampled
-from maxhydra.distill.teacher import OnlineTeacher, check_layers, init_from_teacher, plan_teacher
+from maxhydra.distill.teacher import OnlineTeacher, check_layers, init_from_teacher, open_tokenizer, plan_teacher
+from maxhydra.distill.text_alignment import TextAligner, aligned_loss, student_likelihood
 from maxhydra.model import ModelDef, flops_per_token
 from maxhydra.record.rollout_store import RolloutWriter
 from maxhydra.record.rollouts import FOLDER, TRAIN
@@ -26,6 +27,7 @@ from maxhydra.tasks import Job, Outcome
 from maxhydra.train import (
     BatchSource,
     LoaderBatches,
+    Scorer,
     StateFactory,
     TrainingSetup,
     final_sample,
@@ -60,13 +62,21 @@ def run(job: Job) -> Outcome:
         states = plan_states(config, sharder, extra_weights={TEACHER: weights})
 
     comparison = StudentTeacher(states.model, sharder, teacher, task.features, config.train.loss_chunk)
-    with _batches(job, task, states, spec) as batches:
+    loss, evaluation_loss = distillation_loss(comparison, task), held_out_divergence(comparison)
+    aligner = None
+    if teacher is not None and task.teacher.align:
+        aligner = TextAligner(data.load_tokenizer(config.data), open_tokenizer(config.data, task.teacher))
+        aligner.check(task.teacher.weights)
+        student = Scorer(states.model, sharder, config.train.loss_chunk)
+        loss = aligned_loss(student, Scorer(teacher.model, teacher.sharder, config.train.loss_chunk))
+        evaluation_loss = student_likelihood(student)
+    with _batches(job, task, states, spec, aligner) as batches:
         training = TrainingSetup(
             states=states,
-            loss=distillation_loss(comparison, task),
+            loss=loss,
             spec=spec,
             batches=ScheduledBatches(batches, task, spec, steps=config.train.steps),
-            evaluate=held_out_likelihood(held_out_divergence(comparison), config.data, spec, config.train),
+            evaluate=held_out_likelihood(evaluation_loss, config.data, spec, config.train),
             initial=initial,
             passes=_passes(config, teacher),
         )
@@ -76,7 +86,9 @@ def run(job: Job) -> Outcome:
 
 
 @contextmanager
-def _batches(job: Job, task: DistillTask, states: StateFactory, spec: BatchSpec) -> Iterator[BatchSource]:
+def _batches(
+    job: Job, task: DistillTask, states: StateFactory, spec: BatchSpec, aligner: TextAligner | None
+) -> Iterator[BatchSource]:
     """Batches of the data, some of them with completions of the student as task.on_policy says."""
     config, on_policy, sharder = job.config, task.on_policy, states.sharder
     if not on_policy.fraction:
@@ -102,7 +114,9 @@ def _batches(job: Job, task: DistillTask, states: StateFactory, spec: BatchSpec)
         writer = RolloutWriter(job.run.path / FOLDER, TRAIN, keep=on_policy.keep_rollouts)
     loader = prompt_loader(config, dataclasses.replace(spec, sharding=sharder.sharding((None, None))))
     with closing(engine):
-        yield OnPolicyBatches(loader, spec, on_policy, sample, tokenizer=prompts.tokenizer, writer=writer)
+        yield OnPolicyBatches(
+            loader, spec, on_policy, sample, tokenizer=prompts.tokenizer, writer=writer, add_columns=aligner
+        )
 
 
 def _passes(config: Config, teacher: OnlineTeacher | None) -> float:
@@ -139,6 +153,13 @@ def _problems(config: Config, task: DistillTask) -> Iterator[Problem]:
             reason = "hides where the last assistant turn starts, which task.on_policy.fraction samples anew"
             yield Problem(f"data.{name}", reason, value=value, accepted=f"any but {unsupported.value}")
     yield from config.train.no_z_loss(task="distill")
+    metrics = {"objective": config.objective}
+    if config.checkpoint.keep_best:
+        metrics["checkpoint.best_metric"] = config.checkpoint.best_metric
+    for path, metric in metrics.items():
+        if task.teacher.align and metric == "eval/kl":
+            reason = "is not logged with task.teacher.align=true, because the distributions are over other tokens"
+            yield Problem(path, reason, value=metric, accepted="eval/loss, divergence")
     if task.init_layers is not None and config.checkpoint.load_parameters is not None:
         reason = "cannot be combined with checkpoint.load_parameters"
         yield Problem("task.init_layers", reason, value=task.init_layers, hint="set only one of the two")

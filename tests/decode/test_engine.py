@@ -27,9 +27,10 @@ from maxhydra.decode.engine import Engine
 from maxhydra.decode.open import open_engine, split_devices
 from maxhydra.decode.page_pool import Capacity, PagePool
 from maxhydra.decode.request import Completion, Request, RequestRejectedError
+from maxhydra.decode.step_functions import MultiStepKey
 from maxhydra.decode.step_inputs import StepShape
 from maxhydra.decode.steps import GREEDY as GREEDY_FEATURES
-from maxhydra.decode.steps import CompiledSteps, MultiStepKey
+from maxhydra.decode.steps import CompiledSteps
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
 from maxhydra.runs.profile import profile_folders, summarize_profile

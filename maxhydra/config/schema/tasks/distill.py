@@ -5,7 +5,7 @@ from enum import Enum
 from typing import ClassVar
 
 from maxhydra.config.declare import Schema, option, schema, section
-from maxhydra.config.errors import Problem
+from maxhydra.config.errors import Problem, show
 from maxhydra.config.schema.decode import LARGEST, Engine
 from maxhydra.config.schema.model import Model
 from maxhydra.config.schema.run import Task
@@ -38,6 +38,10 @@ class Teacher(Schema):
     """Model option of the teacher. null: the model of the run in weights."""
     mesh: str | None = None
     """Mesh option of the teacher, on the same devices. null: the student's mesh."""
+    align: bool = False
+    """Whether the teacher has another tokenizer: completions of the student (on_policy.fraction=1,
+    divergence=reverse_kl) are tokenized for it, and log-probs are compared over the shortest spans of text that both
+    tokenizations share."""
     overrides: list[str] = option([])
     """Overrides of these options, quoted, such as ["model.num_layers=2", "mesh.tensor=4"]."""
 
@@ -131,6 +135,7 @@ class DistillTask(Task):
             yield Problem("beta", f"{reason} divergence={self.divergence.value}", value=self.beta, accepted=accepted)
         if self.beta is None and self.beta_end is not None:
             yield Problem("beta_end", "is not used without beta", value=self.beta_end, accepted="null")
+        yield from self._check_alignment()
         if self.teacher.weights is None:
             if self.features.loss is not FeatureLoss.none:
                 reason = "needs the teacher's activations, which are not in the data"
@@ -141,6 +146,25 @@ class DistillTask(Task):
             if self.on_policy.fraction:
                 reason = "needs a teacher that scores new completions"
                 yield Problem("on_policy.fraction", reason, value=self.on_policy.fraction, hint="set teacher.weights")
+
+    def _check_alignment(self) -> Iterator[Problem]:
+        """A teacher with another tokenizer scores sampled texts; it has no distribution over the student's tokens."""
+        if not self.teacher.align:
+            return
+        needed = {
+            "divergence": (self.divergence, Divergence.reverse_kl),
+            "on_policy.fraction": (self.on_policy.fraction, 1.0),
+            "on_policy.temperature": (self.on_policy.temperature, 1.0),
+            "alpha": (self.alpha, 1.0),
+            "alpha_end": (self.alpha_end, None),
+            "temperature": (self.temperature, 1.0),
+            "temperature_end": (self.temperature_end, None),
+            "features.loss": (self.features.loss, FeatureLoss.none),
+            "init_layers": (self.init_layers, None),
+        }
+        for path, (value, only) in needed.items():
+            if value != only:
+                yield Problem(path, "is not supported with teacher.align=true", value=value, accepted=show(only))
 
     def check_model(self, model: Model) -> Iterator[Problem]:
         for problem in (*self.on_policy.engine.check_model(model), *self.on_policy.engine.check_one_group()):
