@@ -186,6 +186,12 @@ def unused_problems(config: Config, given: Iterable[tuple[str, Any]]) -> Iterato
         yield from unlogged_metric("objective", config.objective, task=task, evaluates=evaluates)
 
 
+def unused_keys(config: Config, keys: Iterable[str]) -> set[str]:
+    """Return the keys that have no effect in a run, whatever their values."""
+    task = config.task.name
+    return {key for key in keys if task not in using_tasks(key) or _missing(config, key) is not None}
+
+
 def using_tasks(key: str) -> tuple[str, ...]:
     """Tasks in which a key can have an effect."""
     return next((tasks for pattern, tasks in TASKS if fnmatch(key, pattern)), tuple(modules("maxhydra.tasks")))

@@ -87,8 +87,8 @@ class Engine:
             self._transfer = Transfer(self._prefill_runner, self._runner)
         self._programs = self._runner.programs
         buckets, capacities = self._prefill_runner.buckets, (self._runner.capacity, self._prefill_runner.capacity)
-        limits = {"prefill_chunk": buckets.prefill_chunk, "round_tokens": buckets.round_tokens}
-        self._scheduler = Scheduler(*capacities, **limits)
+        chunk, round_tokens = buckets.prefill_chunk, buckets.round_tokens
+        self._scheduler = Scheduler(*capacities, prefill_chunk=chunk, round_tokens=round_tokens)
         self._pending: deque[PendingTokens] = deque()
         self._num_earlier = 0
         """Pending tokens of the previous iteration."""

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from maxhydra.config.errors import ConfigError, Problem, last_of_each_key, quoted, unquoted
 from maxhydra.config.migrations import migrate_overrides
+from maxhydra.config.schema.config import Config
+from maxhydra.config.usage import unused_keys, using_tasks
 from maxhydra.record.facts import DEFAULT_OUTPUTS, SWEEP_FILE
 from maxhydra.record.provenance import code
 from maxhydra.record.redact import HIDDEN
@@ -16,13 +18,22 @@ from maxhydra.runs.summary import Facts
 _FLAGS = ("--config-dir", "-cd", "--config-name", "-cn")
 
 
-def rerun_arguments(facts: Facts, name: str | None, *changes: str) -> list[str]:
-    """Arguments of `maxhydra`: the run's flags and overrides, the changes, and a run.name (None: a new name)."""
+def rerun_arguments(facts: Facts, name: str | None, *changes: str, config: Config | None = None) -> list[str]:
+    """Arguments of `maxhydra`: the run's flags and overrides, the changes, and a run.name (None: a new name).
+
+    Overrides without effect in `config`, that of the run, are left out, and those that another task of the changes does
+    not use: commands of earlier versions may contain them.
+    """
     if "overrides" not in facts:
         raise ConfigError(Problem(str(facts["name"]), "has no overrides in its run.json, so it cannot be rerun"))
     replaced = {_key(change) for change in changes} | {"run.name"}
     stored = _stored_overrides(facts) if name is not None else _overrides_of_new_run(facts)
     overrides = [override for override in stored if _key(override) not in replaced]
+    tasks = [change.partition("=")[2] for change in changes if _key(change) == "task"]
+    unused = {key for key in map(_key, overrides) if tasks and tasks[-1] not in using_tasks(key)}
+    if config is not None and not tasks:
+        unused = unused_keys(config, map(_key, overrides))
+    overrides = [override for override in overrides if _key(override) not in unused]
     redacted = [_key(override) for override in overrides if HIDDEN in override]
     if redacted:
         hint = f"pass it again: {' '.join(f'{key}=...' for key in redacted)}"

@@ -259,6 +259,13 @@ def test_rerun_and_resume_use_the_original_overrides(runs, outputs):
     ]
     # Hydra parses the name as a single value.
     assert compose(shlex.split(out)[-1:], None).config.run.name == "lr/1_learning_rate=0.001"
+    # Keys without effect, which earlier versions accepted, are left out, and those that another task does not use.
+    change_facts(folder, overrides=["tracker.project=mine", "train.log_every=5"])
+    assert shlex.split(runs("rerun", "lr/1", "--anyway", "--dry-run")[1])[-1] == "train.log_every=5"
+    assert shlex.split(runs("rerun", "lr/1", "task=score", "--anyway", "--dry-run")[1])[-2:] == [
+        "/my conf",
+        "task=score",
+    ]
     change_facts(folder, overrides=["tracker.api_key=***"])
     assert "is a secret, whose value was not stored" in runs("rerun", "lr/1", "--anyway", "--dry-run")[2]
 

@@ -6,6 +6,9 @@ import sys
 
 from maxhydra.cli.runs._common import runs_command, say, start
 from maxhydra.config.errors import ConfigError, Problem, quoted
+from maxhydra.config.schema.config import Config
+from maxhydra.config.serialize import from_yaml
+from maxhydra.record.run_dir import RunDirectory
 from maxhydra.record.storage import is_remote
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.rerun import describe_code_change, rerun_arguments
@@ -35,7 +38,8 @@ def run_rerun(args: argparse.Namespace) -> int:
         raise ConfigError(
             Problem(args.name, f"the code has changed: {difference}", hint="run the current code with --anyway")
         )
-    return start(rerun_arguments(facts, None, *args.changes), facts["folder"], dry=args.dry_run)
+    arguments = rerun_arguments(facts, None, *args.changes, config=_config(directory))
+    return start(arguments, facts["folder"], dry=args.dry_run)
 
 
 def declare_resume(parser: argparse.ArgumentParser) -> None:
@@ -65,4 +69,13 @@ def run_resume(args: argparse.Namespace) -> int:
     if not is_remote(outputs):
         outputs = os.path.relpath(registry.root.resolve(), facts["folder"])
     changes = [*args.changes, f"run.outputs={quoted(outputs)}"]
-    return start(rerun_arguments(facts, found.path, *changes), facts["folder"], dry=args.dry_run)
+    arguments = rerun_arguments(facts, found.path, *changes, config=_config(directory))
+    return start(arguments, facts["folder"], dry=args.dry_run)
+
+
+def _config(directory: RunDirectory) -> Config | None:
+    """The config of a run; None if it cannot be read."""
+    try:
+        return from_yaml(directory.config_path.read_text(encoding="utf-8"), is_run=True)
+    except (OSError, ConfigError):
+        return None
