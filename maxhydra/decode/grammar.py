@@ -82,7 +82,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, *, eos: Collection[int], vocab_size: int):
         self._tokenizer, self._eos = tokenizer, sorted(eos)
-        self.num_words = -(-vocab_size // 32)
+        self.mask_width = -(-vocab_size // 32)
         self._compile_cached = lru_cache(MAX_GRAMMARS)(self._compile)
         self._lock = threading.Lock()
         self._worker = ThreadPoolExecutor(1, "masks")
@@ -107,12 +107,12 @@ class GrammarCompiler:
         matchers = [constraint.matcher for constraint in constraints]
         for matcher, new in zip(matchers, tokens, strict=True):
             matcher.consume_tokens(list(new))
-        own_words = -(-self._library_tokenizer.vocab_size // 32)
-        masks_BW = np.zeros((len(matchers), self.num_words), np.uint32)
-        own = np.zeros((len(matchers), own_words), np.int32)
+        own_width = -(-self._library_tokenizer.vocab_size // 32)
+        masks_BW = np.zeros((len(matchers), self.mask_width), np.uint32)
+        own = np.zeros((len(matchers), own_width), np.int32)
         rows = [(matcher, row) for row, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(rows, own.ctypes.data, 4 * own_words, len(rows))
-        masks_BW[:, :own_words] = own.view(np.uint32)
+        self._executor.unsafe_compute_mask_ptr(rows, own.ctypes.data, 4 * own_width, len(rows))
+        masks_BW[:, :own_width] = own.view(np.uint32)
         return masks_BW
 
     def _compile(self, grammar: str) -> Any:

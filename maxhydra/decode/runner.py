@@ -292,9 +292,9 @@ class Runner:
         return _pend(rows, sampled, [int(sequence is not None) for sequence in rows], self.version)
 
 
-def _stack_masks(rows: list[Sequence | None], num_words: int) -> np.ndarray:
+def _stack_masks(rows: list[Sequence | None], mask_width: int) -> np.ndarray:
     """Wait for the masks of all rows; rows without a grammar allow every token."""
-    masks_BW = np.full((len(rows), num_words), ALL_TOKENS, np.uint32)
+    masks_BW = np.full((len(rows), mask_width), ALL_TOKENS, np.uint32)
     for row, sequence in enumerate(rows):
         if sequence is not None and sequence.constraint is not None:
             masks_BW[row] = sequence.constraint.mask()

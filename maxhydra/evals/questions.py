@@ -110,9 +110,9 @@ def _cloze() -> Iterator[Question]:
     lines = [line.strip() for line in _held_out_text().splitlines()]
     found = [re.fullmatch(r"(.*\w.* )(\w{4,})[.,;:!?]*", line) for line in lines]
     pairs = [(match[1], match[2]) for match in found if match and match[1].count(" ") > 3]
-    words = sorted({word.lower() for _, word in pairs})
+    candidates = sorted({word.lower() for _, word in pairs})
     for prompt, word in pairs:
-        others = [other for other in words if len(other) == len(word) and other != word.lower()]
+        others = [other for other in candidates if len(other) == len(word) and other != word.lower()]
         if len(others) >= CHOICES - 1:
             choices = [word.lower(), *generator.sample(others, CHOICES - 1)]
             generator.shuffle(choices)

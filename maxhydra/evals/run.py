@@ -126,21 +126,21 @@ def run_task(model: EvalModel, own: OwnTask, task: EvalTask) -> Result:
         spec, limit = dataclasses.replace(spec, count=min(spec.count, limit)), None
     questions = read_questions(spec, own.folder, lambda text: len(model.prompts.tokenizer.encode(text)))
     examples = "".join(question.solved for question in questions[: spec.shots])
-    asked = questions[spec.shots :][:limit]
-    if not asked:
+    evaluated = questions[spec.shots :][:limit]
+    if not evaluated:
         raise ConfigError(Problem(KEY, f"{own.name} has no questions", hint="lower shots, or add questions"))
-    asked = [dataclasses.replace(question, prompt=examples + question.prompt) for question in asked]
+    evaluated = [dataclasses.replace(question, prompt=examples + question.prompt) for question in evaluated]
     if spec.kind is EvalKind.perplexity:
-        return Result(_likelihood(model, asked), len(asked))
+        return Result(_likelihood(model, evaluated), len(evaluated))
     if spec.kind is EvalKind.multiple_choice:
-        return Result(_choose(model, asked), len(asked))
-    scores = _generate(model, asked, spec)
-    cells = {question.cell: [] for question in asked if question.cell is not None}  # type: dict[Any, list[float]]
-    for question, score in zip(asked, scores, strict=True):
+        return Result(_choose(model, evaluated), len(evaluated))
+    scores = _generate(model, evaluated, spec)
+    cells = {question.cell: [] for question in evaluated if question.cell is not None}  # type: dict[Any, list[float]]
+    for question, score in zip(evaluated, scores, strict=True):
         if question.cell is not None:
             cells[question.cell].append(score)
     return Result(
-        _accuracy("acc", scores), len(asked), {cell: float(np.mean(values)) for cell, values in cells.items()}
+        _accuracy("acc", scores), len(evaluated), {cell: float(np.mean(values)) for cell, values in cells.items()}
     )
 
 

@@ -95,7 +95,7 @@ def memory(case: Case) -> Memory:
         activations=case.ticks * sum(count * case.saved_bytes(kind) for kind, count in case.subject.kinds),
         layer=in_work * (layer - rows + _gathered_stream_bytes(case)) + rows,
         gathered=in_work * gathered + gradient,
-        logits=_kept_by_head(case),
+        logits=_head_gradient_bytes(case),
         loss=_loss_bytes(case, stream),
         experts=rows,
         batch=COLUMN_BYTES * case.stream_tokens * case.grad_accum,
@@ -205,7 +205,7 @@ def _logits_bytes(case: Case, item_bytes: int) -> float:
     return tokens * case.config.model.vocab_size / case.sharder.num_shards("act_vocab") * item_bytes
 
 
-def _kept_by_head(case: Case) -> float:
+def _head_gradient_bytes(case: Case) -> float:
     """Bytes from which XLA computes the gradient of the head after the backward pass of the layers.
 
     Without chunks it is the gradient of the logits. A loop over chunks carries the gradient of the head in float32.

@@ -263,11 +263,11 @@ class _State:
     def request(self) -> Request:
         """The request of the next turn. Seeds of later turns derive from that of the first."""
         episode, turn = self.episode, self.episode.num_turns
-        left = self._runner.max_tokens - len(episode.tokens)
+        remaining = self._runner.max_tokens - len(episode.tokens)
         return dataclasses.replace(
             self._request,
             prompt=(*episode.prompt, *episode.tokens),
-            max_tokens=min(left, self._runner.config.turn_tokens or left),
+            max_tokens=min(remaining, self._runner.config.turn_tokens or remaining),
             seed=derive_seed(self._request.seed, turn) if turn else self._request.seed,
             stream=False,
         )

@@ -9,7 +9,7 @@ from maxhydra.runs.settings import Cell
 # Minimum number of runs for a meaningful estimate.
 MIN_RUNS = 4
 # Products of a fit of all settings at once, which takes about a second.
-MAX_PRODUCTS = 5_000_000
+MAX_OPERATIONS = 5_000_000
 
 
 def importance(settings: Mapping[str, Sequence[Cell | None]], results: Sequence[float]) -> dict[str, float]:
@@ -25,7 +25,7 @@ def importance(settings: Mapping[str, Sequence[Cell | None]], results: Sequence[
         return {}
     columns = {name: _indicators(_groups(values)) for name, values in settings.items()}
     count = sum(map(len, columns.values()))
-    is_joint = count + 1 < len(results) and len(results) * count**2 < MAX_PRODUCTS
+    is_joint = count + 1 < len(results) and len(results) * count**2 < MAX_OPERATIONS
     shares = {}
     for name, own in columns.items():
         others = [column for key, each in columns.items() if key != name for column in each] if is_joint else []
@@ -84,8 +84,8 @@ def _centered(values: Sequence[float]) -> list[float]:
     return [value - mean for value in values]
 
 
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return math.fsum(map(operator.mul, left, right))
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return math.fsum(map(operator.mul, a, b))
 
 
 def _without(values: Sequence[float], direction: Sequence[float]) -> list[float]:

@@ -71,7 +71,7 @@ def _stored_overrides(facts: Facts) -> list[str]:
 
 def _overrides_of_new_run(facts: Facts) -> list[str]:
     """Overrides of a run for another one, which is not named yet. A job of a sweep is rerun outside of the sweep."""
-    kept = []
+    overrides = []
     for override in _stored_overrides(facts):
         key, value = _key(override), override.partition("=")[2]
         if key == "run.outputs" and not is_remote(value):
@@ -80,10 +80,10 @@ def _overrides_of_new_run(facts: Facts) -> list[str]:
             if (outputs / SWEEP_FILE).exists():
                 outputs = outputs.parent
             is_default = outputs == folder / DEFAULT_OUTPUTS
-            kept += [] if is_default else [f"{key}={quoted(os.path.relpath(outputs, folder))}"]
+            overrides += [] if is_default else [f"{key}={quoted(os.path.relpath(outputs, folder))}"]
         elif key != "run.name":
-            kept.append(override)
-    return kept
+            overrides.append(override)
+    return overrides
 
 
 def _key(override: str) -> str:

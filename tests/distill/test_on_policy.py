@@ -148,9 +148,9 @@ def test_data_without_prompts_is_rejected(overrides: list[str], paths: list[str]
 
 
 def test_a_teacher_with_another_tokenizer_is_rejected(tmp_path: Path) -> None:
-    ours, same, other = (save(byte_level(marks), tmp_path / name) for name, marks in FOLDERS.items())
-    data = dataclasses.replace(DATA, tokenizer=Tokenizer(kind="hf", path=str(ours)))
-    for folder in (ours, same, tmp_path):
+    own, same, other = (save(byte_level(marks), tmp_path / name) for name, marks in FOLDERS.items())
+    data = dataclasses.replace(DATA, tokenizer=Tokenizer(kind="hf", path=str(own)))
+    for folder in (own, same, tmp_path):
         check_tokenizer(data, Teacher(weights=str(folder)))
     with pytest.raises(ConfigError, match="has another tokenizer than the student: <a> is id 1 there"):
         check_tokenizer(data, Teacher(weights=str(other)))

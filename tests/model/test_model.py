@@ -434,8 +434,8 @@ def test_gradients_of_cast_weights_equal_those_of_the_weights():
     block, others = narrow.pop("pattern")["0"], jax.tree.leaves(narrow)
     assert not any(others) and not block["attention_norm"]["scale"] and not block["mlp_norm"]["scale"]
     assert all(jax.tree.leaves([block["attention"], block["mlp"]]))
-    _, wanted = loss_and_gradients(model, params)
+    _, expected = loss_and_gradients(model, params)
     _, found = loss_and_gradients(model, cast)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(b.dtype), b), found, wanted)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(b.dtype), b), found, expected)
     part = {"pattern": {"0": {"mlp": params["pattern"]["0"]["mlp"]}}}
     jax.tree.map(np.testing.assert_array_equal, model.cast(part)["pattern"]["0"]["mlp"], cast["pattern"]["0"]["mlp"])

@@ -81,8 +81,8 @@ def test_outputs_and_adapter_gradients_equal_those_of_dequantized_weights() -> N
 
         return jax.jit(jax.value_and_grad(of))(trained)
 
-    ours, expected = total(packed, frozen), total(plain, unpacked)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), ours, expected)
+    found, expected = total(packed, frozen), total(plain, unpacked)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), found, expected)
     answers = merge_adapter(packed, merge_trees(trained, frozen), dtype=np.dtype(np.float32))
 
     def hidden(model: Any, params: Any) -> jax.Array:

@@ -157,8 +157,8 @@ def test_push_uploads_the_exported_folder(
     assert main.run([*command, "task.push=org/pushed"]) == 0
     output = capsys.readouterr().err
     assert "out is already complete" in output and f"pushed {hub.url}/org/pushed/commit/" in output
-    written = {path.name: path.read_bytes() for path in Path("out").iterdir() if path.name != ".conversion.json"}
-    assert hub.repos["org/pushed"] == written
+    files = {path.name: path.read_bytes() for path in Path("out").iterdir() if path.name != ".conversion.json"}
+    assert hub.repos["org/pushed"] == files
 
 
 def test_a_push_without_a_token_is_rejected(hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-WORDS = ("name", "age", "tags", "city", "id", "kind", "größe", "a b", 'quo"te', "x")
+NAMES = ("name", "age", "tags", "city", "id", "kind", "größe", "a b", 'quo"te', "x")
 
 
 def random_schema(seed: int, *, depth: int = 3) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def _schema(rng: random.Random, depth: int, names: tuple[str, ...]) -> dict[str,
 
 
 def _object(rng: random.Random, depth: int, names: tuple[str, ...]) -> dict[str, Any]:
-    keys = rng.sample(WORDS, rng.randint(0, 4))
+    keys = rng.sample(NAMES, rng.randint(0, 4))
     required = [key for key in keys if rng.random() < 0.6]
     properties = {key: _schema(rng, depth - 1, names) for key in keys}
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}

@@ -101,25 +101,25 @@ def test_scores_equal_those_of_the_hf_model_of_lm_eval(folder: Path, harness_tas
     assert isinstance(config.task, EvalTask)
     tasks = find_tasks(config.task)
     model = open_model(config, tmp_path)
-    theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=2)
+    reference = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=2)
     try:
         pairs = [(item["question"], choice) for item in QUESTIONS for choice in item["choices"]] + [("", "To be")]
         requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
-        ours = harness.HarnessModel(model)
-        expected = theirs.loglikelihood(requests, disable_tqdm=True)
-        for found, wanted in zip(ours.loglikelihood(requests, disable_tqdm=True), expected, strict=True):
-            assert found[0] == pytest.approx(wanted[0], abs=1e-3) and found[1] == wanted[1]
+        wrapped = harness.HarnessModel(model)
+        expected = reference.loglikelihood(requests, disable_tqdm=True)
+        for found, value in zip(wrapped.loglikelihood(requests, disable_tqdm=True), expected, strict=True):
+            assert found[0] == pytest.approx(value[0], abs=1e-3) and found[1] == value[1]
         texts = [Instance("loglikelihood_rolling", {}, ("to be or not to be, " * 30,), 0)]
-        (rolling,) = theirs.loglikelihood_rolling(texts, disable_tqdm=True)
-        assert ours.loglikelihood_rolling(texts)[0] == pytest.approx(rolling, rel=1e-5)
+        (rolling,) = reference.loglikelihood_rolling(texts, disable_tqdm=True)
+        assert wrapped.loglikelihood_rolling(texts)[0] == pytest.approx(rolling, rel=1e-5)
         found = harness.evaluate(model, tasks.harness, tasks.manager, config.task)
-        wanted = lm_eval.simple_evaluate(model=theirs, tasks=names, task_manager=tasks.manager, bootstrap_iters=0)
+        value = lm_eval.simple_evaluate(model=reference, tasks=names, task_manager=tasks.manager, bootstrap_iters=0)
         for name, metrics in (("local_choice", ("acc", "acc_norm")), ("local_generate", ("bleu",))):
             for metric in metrics:
-                assert found[name][metric] == pytest.approx(wanted["results"][name][f"{metric},none"])
+                assert found[name][metric] == pytest.approx(value["results"][name][f"{metric},none"])
         arguments = {"until": ["zz"], "max_gen_toks": 6}
         prompts = [Instance("generate_until", {}, (item["question"], arguments), 0) for item in QUESTIONS]
-        assert ours.generate_until(prompts) == theirs.generate_until(prompts, disable_tqdm=True)
+        assert wrapped.generate_until(prompts) == reference.generate_until(prompts, disable_tqdm=True)
     finally:
         model.close()
 
@@ -146,8 +146,8 @@ def test_own_tasks_agree_with_lm_eval_and_give_a_heat_map(folder: Path, harness_
         from maxhydra.evals import harness
 
         mine, long, plays = (run_task(model, own, dataclasses.replace(task, limit=4)) for own in tasks.own)
-        theirs = harness.evaluate(model, tasks.harness, tasks.manager, task)["local_choice"]
-        assert mine.metrics["acc"] == theirs["acc"] == 1 - mine.metrics["error"]
+        reference = harness.evaluate(model, tasks.harness, tasks.manager, task)["local_choice"]
+        assert mine.metrics["acc"] == reference["acc"] == 1 - mine.metrics["error"]
         assert long.grid.keys() == {(48, 0.0), (48, 1.0), (96, 0.0), (96, 1.0)}
         # An untrained model has about log2(600) bits per token, of 2 to 3 bytes.
         assert 2 < plays.metrics["bpb"] < 10

@@ -98,8 +98,8 @@ def test_every_source_and_named_set_has_its_own_loss(states: StateFactory, tmp_p
         for metric in ("loss", "bpb"):
             np.testing.assert_allclose(found[f"eval/{name}/{metric}"], single[f"eval/{metric}"], rtol=1e-5)
     tokens = [single["eval/tokens"] for single in alone[:2]]
-    together = np.average([single["eval/loss"] for single in alone[:2]], weights=tokens)
-    np.testing.assert_allclose(found["eval/loss"], together, rtol=1e-5)
+    combined = np.average([single["eval/loss"] for single in alone[:2]], weights=tokens)
+    np.testing.assert_allclose(found["eval/loss"], combined, rtol=1e-5)
     assert found["eval/tokens"] == sum(tokens)
 
 
