@@ -26,9 +26,9 @@ MEASURING_TASKS = ("bench", "tune")
 # Tasks whose command contains the config of a training run.
 OF_TRAINING = (*TRAINING_TASKS, *MEASURING_TASKS, *DESCRIBING_TASKS)
 # Tasks that load weights, and those that read the records of a corpus.
-WITH_WEIGHTS = (*OF_TRAINING, *ENGINE_TASKS, "convert", "score", "teacher_logits")
+WITH_WEIGHTS = (*OF_TRAINING, *ENGINE_TASKS, "convert", "eval", "score", "teacher_logits")
 WITH_RECORDS = (*OF_TRAINING, "teacher_logits", "tokenize", "train_tokenizer")
-WITH_TOKENIZER = (*WITH_RECORDS, *ENGINE_TASKS, "convert", "score")
+WITH_TOKENIZER = (*WITH_RECORDS, *ENGINE_TASKS, "convert", "eval", "score")
 WITH_RUN = (*OF_TRAINING, "train_tokenizer")
 ON_POLICY = ("grpo", *MEASURING_TASKS, *DESCRIBING_TASKS)
 # Patterns of keys and the tasks that use them; the first that matches applies, and a key without one is used by all.
@@ -40,14 +40,15 @@ TASKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("watchdog.*", OF_TRAINING),
     ("statistics.*", OF_TRAINING),
     *((f"{section}.*", WITH_WEIGHTS) for section in ("model", "mesh", "quantization", "adapter")),
-    *((key, WITH_RUN) for key in ("run.tags", "run.notes", "run.staging", "alerts.*")),
+    *((key, (*WITH_RUN, "eval")) for key in ("run.tags", "run.notes")),
+    *((key, WITH_RUN) for key in ("run.staging", "alerts.*")),
     ("run.accept_changed_*", OF_TRAINING),
     ("checkpoint.load_parameters", WITH_WEIGHTS),
     ("checkpoint.*", OF_TRAINING),
     ("train.seq_len", WITH_WEIGHTS),
     ("train.per_device_batch_size", (*OF_TRAINING, "teacher_logits", "score")),
     ("train.loss_chunk", (*OF_TRAINING, "teacher_logits", "score")),
-    ("train.progress", (*OF_TRAINING, "score", "teacher_logits", "tokenize", "train_tokenizer")),
+    ("train.progress", (*OF_TRAINING, "eval", "score", "teacher_logits", "tokenize", "train_tokenizer")),
     ("train.*", OF_TRAINING),
     ("data.tokenizer.*", WITH_TOKENIZER),
     ("data.packing.*", (*OF_TRAINING, "teacher_logits")),
