@@ -200,7 +200,7 @@ def test_a_search_prunes_bad_jobs(scheduler: dict[str, str], tmp_path: Path) -> 
     arguments = [*LAUNCHER, *search, f"hydra.launcher.python={worker}", "run.name=search", rates]
     done = run_ok(*arguments, cwd=tmp_path, **scheduler).stdout
     statuses = [facts(path)["status"] for path in sorted((tmp_path / "outputs" / "search").glob("[0-9]_*"))]
-    pruned = statuses.count("preempted")
+    pruned = statuses.count("pruned")
     assert pruned >= 1 and statuses.count("finished") == 4 - pruned, done
     assert f"{4 - pruned} finished, {pruned} pruned" in done and "optimizer.learning_rate=0.3" in done
 
