@@ -225,7 +225,7 @@ def test_a_killed_command_gives_the_same_table(folder: Path, tmp_path: Path) -> 
 def test_several_checkpoints_of_a_run(tmp_path: Path) -> None:
     train = [*SMALL, "train.steps=2", "checkpoint.every=1", "optimizer.schedule.warmup_steps=0", "run.name=base"]
     run_ok(*train, cwd=tmp_path)
-    command = [*SMALL, "task=eval", "checkpoint.load_parameters=outputs/base", "task.tasks=[plays]", "task.limit=2"]
+    command = [*SMALL[:6], "task=eval", "checkpoint.load_parameters=outputs/base", "task.tasks=[plays]", "task.limit=2"]
     done = run_ok(*command, "task.steps=[1,2]", "run.name=e", cwd=tmp_path)
     results = json.loads((tmp_path / "outputs" / "e" / "eval.json").read_text())
     assert results.keys() == {"1", "2"} and results["1"] != results["2"]
