@@ -87,7 +87,7 @@ CASES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "unsupported quantization": (
         "llama",
         lambda folder: edit_settings(folder, quantization_config={"quant_method": "gptq"}),
-        "unsupported quantization_config.quant_method=gptq (supported: fp8, mxfp4)",
+        "unsupported quantization_config.quant_method=gptq (supported: fp8, mxfp4, compressed-tensors)",
     ),
     "unsupported setting": (
         "llama",

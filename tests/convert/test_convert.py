@@ -211,10 +211,11 @@ def test_a_different_model_is_rejected_with_every_differing_setting(tmp_path: Pa
 
 
 def test_unexpected_missing_and_misshapen_tensors_are_rejected(tmp_path: Path) -> None:
-    hf_model(attention_bias=True).save_pretrained(tmp_path / "bias")
+    reference = hf_model()
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(4)}
+    reference.save_pretrained(tmp_path / "bias", state_dict={**reference.state_dict(), **bias})
     message = load_error(tmp_path / "bias", make_model())
     assert "self_attn.q_proj.bias" in message and "has no parameter for" in message
-    reference = hf_model()
     state = {name: weight for name, weight in reference.state_dict().items() if "layers.3.mlp.up" not in name}
     reference.save_pretrained(tmp_path / "lacks", state_dict=state)
     assert "is missing model.layers.3.mlp.up_proj.weight" in load_error(tmp_path / "lacks", make_model())

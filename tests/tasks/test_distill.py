@@ -20,7 +20,8 @@ from maxhydra.model import build
 from maxhydra.sharding import Sharder
 from tests.support.cli import ROOT, SMALL, facts, kill_when, losses, parameter_hash, rewind, run_ok
 
-DATA = ["data=grain", "data.path=text.jsonl", "data.eval_fraction=0.1", *SMALL]
+TEXT = ["data=grain", "data.path=text.jsonl", "data.eval_fraction=0.1"]
+DATA = [*TEXT, *SMALL]
 SIZES = [size for size in SMALL if size.startswith("model.")]
 TEACHER = ["task.teacher.weights=teacher", "task.teacher.model=tiny", f"task.teacher.overrides={json.dumps(SIZES)}"]
 STEPS = 24
@@ -28,7 +29,8 @@ STUDENT = [
     *("task=distill", *TEACHER, "task.temperature=2", "task.temperature_end=1", "task.alpha=0.8"),
     *(*DATA, "model.num_layers=1", f"train.steps={STEPS}", "checkpoint.every=8", "train.loss_chunk=8"),
 ]
-LOGITS = ["task=teacher_logits", "checkpoint.load_parameters=teacher", "task.output=logits", "task.k=5", *DATA]
+LOGITS = ["task=teacher_logits", "checkpoint.load_parameters=teacher", "task.output=logits", "task.k=5", *TEXT]
+LOGITS += [*SIZES, "train.seq_len=32", "train.per_device_batch_size=8"]
 
 
 def teacher_config() -> Config:
