@@ -24,14 +24,15 @@ LENGTH = 440
 POSITIONS, BATCHES = (200, 50) if os.environ.get("MAXHYDRA_FULL") == "1" else (20, 6)
 
 # Batches of four rows from three streams, in windows of a few rows.
-COMMON = ["train.seq_len=32", "model.vocab_size=60000", "data.packing.window=6", "data.streams=3"]
+COMMON = ["train.seq_len=32", "model.vocab_size=60000", "data.streams=3"]
 
 
 def open_loader(overrides: list[str]) -> Any:
     from maxhydra.config.compose.composer import compose
+    from maxhydra.config.serialize import with_overrides
     from maxhydra.data import BatchSpec, RowSpec, host_loader
 
-    config = compose([*COMMON, *overrides], None).config
+    config = with_overrides(compose([*COMMON, *overrides], None).config, ["data.packing.window=6"])
     rows = RowSpec(seq_len=config.train.seq_len, vocab_size=config.model.vocab_size, seed=11)
 
     class SingleProcessSpec(BatchSpec):
