@@ -290,10 +290,11 @@ def test_keys_that_need_an_eval_loss_are_rejected() -> None:
     overrides = ["train.target_eval_loss=1", "train.early_stop.patience=2", "checkpoint.keep_best=1"]
     with pytest.raises(ConfigError) as caught:
         compose(["task=grpo", *overrides])
-    paths = ["checkpoint.best_metric", "train.target_eval_loss", "train.early_stop.patience"]
+    paths = ["checkpoint.best_metric", "train.early_stop.metric", "train.target_eval_loss"]
     assert [problem.path for problem in caught.value.problems] == paths
     assert "eval/error" in (caught.value.problems[0].accepted or "")
     compose(["task=grpo", "checkpoint.keep_best=1", "checkpoint.best_metric=eval/error"])
+    compose(["task=grpo", "train.early_stop.patience=2", "train.early_stop.metric=eval/error"])
 
 
 def test_all_problems_are_reported() -> None:
