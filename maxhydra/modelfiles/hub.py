@@ -16,6 +16,7 @@ from typing import Any
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.values import HUB_NAME
+from maxhydra.record.facts import DEFAULT_OUTPUTS
 
 _LOCATION = re.compile(rf"(?P<repo>{HUB_NAME})(@(?P<revision>[\w.-]+(/[\w.-]+)*))?")
 # A missing file with one of these endings is not the name of a repository.
@@ -31,11 +32,11 @@ log = logging.getLogger("maxhydra")
 
 
 def is_hub_id(location: str) -> bool:
-    """True for `ORG/NAME[@REVISION]`, unless it is a local path or ORG is a local folder, such as outputs/."""
-    match = _LOCATION.fullmatch(location)
-    if match is None or location.endswith(FILE_ENDINGS):
+    """True for `ORG/NAME[@REVISION]`, unless it is a local path or ORG is a local folder or that of runs, outputs."""
+    match, organization = _LOCATION.fullmatch(location), location.partition("/")[0]
+    if match is None or location.endswith(FILE_ENDINGS) or organization == DEFAULT_OUTPUTS:
         return False
-    return not Path(location).exists() and not Path(location.partition("/")[0]).is_dir()
+    return not Path(location).exists() and not Path(organization).is_dir()
 
 
 def hub_folder(key: str, location: str, *, weights: bool) -> Path:

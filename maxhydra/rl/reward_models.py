@@ -65,7 +65,7 @@ class RewardModel:
 def open_reward_models(config: Config, sharder: Sharder, *, rows: int) -> dict[str, RewardModel]:
     """The reward models of config.reward by term, with their weights in the compute dtype.
 
-    `rows`: sequences that are scored at a time.
+    `rows`: sequences that are scored at a time, rounded up to a multiple of the devices that share a batch.
     """
     terms = {name: term.weights for name, term in config.reward.terms.items() if term.kind is RewardKind.model}
     # Rollouts have one token more than train.seq_len; a sharded length is divisible.
@@ -90,7 +90,8 @@ def _open(key: str, location: str, config: Config, sharder: Sharder, rows: int, 
         dtype=jnp.dtype(model_config.dtypes.compute.value),
         key=key,
     )
-    return RewardModel(SequenceScorer(decoder, sharder), weights, rows=rows, length=length)
+    shards = sharder.num_shards("act_batch")
+    return RewardModel(SequenceScorer(decoder, sharder), weights, rows=-(-rows // shards) * shards, length=length)
 
 
 def _resolve(key: str, location: str) -> tuple[Model, Tokenizer | None]:
