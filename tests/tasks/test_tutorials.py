@@ -25,12 +25,18 @@ SIZES_WITHOUT_EXPERIMENT = ["train.seq_len=32", "train.eval_batches=0"]
 # Without optimizations, a step over a large cache takes longer than its compilation.
 SIZES_OF_DECODE = ["task.sampling.max_tokens=8", "task.engine.cache_tokens=512"]
 SIZES_OF_TOKENIZE = ["task.workers=1"]
-# Adds the sizes to a command line of overrides, and not to one of a subcommand.
+SIZES_OF_TEACHER = ["train.seq_len=32", "train.per_device_batch_size=8"]
+# Adds the sizes that the task uses to a command line of overrides, and none to one of a subcommand.
 SCRIPT = """#!/bin/sh
 case "$1" in -m|*=*) ;; *) exec {program} "$@" ;; esac
 sizes="{sizes}"
 case " $* " in *" experiment="*) sizes="$sizes {experiment}" ;; *) sizes="$sizes {without_experiment}" ;; esac
-case " $* " in *" task=decode "*) sizes="$sizes {decode}" ;; *" task=tokenize "*) sizes="$sizes {tokenize}" ;; esac
+case " $* " in
+  *" task=decode "*) sizes="{decode}" ;;
+  *" task=tokenize "*) sizes="{tokenize}" ;;
+  *" task=teacher_logits "*) sizes="{teacher}" ;;
+  *" task=convert "*|*" task=eval "*|*" task=score "*|*" task=serve "*|*" task=train_tokenizer "*) sizes="" ;;
+esac
 for size in $sizes; do
   case " $* " in *" ${{size%%=*}}="*) ;; *) set -- "$@" "$size" ;; esac
 done
@@ -70,6 +76,7 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "without_experiment": SIZES_WITHOUT_EXPERIMENT,
         "decode": SIZES_OF_DECODE,
         "tokenize": SIZES_OF_TOKENIZE,
+        "teacher": SIZES_OF_TEACHER,
     }
     script.write_text(SCRIPT.format(program=program, **{name: " ".join(each) for name, each in sizes.items()}))
     script.chmod(0o755)
