@@ -159,7 +159,7 @@ def test_a_run_over_stages_equals_one_device_and_resumes_without_stages(tmp_path
     np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=1e-5)
     samples = [json.loads((outputs / name / "run.json").read_text())["sample"] for name in ("one", "two")]
     assert samples[0] == samples[1]
-    fewer = [*fixed, "train.steps=6", "train.sample.tokens=0"]
+    fewer = [*fixed, "train.steps=6"]
     run_ok(*fewer, "run.name=one", "train.per_device_batch_size=8", cwd=tmp_path)
     run_ok(*fewer, "run.name=two", "mesh.fsdp=2", "train.per_device_batch_size=4", cwd=tmp_path, devices=2)
     one, two = losses(outputs / "one"), losses(outputs / "two")
