@@ -7,7 +7,6 @@ import sys
 from maxhydra.cli.runs._common import runs_command, say, start
 from maxhydra.config.errors import ConfigError, Problem, quoted
 from maxhydra.config.schema.config import Config
-from maxhydra.config.serialize import from_yaml
 from maxhydra.record.run_dir import RunDirectory
 from maxhydra.record.storage import is_remote
 from maxhydra.runs.registry import Registry
@@ -75,6 +74,9 @@ def run_resume(args: argparse.Namespace) -> int:
 
 def _config(directory: RunDirectory) -> Config | None:
     """The config of a run; None if it cannot be read."""
+    # Imported here, because it imports omegaconf, which the other verbs do not need.
+    from maxhydra.config.serialize import from_yaml  # noqa: PLC0415
+
     try:
         return from_yaml(directory.config_path.read_text(encoding="utf-8"), is_run=True)
     except (OSError, ConfigError):
