@@ -193,6 +193,8 @@ class _Peers:
         if self._agreement.request(number):
             for connection in self._connections.values():
                 connection.send(signal=number)
+            if self.index == 0 or 0 in self._connections:
+                self._agreement.report(self._report_call)
 
     def reached_stop(self) -> int | None:
         """The signal to end with, if this call is the one that all processes agreed on; a collective call."""
@@ -215,13 +217,15 @@ class _Peers:
 class _Agreement:
     """The call of `reached_stop` at which all processes end.
 
-    After a request, each process reports the number of its next call and waits for the decision: the latest of the
-    reported calls, which no process has passed.
+    As soon as a process knows of a request, it reports the number of its next call, and waits there for the decision:
+    the latest of the reported calls, which no process has passed. It reports at once, because its main thread may be in
+    a collective operation, which another process joins only after its own next call.
     """
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._calls, self._number = 0, 0
+        self._is_reported = False
         self._stop_at: int | None = None
         self._reported: dict[int, int] = {}
 
@@ -230,6 +234,13 @@ class _Agreement:
         with self._condition:
             is_first, self._number = self._number == 0, self._number or number
             return is_first
+
+    def report(self, send: Callable[[int], None]) -> None:
+        """Report the next call, once."""
+        with self._condition:
+            is_reported, self._is_reported, call = self._is_reported, True, self._calls + 1
+        if not is_reported:
+            send(call)
 
     def collect(self, index: int, call: int, count: int) -> int | None:
         with self._condition:
@@ -241,16 +252,16 @@ class _Agreement:
             self._stop_at = stop_at
             self._condition.notify_all()
 
-    def reached(self, report: Callable[[int], None]) -> int | None:
-        self._calls += 1
-        if self._number == 0:
-            return None
-        if self._stop_at is None:
-            report(self._calls)
-            with self._condition:
-                self._condition.wait_for(lambda: self._stop_at is not None)
-        assert self._stop_at is not None
-        return self._number if self._calls >= self._stop_at else None
+    def reached(self, send: Callable[[int], None]) -> int | None:
+        if self._number != 0:
+            self.report(send)
+        with self._condition:
+            self._calls += 1
+            if not self._is_reported:
+                return None
+            self._condition.wait_for(lambda: self._stop_at is not None)
+            assert self._stop_at is not None
+            return self._number if self._calls >= self._stop_at else None
 
 
 def _describe_error(error: BaseException | None) -> tuple[str | None, int]:

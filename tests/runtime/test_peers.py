@@ -112,6 +112,17 @@ def test_all_processes_end_at_the_latest_of_their_calls(monkeypatch: pytest.Monk
     assert ends[0] == ends[1] and ends[0][1] == signal.SIGUSR1
 
 
+def test_a_process_in_a_collective_operation_delays_the_end_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 1 waits for process 0, which is at its call before the operation and knows of the signal."""
+    pair = Pair(monkeypatch)
+    assert pair.second.reached_stop() is None
+    pair.first.request_stop(signal.SIGTERM)
+    wait_until(lambda: pair.second._agreement._number)
+    assert pair.first.reached_stop() is None
+    ends = [each.reached_stop() for each in (pair.first, pair.second)]
+    assert ends == [signal.SIGTERM] * 2
+
+
 def test_an_error_is_repeated_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch)
     pair.second.step = 7
