@@ -110,22 +110,14 @@ CONDITIONS = (
         "alerts.command or alerts.webhook",
     ),
     Condition(
-        ("environment.max_turns", "environment.turn_tokens", "environment.timeout", "environment.concurrency"),
+        tuple(
+            f"environment.{key}" for key in ("max_turns", "turn_tokens", "timeout", "concurrency", "memory_limit_gib")
+        ),
         lambda c: c.environment.kind is not EnvironmentKind.none,
         "an option of the group environment",
     ),
     Condition(
-        ("environment.memory_limit_gib",),
-        lambda c: c.environment.kind is not EnvironmentKind.none,
-        "an option of the group environment",
-    ),
-    Condition(
-        ("quantization.targets", "quantization.group", "quantization.history", "quantization.backward"),
-        lambda c: c.quantization.kind is not QuantizationKind.none,
-        "an option of the group quantization",
-    ),
-    Condition(
-        ("quantization.activations",),
+        tuple(f"quantization.{key}" for key in ("targets", "group", "history", "backward", "activations")),
         lambda c: c.quantization.kind is not QuantizationKind.none,
         "an option of the group quantization",
     ),
