@@ -134,7 +134,8 @@ def cpu_seconds(process: int) -> float:
 def metrics(port: int) -> dict[str, float]:
     command = ["curl", "-s", f"http://127.0.0.1:{port}/metrics"]
     lines = subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()
-    return {line.split()[0].removeprefix("maxhydra_"): float(line.split()[1]) for line in lines}
+    samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name.removeprefix("maxhydra_"): float(value) for name, _, value in samples}
 
 
 def percentile(values: list[float], share: float) -> float | None:

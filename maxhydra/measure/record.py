@@ -17,7 +17,6 @@ from maxhydra.config.schema.config import parameter_estimate
 from maxhydra.config.schema.hardware import Platform
 from maxhydra.config.schema.model import RematPolicy
 from maxhydra.config.schema.optimizer import OptimizerKind
-from maxhydra.config.schema.quantization import AdapterKind
 from maxhydra.record import redact_argv
 from maxhydra.record.processes import host_bytes
 from maxhydra.runtime import Machine, original_environment
@@ -141,7 +140,7 @@ def require_memory(config: Config, machine: Machine) -> None:
 
 def _bytes_per_weight(config: Config, *, training: bool) -> float:
     """A lower bound of the bytes that each weight takes, with the optimizer state if all weights are trained."""
-    is_frozen = training and config.adapter.kind is not AdapterKind.none
+    is_frozen = training and config.adapter.is_enabled
     if config.quantization.kinds or is_frozen:
         return 0.5  # INT4 or NF4
     dtypes = config.model.dtypes

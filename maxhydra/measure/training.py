@@ -108,7 +108,8 @@ def _require_fits(compiled: CompiledStep) -> None:
 def _figures(compiled: CompiledStep, seconds: float) -> dict[str, Any]:
     config, machine, rows = compiled.config, compiled.machine, compiled.training.spec.rows
     tokens = compiled.training.spec.batch * rows.seq_len
-    tflops = tokens * model.flops_per_token(config.model, rows.seq_len) / seconds / machine.devices / 1e12
+    flops = model.flops_per_token(config.model, rows.seq_len, has_adapter=config.adapter.is_enabled)
+    tflops = tokens * flops / seconds / machine.devices / 1e12
     peak = machine.hardware.mfu_peak(config.model.dtypes.compute.value, config.quantization)
     return {
         "tokens_per_second": round(tokens / seconds),

@@ -290,15 +290,23 @@ def active_parameters(model: config.Model) -> int:
     return parameter_count(build(model).shapes) - idle
 
 
-def flops_per_token(model: config.Model, seq_len: int) -> float:
+def flops_per_token(model: config.Model, seq_len: int, *, has_adapter: bool = False) -> float:
     """Model FLOPs per token of one training step, forward and backward.
 
-    A matmul costs a token 2 FLOPs per weight, and the backward pass twice as many again. Rematerialization, masked
-    logits, norms and activations are not counted, so an MFU based on this number is comparable between implementations.
+    A matmul costs a token 2 FLOPs per weight, and the backward pass twice as many again: one half for the gradient of
+    its input, the other for that of its weights. With an adapter the latter is not computed, and the adapter's own
+    matmuls are not counted. Rematerialization, masked logits, norms and activations are not counted either, so an MFU
+    based on this number is comparable between implementations.
     """
+    forward = _forward_flops(model, seq_len)
+    # A sequence of one token costs its matmuls with weights.
+    return 3 * forward - _forward_flops(model, 1) if has_adapter else 3 * forward
+
+
+def _forward_flops(model: config.Model, seq_len: int) -> float:
     spec = DecoderSpec.of(model)
     head = model.emb_dim * (1 if spec.has_score else model.vocab_size)
-    forward = 2 * head + sum(layer.forward_flops(seq_len) for layer in spec.layers)
+    forward = 2.0 * head + sum(layer.forward_flops(seq_len) for layer in spec.layers)
     if model.mtp.depth:
         forward += model.mtp.depth * (spec.layers[-1].forward_flops(seq_len) + 2 * head + 4 * model.emb_dim**2)
-    return 3.0 * forward
+    return forward

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.schema.quantization import AdapterKind
 from maxhydra.config.schema.reward import ENVIRONMENT, EnvironmentKind
 from maxhydra.config.schema.tasks.policy import PAIRWISE
 from maxhydra.config.schema.tasks.training import GrpoTask
@@ -158,4 +157,4 @@ def policy_weights(weights: Tree) -> Tree:
 
 
 def _needs_reference_weights(config: Config, task: GrpoTask) -> bool:
-    return task.kl.beta > 0 and config.adapter.kind is AdapterKind.none
+    return task.kl.beta > 0 and not config.adapter.is_enabled

@@ -8,7 +8,6 @@ from functools import partial
 from maxhydra import data
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.data import LossOn, Overlong, PackingMethod, Thinking
-from maxhydra.config.schema.quantization import AdapterKind
 from maxhydra.config.schema.tasks.distill import DistillTask
 from maxhydra.data import BatchSpec
 from maxhydra.decode.open import reject_stages
@@ -163,7 +162,7 @@ def _problems(config: Config, task: DistillTask) -> Iterator[Problem]:
     if task.init_layers is not None and config.checkpoint.load_parameters is not None:
         reason = "cannot be combined with checkpoint.load_parameters"
         yield Problem("task.init_layers", reason, value=task.init_layers, hint="set only one of the two")
-    if task.init_layers is not None and config.adapter.kind is not AdapterKind.none:
+    if task.init_layers is not None and config.adapter.is_enabled:
         reason = "initializes weights for training, but an adapter freezes them"
         yield Problem("task.init_layers", reason, value=task.init_layers, hint="set adapter=none")
 

@@ -35,7 +35,7 @@ NEEDS_DEVICES = KEEPS_RUN = TRAINS = True
 def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, DpoTask)
-    reference = task.reference_with(adapter=config.adapter.kind is not AdapterKind.none)
+    reference = task.reference_with(adapter=config.adapter.is_enabled)
     if problems := list(_problems(config, reference)):
         raise ConfigError(problems)
     sharder = Sharder.from_config(config.mesh)
@@ -116,7 +116,7 @@ def _problems(config: Config, reference: Reference) -> Iterator[Problem]:
         hint = "each record needs `chosen` and `rejected`, and a `prompt` unless they start with it"
         yield from config.data.other_shapes("preference", task="dpo", hint=hint)
     yield from config.train.no_z_loss(task="dpo")
-    if reference is Reference.adapter_off and config.adapter.kind is AdapterKind.none:
+    if reference is Reference.adapter_off and not config.adapter.is_enabled:
         reason = "needs an adapter that can be switched off"
         yield Problem("task.reference", reason, value=reference, accepted="auto, cached", hint="or set adapter=lora")
     if reference is Reference.cached and config.adapter.kind is AdapterKind.qlora:

@@ -56,7 +56,9 @@ def run(job: Job) -> Outcome:
     facts = {
         "parameters": count,
         "trained_parameters": trained,
-        "flops_per_token": model.flops_per_token(config.model, config.train.seq_len),
+        "flops_per_token": model.flops_per_token(
+            config.model, config.train.seq_len, has_adapter=config.adapter.is_enabled
+        ),
         "mesh": {axis: size for axis, size in sharder.mesh.shape.items() if size > 1},
         "devices": sharder.mesh.size,
         "bytes_per_device": {

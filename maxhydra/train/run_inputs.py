@@ -14,7 +14,6 @@ from typing import Any
 
 from maxhydra.config import Config, Problem
 from maxhydra.config.schema.data import Fingerprint as FingerprintMethod
-from maxhydra.config.schema.quantization import AdapterKind
 from maxhydra.config.schema.tasks.distill import DistillTask
 from maxhydra.config.schema.tasks.training import DpoTask, GrpoTask, Reference
 from maxhydra.convert.adapter_lineage import describe_weights_change, find_pinned, weights_record
@@ -161,7 +160,7 @@ def _by_kind(records: Iterable[tuple[Input, Record]]) -> Records:
 
 def _weights(config: Config) -> Iterator[WeightsInput]:
     """The initial weights, as the frozen base of an adapter, as the reference, or only for a new run; other models."""
-    has_adapter = config.adapter.kind is not AdapterKind.none
+    has_adapter = config.adapter.is_enabled
     has_reference = _needs_reference_weights(config)
     kind = "reference" if has_reference and not has_adapter else "base"
     if (location := config.checkpoint.load_parameters) is not None:
@@ -177,7 +176,7 @@ def _weights(config: Config) -> Iterator[WeightsInput]:
 
 def _needs_reference_weights(config: Config) -> bool:
     """Whether the task loads the initial weights again as the reference model."""
-    has_adapter = config.adapter.kind is not AdapterKind.none
+    has_adapter = config.adapter.is_enabled
     if isinstance(config.task, DpoTask):
         return config.task.reference_with(adapter=has_adapter) is Reference.cached
     return isinstance(config.task, GrpoTask) and config.task.kl.beta > 0 and not has_adapter

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxhydra import model, optim
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.schema.quantization import QAT, STORED_KINDS, TRAINING_KINDS, AdapterKind
+from maxhydra.config.schema.quantization import QAT, STORED_KINDS, TRAINING_KINDS
 from maxhydra.model import ModelDef, amax_histories, fit_adapter, merge_trees, split_trainable
 from maxhydra.optim import Optimizer, OptimizerState, exchange, state_axes
 from maxhydra.sharding import LogicalAxes, Sharder, is_axes
@@ -338,7 +338,7 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         reason = "is for inference only; it cannot be trained"
         value = config.quantization.kind
         raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint=hint))
-    if not config.quantization.kinds.isdisjoint(QAT) and config.adapter.kind is not AdapterKind.none:
+    if not config.quantization.kinds.isdisjoint(QAT) and config.adapter.is_enabled:
         reason, hint = (
             "is quantization-aware training of the base weights, which an adapter freezes",
             "set adapter=none",

@@ -181,7 +181,7 @@ def _loop_context(
         log.info("MFU is relative to the %s peak of %g TFLOP/s a device", *peak)
     cost = StepCost(
         tokens=int(training.passes * seq_len),
-        flops=training.passes * seq_len * flops_per_token(config.model, seq_len),
+        flops=training.passes * seq_len * flops_per_token(config.model, seq_len, has_adapter=config.adapter.is_enabled),
         devices=machine.devices,
         peak_tflops=None if peak is None else peak[1],
     )

@@ -138,6 +138,13 @@ def test_flops_of_llama3_8b_by_hand():
     assert flops_per_token(load("llama3.1-8b"), 8192) == 6 * matrices + attention
 
 
+def test_flops_with_an_adapter_leave_the_gradients_of_frozen_weights_out():
+    """4 per weight of a matrix; attention costs as much as without an adapter."""
+    matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256
+    flops = flops_per_token(load("llama3.1-8b"), 8192, has_adapter=True)
+    assert flops == pytest.approx(4 * matrices + 12 * 32 * 32 * 128 * 4096.5, rel=1e-4)
+
+
 def test_flops_of_a_window_count_the_attended_keys():
     """Of 16384 tokens the first 4096 see 2048.5 on average, the others 4096 each."""
     matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 32000

@@ -172,6 +172,11 @@ class Adapter(Schema):
     """lora, qlora: projections with an adapter, as regular expressions on <layer kind>/<projection>, such as
     layer/mlp/up."""
 
+    @property
+    def is_enabled(self) -> bool:
+        """Whether adapters are trained, and the model's own weights are frozen."""
+        return self.kind is not AdapterKind.none
+
     def check(self) -> Iterator[Problem]:
         for name in NEEDED:
             value = getattr(self, name)
