@@ -8,6 +8,8 @@ from typing import Any
 from maxhydra.record.metrics import Row, series
 
 POINTS = 2000
+# Points between which the other axes are interpolated.
+AXIS_POINTS = 500
 # Precision of float32: with fewer digits, rounding again for display would disagree with the run's tables.
 DIGITS = 7
 
@@ -52,6 +54,7 @@ _CHARTS: dict[str, dict[str, str]] = {
     "GPU utilization": {"system/gpu_utilization": "GPUs"},
     "GPU power (W)": {"system/gpu_power_w": "all GPUs"},
     "Host memory of the process (GiB)": {"system/host_rss_gib": "resident"},
+    "Network of the host (MiB/s)": {"system/network_received_mib_s": "received", "system/network_sent_mib_s": "sent"},
     "Host": {"system/cpu_share": "CPU of the process", "system/host_memory_share": "memory in use"},
 }
 _SYSTEM_USAGE = tuple(metric for lines in _CHARTS.values() for metric in lines if metric.startswith("system/"))
@@ -103,6 +106,26 @@ def compare_charts(runs: Mapping[str, Sequence[Row]]) -> list[Chart]:
     ]
     # Constant lines, such as a count of skipped records, come last.
     return sorted(result, key=lambda chart: len({value for line in chart.lines for value in line.values}) == 1)
+
+
+def step_axes(rows: Sequence[Row], devices: int) -> dict[str, list[float]]:
+    """Tokens, seconds and FLOPs of training up to each logged step, for axes other than the step.
+
+    Seconds are those of training steps, without compilation, evaluation and checkpoints; FLOPs are the model's.
+    """
+    axes: dict[str, list[float]] = {"steps": [0], "tokens": [0], "seconds": [0], "flops": [0]}
+    for row in rows:
+        count = row["step"] - axes["steps"][-1]
+        if "step_time" not in row or count <= 0 or not math.isfinite(row["step_time"]):
+            continue
+        seconds = row["step_time"] * count
+        rates = {"tokens": row.get("tokens_per_second", 0), "seconds": 1}
+        rates["flops"] = row.get("tflops_per_device", 0) * 1e12 * devices
+        axes["steps"].append(row["step"])
+        for name, rate in rates.items():
+            axes[name].append(float(f"{axes[name][-1] + rate * seconds:.12g}"))
+    stride = max(1, len(axes["steps"]) // AXIS_POINTS)
+    return {name: [*values[:-1:stride], values[-1]] for name, values in axes.items()}
 
 
 def is_system(metric: str) -> bool:

@@ -46,34 +46,15 @@ def _attribute(key: str, value: str | bool | None) -> str:
 
 def page(title: str, body: Html, *, name: str, data: Any) -> str:
     """Complete document; `name` selects its style and script, which follow the shared ones."""
-    return _document(title, body, style=read_assets("base.css", f"{name}.css"), scripts=[f"{name}.js"], data=data)
-
-
-def live_page(title: str, body: Html, *, bar: Html, data: Any) -> str:
-    """The dashboard page, whose script may connect to its server."""
-    style, scripts = read_assets("base.css", "dashboard.css"), ["dashboard_table.js", "dashboard.js"]
-    return _document(title, body, style=style, scripts=scripts, data=data, bar=bar, extra_policy="; connect-src 'self'")
-
-
-def _document(
-    title: str,
-    body: Html,
-    *,
-    style: str,
-    scripts: Sequence[str],
-    data: Any,
-    bar: Html | None = None,
-    extra_policy: str = "",
-) -> str:
-    script = read_assets("page.js", "curves.js", *scripts)
+    style = read_assets("base.css", "plots.css", f"{name}.css")
+    script = read_assets("page.js", "series.js", "curves.js", "parallel.js", f"{name}.js")
     # Hashes instead of 'unsafe-inline': no other script or style runs, even if one were injected.
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
     return Template(read_asset("page.html")).substitute(
-        policy=policy + extra_policy,
+        policy=policy,
         style=style,
         script=script,
         title=concat(title),
-        bar=bar or Html(),
         body=body,
         # `<` is escaped, so that nothing in the data can close the script element.
         data=Html(json.dumps(to_plain(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")),

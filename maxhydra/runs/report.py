@@ -47,6 +47,12 @@ _MAIN_PACKAGES = ("maxhydra", "jax", "jaxlib", "flax", "optax", "orbax-checkpoin
 
 def write_report(run: RunDirectory) -> Path:
     """Write <run>/report.html from run.json, metrics.jsonl and config.yaml, in any state of the run."""
+    replace_file(run.report_path, report_page(run))
+    return run.report_path
+
+
+def report_page(run: RunDirectory) -> str:
+    """The report of a run, self-contained."""
     facts, rows = redact_facts(run.read()), read_metrics(run.metrics_path)
     config = read_config_text(run.config_path)
     run_charts = charts(rows)
@@ -68,8 +74,7 @@ def write_report(run: RunDirectory) -> Path:
         version=concat(__version__),
     )
     data = {"charts": encoded, "resumes": _resumes(facts)}
-    replace_file(run.report_path, page(str(facts["name"]), Html(body), name="report", data=data))
-    return run.report_path
+    return page(str(facts["name"]), Html(body), name="report", data=data)
 
 
 def _resumes(facts: Facts) -> list[int]:

@@ -82,7 +82,13 @@ def write_sweep_report(
     registry: Registry, runs: Sequence[Run], path: Path, *, title: str, metric: str | None, largest: bool
 ) -> Path:
     """Write the page from the current state on disk; runs may still be running."""
-    sweep = _sweep(registry, runs, title, metric, largest)
+    sweep = read_sweep(registry, runs, title=title, metric=metric, largest=largest)
+    replace_file(path, sweep_page(registry, sweep))
+    return path
+
+
+def sweep_page(registry: Registry, sweep: Sweep) -> str:
+    """The page of a sweep, self-contained."""
     charts = _charts(registry, sweep)
     body = concat(
         element(
@@ -95,14 +101,16 @@ def write_sweep_report(
             _table(registry, sweep),
             _differences(sweep),
         ),
-        element("footer", element("span", f"{registry.root.name}/{title}"), element("span", f"maxhydra {__version__}")),
+        element(
+            "footer", element("span", f"{registry.root.name}/{sweep.title}"), element("span", f"maxhydra {__version__}")
+        ),
     )
-    data = {"axes": _axes(sweep), "lines": _lines(sweep), "charts": charts, "largest": largest}
-    replace_file(path, page(title, body, name="sweep", data=data))
-    return path
+    data = {"axes": sweep_axes(sweep), "lines": sweep_lines(sweep), "charts": charts, "largest": sweep.largest}
+    return page(sweep.title, body, name="sweep", data=data)
 
 
-def _sweep(registry: Registry, runs: Sequence[Run], title: str, metric: str | None, largest: bool) -> Sweep:
+def read_sweep(registry: Registry, runs: Sequence[Run], *, title: str, metric: str | None, largest: bool) -> Sweep:
+    """Rank the runs by a metric (None: their objective), and find the settings in which they differ."""
     name, ranked = rank_runs(registry, runs, metric, largest=largest)
     results = registry.values(name, ranked)
     # Pruned runs were worse than others at the same step, whatever their last value.
@@ -161,7 +169,7 @@ def _figures(sweep: Sweep) -> list[KeyNumber]:
     return [*items, KeyNumber("Wall time", format_duration(total), "total of all runs")]
 
 
-def _axes(sweep: Sweep) -> list[dict[str, Any]]:
+def sweep_axes(sweep: Sweep) -> list[dict[str, Any]]:
     """Varied settings and the result; the script determines which are numeric."""
     names = [name.rpartition(".")[2] if _is_unique(name, sweep.varied) else name for name in sweep.varied]
     return [
@@ -174,10 +182,12 @@ def _is_unique(name: str, names: Sequence[str]) -> bool:
     return sum(other.rpartition(".")[2] == name.rpartition(".")[2] for other in names) == 1
 
 
-def _lines(sweep: Sweep) -> list[dict[str, Any]]:
+def sweep_lines(sweep: Sweep) -> list[dict[str, Any]]:
+    """One line of the parallel coordinates for each run with a result, best first."""
     return [
         {
             "run": run.path.rpartition("/")[2],
+            "path": run.path,
             "shade": sweep.shade(run),
             "values": [*(sweep.settings[run.id].get(key) for key in sweep.varied), sweep.compared[run.id]],
         }
@@ -227,10 +237,15 @@ def _curves(charts: Sequence[dict[str, Any]], sweep: Sweep) -> Html:
     return section(f"Curves{many}", element("div", frame, class_="charts"), aside=curve_controls(choice))
 
 
-def _importance(sweep: Sweep) -> Html | None:
+def sweep_importance(sweep: Sweep) -> dict[str, float]:
+    """Share of the variance of the results that each varied setting explains; empty with too few results."""
     measured = sweep.measured
     columns = {key: [sweep.settings[run.id].get(key) for run in measured] for key in sweep.varied}
-    shares = importance(columns, [sweep.compared[run.id] for run in measured])
+    return importance(columns, [sweep.compared[run.id] for run in measured])
+
+
+def _importance(sweep: Sweep) -> Html | None:
+    shares = sweep_importance(sweep)
     if not shares:
         reason = f"Needs at least {MIN_RUNS} results." if sweep.varied else "No setting was varied."
         return section("Importance", element("p", reason, class_="empty"))

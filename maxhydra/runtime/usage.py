@@ -1,4 +1,4 @@
-"""Memory, CPU, GPU utilization and power over time, sampled by a thread and logged as metrics `system/*`.
+"""Memory, CPU, network, GPU utilization and power over time, sampled by a thread and logged as metrics `system/*`.
 
 GPU figures come from NVML, the library of the NVIDIA driver, through ctypes: no package and no process is needed.
 Whatever a machine does not report is left out.
@@ -19,7 +19,7 @@ import jax
 from maxhydra.record.processes import memory_info
 
 log = logging.getLogger("maxhydra")
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 # Values of which the largest sample counts; of others the mean.
 PEAKS = ("system/device_memory_peak_gib",)
 NVML = "libnvidia-ml.so.1"
@@ -62,15 +62,20 @@ class _ProcessUsage:
     """Samples this process, its host and its local devices."""
 
     def __init__(self) -> None:
-        self._moment, self._cpu = time.monotonic(), time.process_time()
+        self._moment, self._cpu, self._network = time.monotonic(), time.process_time(), network_bytes()
         self._devices = jax.local_devices()
         self._gpus = GpuUsage.open() if self._devices[0].platform == "gpu" else None
 
     def __call__(self) -> dict[str, float]:
-        moment, cpu = time.monotonic(), time.process_time()
-        share = (cpu - self._cpu) / max(moment - self._moment, 1e-9) / (os.cpu_count() or 1)
-        self._moment, self._cpu = moment, cpu
-        values = {"system/cpu_share": share, **host_memory(), **device_memory(self._devices)}
+        moment, cpu, network = time.monotonic(), time.process_time(), network_bytes()
+        seconds = max(moment - self._moment, 1e-9)
+        share = (cpu - self._cpu) / seconds / (os.cpu_count() or 1)
+        rates = {
+            f"system/network_{name}_mib_s": max(0, total - self._network.get(name, total)) / seconds / MIB
+            for name, total in network.items()
+        }
+        self._moment, self._cpu, self._network = moment, cpu, network
+        values = {"system/cpu_share": share, **rates, **host_memory(), **device_memory(self._devices)}
         return values if self._gpus is None else {**values, **self._gpus.sample()}
 
 
@@ -83,6 +88,20 @@ def host_memory(proc: Path = Path("/proc")) -> dict[str, float]:
     host = memory_info(proc)
     used = 1 - host["MemAvailable"] / host["MemTotal"]
     return {"system/host_rss_gib": pages * os.sysconf("SC_PAGE_SIZE") / GIB, "system/host_memory_share": used}
+
+
+def network_bytes(proc: Path = Path("/proc")) -> dict[str, int]:
+    """Bytes that the host has received and sent, without those to itself; empty without /proc."""
+    try:
+        lines = (proc / "net/dev").read_text().splitlines()[2:]
+        interfaces = {name.strip(): counts.split() for name, _, counts in (line.partition(":") for line in lines)}
+        counted = [counts for name, counts in interfaces.items() if name != "lo"]
+        return {
+            "received": sum(int(counts[0]) for counts in counted),
+            "sent": sum(int(counts[8]) for counts in counted),
+        }
+    except (OSError, ValueError, IndexError):
+        return {}
 
 
 def device_memory(devices: list[Any]) -> dict[str, float]:

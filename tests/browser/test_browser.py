@@ -72,18 +72,31 @@ def type_into(browser, selector, text):
     return box
 
 
+def set_value(browser, selector, value, event="change"):
+    """Set the value of a control as a user would who cannot type it, such as a slider or a menu."""
+    node = browser.find_element("css selector", selector)
+    script = "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event(arguments[2]))"
+    browser.execute_script(script, node, str(value), event)
+
+
 def press(browser, selector):
     browser.find_element("css selector", selector).click()
 
 
-def open_dashboard(browser, server, fragment=""):
+def open_dashboard(browser, server, fragment="#flat=1"):
     browser.get("about:blank")
     browser.get(server.url + fragment)
-    until(browser, "document.querySelectorAll('#body tr[data-run]').length")
+    until(browser, "document.querySelectorAll('#body tr').length")
+
+
+def chart(metric):
+    """Script: the uPlot chart of a metric."""
+    return f"document.querySelector('[data-metric=\"{metric}\"] .plot').chart"
 
 
 def curve_count(browser, metric):
-    return f"document.querySelectorAll('[data-metric=\"{metric}\"] path.curve:not(.raw)').length"
+    """Script: number of curves of a chart that have a name, so neither raw values behind smoothed ones nor bands."""
+    return f"{chart(metric)}.series.slice(1).filter(s => s.label && s.label !== 'Value').length"
 
 
 def overflow(browser):
@@ -118,7 +131,7 @@ def test_search_sort_and_choose_two(window, server):
     press(window, 'tr[data-run="lr/10_lr"] .swatch')
     until(window, f"{curve_count(window, 'loss')} === 2 && {curve_count(window, 'eval/loss')} === 2")
     assert "lr%2F11_lr" in window.execute_script("return location.hash")
-    colours = "[...document.querySelectorAll('[data-metric=loss] path.curve')].map(p => getComputedStyle(p).stroke)"
+    colours = f"{chart('loss')}.series.slice(1).map(s => s._stroke)"
     assert len(set(window.execute_script(f"return {colours}"))) == 2
     check_clean(window, server.url)
 
@@ -136,16 +149,14 @@ def test_the_cursor_reads_the_same_step_in_every_chart(window, server, outputs):
     assert f"{next(row['loss'] for row in rows if row['step'] == 3):.4g}" in shown
     assert window.execute_script(f"return {readout.format('eval/loss')}").startswith("step 10")
     press(window, "#log")
-    window.execute_script(
-        "const s = document.querySelector('#smoothing'); s.value = 0.9; s.dispatchEvent(new Event('input'))"
-    )
-    until(window, "document.querySelectorAll('[data-metric=loss] path.raw').length === 2")
+    set_value(window, "#smoothing", 0.9, "input")
+    until(window, f"{chart('loss')}.series.length === 5 && {chart('loss')}.scales.y.distr === 3")
     check_clean(window, server.url)
 
 
 def test_curves_grow_while_the_run_trains(window, server, outputs):
-    open_dashboard(window, server, "#run=live&tab=curves")
-    path = "document.querySelector('[data-metric=loss] path.curve').getAttribute('d').length"
+    open_dashboard(window, server, "#run=live&tab=curves&flat=1")
+    path = f"{chart('loss')}.data[0].length"
     before = until(window, path)
     with (outputs / "live" / "metrics.jsonl").open("a") as file:
         file.write("".join(metrics_lines(step, 2.0) for step in range(11, 20)))
@@ -161,7 +172,7 @@ def test_curves_grow_while_the_run_trains(window, server, outputs):
 
 
 def test_tabs_columns_keys_and_read_errors(window, server, outputs):
-    open_dashboard(window, server, "#run=lr/0_lr&run=lr/1_lr&tab=compare")
+    open_dashboard(window, server, "#run=lr/0_lr&run=lr/1_lr&tab=compare&flat=1")
     assert "optimizer.learning_rate" in until(window, "document.querySelector('.compare')?.textContent")
     press(window, '[data-tab="system"]')
     until(window, "document.querySelector('#machine')?.textContent.includes('Memory')")
@@ -219,7 +230,7 @@ def test_dark_and_light_and_foreign_text(window, server):
     assert window.execute_script(background) == "rgb(10, 10, 10)"
     window.execute_script("localStorage.clear()")
     set_color_scheme(window, "dark")
-    open_dashboard(window, server, "#run=failed")
+    open_dashboard(window, server, "#run=failed&flat=1")
     assert window.execute_script(background) == "rgb(10, 10, 10)"
     set_color_scheme(window, "light")
     assert window.execute_script("return document.querySelectorAll('img').length") == 0

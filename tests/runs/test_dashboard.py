@@ -1,19 +1,24 @@
 """The dashboard server returns the contents of the run files, only to this machine, and nothing else of the disk."""
 
+import hashlib
 import http.client
 import json
+import re
 import socket
 import struct
 import subprocess
 import sys
 import urllib.parse
+from importlib import resources
 
 import pytest
 
+from maxhydra.cli.main import run as maxhydra
 from maxhydra.record.atomic_io import process_start
-from maxhydra.runs.dashboard import machine
+from maxhydra.runs.access import CSRF_HEADER
+from maxhydra.runs.machine import machine
 from maxhydra.runs.registry import Registry
-from maxhydra.runs.server import Server
+from maxhydra.runs.server import Server, read_static_files
 from tests.support.run_folders import change_facts, metrics_lines, write_run
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -38,17 +43,17 @@ def server(outputs, monkeypatch):
     server.server_close()
 
 
-def get(server, path, host=None, method="GET"):
+def get(server, path, host=None, method="GET", **headers):
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
-    connection.request(method, path, headers={"Host": host or f"127.0.0.1:{server.server_port}"})
+    connection.request(method, path, headers={"Host": host or f"127.0.0.1:{server.server_port}", **headers})
     response = connection.getresponse()
     content = response.read()
     connection.close()
     return response.status, dict(response.getheaders()), content.decode()
 
 
-def get_json(server, name, **parameters):
-    status, _, content = get(server, f"/api/{name}?{urllib.parse.urlencode(parameters, doseq=True)}")
+def get_json(server, path, /, **parameters):
+    status, _, content = get(server, f"/api/{path}?{urllib.parse.urlencode(parameters, doseq=True)}")
     assert status == 200, content
     return json.loads(content)
 
@@ -143,7 +148,7 @@ def test_no_other_file_is_served(server, path):
     assert status in (400, 404) and "top secret" not in content and "root:" not in content
 
 
-def test_it_is_read_only(server):
+def test_other_methods_and_posts_without_a_token_are_rejected(server):
     for method in ("PUT", "DELETE"):
         assert get(server, "/api/runs", method=method)[0] == 501
     assert get(server, "/api/runs", method="POST")[0] == 403
@@ -153,8 +158,18 @@ def test_other_sites_get_nothing(server):
     status, headers, content = get(server, "/")
     assert status == 200 and headers["X-Frame-Options"] == "DENY" and "Access-Control-Allow-Origin" not in headers
     assert headers["X-Content-Type-Options"] == "nosniff"
-    assert "connect-src 'self'" in content and "unsafe" not in content
-    assert "://" not in content.replace("http-equiv", "")
+    rules = dict(rule.strip().split(" ", 1) for rule in headers["Content-Security-Policy"].split(";"))
+    assert rules.pop("default-src") == rules.pop("base-uri") == "'none'" and set(rules.values()) == {"'self'"}
+    assert "://" not in content and "style=" not in content and "<script>" not in content
+
+
+def test_vendored_files_are_those_of_the_table(server):
+    folder = resources.files("maxhydra.runs").joinpath("web", "vendor")
+    table = dict(re.findall(r"^\| `(.+?)` .* \| `([0-9a-f]{64})` \|$", folder.joinpath("README.md").read_text(), re.M))
+    assert len(table) == 3
+    assert {name: hashlib.sha256(folder.joinpath(name).read_bytes()).hexdigest() for name in table} == table
+    assert get(server, "/static/vendor/uPlot.iife.min.js")[1]["Content-Type"].startswith("text/javascript")
+    assert "vendor/README.md" not in read_static_files()
 
 
 def test_only_this_machine_is_served(server):
@@ -176,10 +191,11 @@ time.sleep(60)
 """
 
 
-def post(server, body, **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+def post(server, body, action="profile", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
     usual = {"Host": f"127.0.0.1:{server.server_port}", "Content-Type": "application/json"}
-    connection.request("POST", "/api/profile", body=json.dumps(body), headers={**usual, **headers})
+    usual[CSRF_HEADER] = server.access.csrf_token
+    connection.request("POST", f"/api/{action}", body=json.dumps(body), headers={**usual, **headers})
     response = connection.getresponse()
     return response.status, response.read().decode()
 
@@ -201,8 +217,14 @@ def test_a_button_asks_a_live_run_for_a_profile(server, outputs):
     ignorant = live_run(outputs / "old", "import time; print('ready', flush=True); time.sleep(60)")
     try:
         get_json(server, "runs", since="")
-        for headers in ({"Origin": "https://evil.example"}, {"Content-Type": "text/plain"}, {"Host": "evil.example"}):
-            assert post(server, {"run": "live"}, **headers)[0] == 403
+        forged = {
+            "Origin": "https://evil.example",
+            "Content-Type": "text/plain",
+            "Host": "evil.example",
+            CSRF_HEADER: "x",
+        }
+        for name, value in forged.items():
+            assert post(server, {"run": "live"}, **{name: value})[0] == 403
         assert post(server, {"run": "live"}, Origin=f"http://127.0.0.1:{server.server_port}")[0] == 200
         assert process.stdout.readline() == "profile\n"
         # A process that does not handle the signal would be ended by it.
@@ -215,3 +237,143 @@ def test_a_button_asks_a_live_run_for_a_profile(server, outputs):
         for child in (process, ignorant):
             child.kill()
             child.wait()
+
+
+def test_tags_and_notes(server, outputs):
+    assert post(server, {"run": "lr/0", "add": ["keep", "paper"]}, "tag")[0] == 200
+    assert post(server, {"run": "lr/0", "remove": ["keep"]}, "tag")[0] == 200
+    assert post(server, {"run": "lr/0", "text": "line 1\nline 2"}, "note")[0] == 200
+    (run,) = [run for run in get_json(server, "runs", since="")["runs"] if run["path"] == "lr/0"]
+    assert run["tags"] == ["paper"] and run["notes"] == "line 1\nline 2"
+    status, content = post(server, {"run": "lr/0", "add": ["a,b"]}, "tag")
+    assert status == 400 and "contains a comma" in json.loads(content)["problem"]
+    assert post(server, {"run": "lr/0", "text": "\x1b[31m"}, "note")[0] == 400
+    assert post(server, {"run": "../secret", "text": "x"}, "note")[0] == 404
+    assert post(server, {"run": "lr/0"}, "delete")[0] == 404
+
+
+STOPPED = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("saved", flush=True)))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_stop_asks_a_live_run_to_save(server, outputs, capsys):
+    children = {name: live_run(outputs / name, STOPPED) for name in ("first", "second")}
+    try:
+        get_json(server, "runs", since="")
+        assert "saves a checkpoint" in post(server, {"run": "first"}, "stop")[1]
+        assert children["first"].stdout.readline() == "saved\n"
+        assert maxhydra(["runs", "stop", "second", "-o", str(outputs)]) == 0
+        assert children["second"].stdout.readline() == "saved\n"
+        assert "saves a checkpoint" in capsys.readouterr().out
+        status, content = post(server, {"run": "lr/0"}, "stop")
+        assert status == 400 and "is not running: finished" in content
+    finally:
+        for child in children.values():
+            child.kill()
+            child.wait()
+
+
+@pytest.mark.slow
+def test_resume_starts_the_run_or_says_why_it_did_not(server, outputs, monkeypatch):
+    """The command of this run has a key that does not exist, so the process ends with a message."""
+    monkeypatch.setattr("maxhydra.runs.actions.START_SECONDS", 60)
+    change_facts(outputs / "lr" / "0", overrides=["optimizer.learning_rat=1"])
+    status, content = post(server, {"run": "lr/0"}, "resume")
+    assert status == 400 and "did not resume: exit code 2" in content
+    facts = json.loads((outputs / "lr" / "1" / "run.json").read_text())
+    (outputs / "lr" / "1" / "run.json").write_text(json.dumps({**facts, "folder": "/nowhere"}))
+    status, content = post(server, {"run": "lr/1"}, "resume")
+    assert status == 400 and "no longer exists" in content
+
+
+def test_cancel_is_that_of_the_sweep_command(server, outputs):
+    status, content = post(server, {"sweep": "lr"}, "cancel")
+    assert status == 400 and "is not a sweep" in content
+    assert post(server, {"sweep": ".."}, "cancel")[0] == 404
+
+
+def test_other_addresses_need_the_access_token(outputs):
+    server = Server(Registry(outputs), host="0.0.0.0", port=0)
+    server.start()
+    try:
+        token = server.access.token
+        assert server.url.endswith(f"/?token={token}")
+        assert get(server, "/")[0] == get(server, "/api/runs")[0] == get(server, "/static/page.js")[0] == 401
+        assert (
+            get(server, "/?token=wrong")[0]
+            == get(server, "/api/runs", Cookie=f"maxhydra_{server.server_port}=x")[0]
+            == 401
+        )
+        status, headers, _ = get(server, f"/?token={token}", host="machine.example:1")
+        cookie, _, rules = headers["Set-Cookie"].partition(";")
+        assert status == 303 and headers["Location"] == "/" and "HttpOnly" in rules and "SameSite=Strict" in rules
+        assert get(server, "/api/runs", Cookie=cookie)[0] == 200
+        assert get(server, "/api/runs", Authorization=f"Bearer {token}")[0] == 200
+        note = {"run": "lr/0", "text": "x"}
+        assert post(server, note, "note")[0] == 403 and post(server, note, "note", Cookie=cookie)[0] == 200
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_loopback_may_need_a_token_too(outputs):
+    server = Server(Registry(outputs), host="127.0.0.1", port=0, needs_token=True)
+    server.start()
+    assert get(server, "/api/runs")[0] == 401
+    server.shutdown()
+    server.server_close()
+
+
+def test_reports_are_isolated_from_the_page(server):
+    for query in ("run=lr/1", "sweep=lr"):
+        status, headers, content = get(server, f"/report?{query}")
+        assert status == 200 and content.startswith("<!doctype html>")
+        assert headers["Content-Security-Policy"] == "sandbox allow-scripts allow-downloads"
+    assert get(server, "/report?run=../secret.txt")[0] == get(server, "/report?sweep=nothing")[0] == 404
+
+
+def test_other_axes_are_sums_over_the_steps(server, outputs):
+    rows = [{"step": step, "loss": 1.0, "step_time": 0.5, "tokens_per_second": 100.0} for step in (2, 4, 10)]
+    rows = [{**row, "tflops_per_device": 3.0} for row in rows]
+    (outputs / "lr" / "0" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    change_facts(outputs / "lr" / "0", devices="4 x NVIDIA H200")
+    get_json(server, "runs", since="")
+    axes = get_json(server, "curves", run="lr/0")["axes"]["lr/0"]
+    assert axes["steps"] == [0, 2, 4, 10] and axes["seconds"] == [0, 1, 2, 5]
+    assert axes["tokens"] == [0, 100, 200, 500] and axes["flops"] == [0, 12e12, 24e12, 60e12]
+
+
+def test_sweep(server, outputs):
+    sweep = get_json(server, "sweep", name="lr")
+    assert sweep["metric"] == "eval/loss" and sweep["varied"] == ["optimizer.learning_rate"]
+    assert [line["path"] for line in sweep["lines"]] == ["lr/1", "lr/2", "lr/0"]
+    assert [trial["path"] for trial in sweep["trials"]] == ["lr/0", "lr/1", "lr/2"] and not sweep["is_live"]
+    assert get_json(server, "sweep", name="lr", largest="1")["lines"][0]["path"] == "lr/0"
+    (outputs / "lr" / "sweep.json").write_text(json.dumps({"settings": {"directions": ["maximize"]}}))
+    assert get_json(server, "sweep", name="lr")["largest"]
+
+
+def test_evaluations(server, outputs):
+    folder = outputs / "lr" / "0"
+    rows = [{"step": step, "eval/cloze/acc": step / 100, "eval/cloze/acc_stderr": 0.01} for step in range(10, 260, 10)]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "eval.json").write_text(json.dumps({"250": {"needle": {"metrics": {}, "grid": [[128, 0.5, 1.0]]}}}))
+    change_facts(folder, sample="Once upon a time")
+    get_json(server, "runs", since="")
+    ((run,),) = get_json(server, "evaluations", run="lr/0").values()
+    assert run["steps"][-1] == 250 and len(run["steps"]) <= 12 and run["metrics"]["eval/cloze/acc"][-1] == 2.5
+    assert (
+        run["grids"] == [{"title": "needle, 250", "cells": [[128, 0.5, 1.0]]}] and run["sample"] == "Once upon a time"
+    )
+
+
+def test_log_search(server, outputs):
+    lines = [f"line {number} {'ERROR' if number % 1000 == 0 else 'fine'}\n" for number in range(1, 5001)]
+    (outputs / "lr" / "0" / "log.txt").write_text("".join(lines))
+    found = get_json(server, "log", run="lr/0", text="error")
+    assert found["count"] == 5 and found["text"].splitlines()[0] == "  1000  line 1000 ERROR"

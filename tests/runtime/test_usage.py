@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from maxhydra.runtime.usage import GpuUsage, UsageSampler, _ProcessUsage, device_memory, host_memory
+from maxhydra.runtime.usage import GpuUsage, UsageSampler, _ProcessUsage, device_memory, host_memory, network_bytes
 
 
 def test_this_process() -> None:
@@ -25,6 +25,21 @@ def test_this_process() -> None:
     assert 0.3 * peak < values["system/host_rss_gib"] <= 1.05 * peak
     assert 0 < values["system/host_memory_share"] < 1
     assert host_memory(Path("/nowhere")) == {}
+
+
+def test_network_traffic_without_loopback(tmp_path: Path) -> None:
+    header = "Inter-|   Receive  | Transmit\n face |bytes packets ...\n"
+    lines = "".join(
+        f"{name}: {n} 1 0 0 0 0 0 0 {n + 1} 1 0 0 0 0 0 0\n" for name, n in (("lo", 7), (" eth0", 10), ("ib0", 5))
+    )
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net" / "dev").write_text(header + lines)
+    assert network_bytes(tmp_path) == {"received": 15, "sent": 17}
+    assert network_bytes(Path("/nowhere")) == {}
+    usage = _ProcessUsage()
+    usage._network = {"received": 0, "sent": 0}
+    total, values = network_bytes(), usage()
+    assert (values["system/network_received_mib_s"] > 0) == (total["received"] > 0)
 
 
 def test_the_fullest_device_counts() -> None:

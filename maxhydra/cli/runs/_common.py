@@ -7,16 +7,12 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import maxhydra
-from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import to_json
 from maxhydra.record.facts import DEFAULT_OUTPUTS
-from maxhydra.record.labels import LABELS
 from maxhydra.record.log import printable
+from maxhydra.runs.actions import start_command
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.summary import format_cell, format_duration
 
@@ -51,15 +47,6 @@ def print_warnings(registry: Registry) -> None:
         say(f"maxhydra: {fault}", file=sys.stderr)
     if len(faults) > _MAX_WARNINGS:
         print(f"maxhydra: and {len(faults) - _MAX_WARNINGS} more unreadable files", file=sys.stderr)
-
-
-def label(directory: RunDirectory, **changes: Any) -> None:
-    """Change tags and note; raise ConfigError if the existing ones cannot be read and would be overwritten."""
-    try:
-        directory.label(**changes)
-    except ValueError as error:
-        hint = "repair or delete the file"
-        raise ConfigError(Problem(str(directory.path / LABELS), f"cannot be read: {error}", hint=hint)) from None
 
 
 def as_facts(run: Run, **more: Any) -> dict[str, Any]:
@@ -137,10 +124,6 @@ def start(arguments: list[str], folder: str, *, dry: bool) -> int:
     say(f"cd {shlex.quote(folder)} && {shlex.join(['maxhydra', *arguments])}", flush=True)
     if dry:
         return 0
-    if not Path(folder).is_dir():
-        raise ConfigError(Problem("folder", "in which the run was started no longer exists", value=folder))
-    package = Path(maxhydra.__file__).parent.parent
-    paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command, environment = start_command(arguments, folder)
     os.chdir(folder)
-    command = [sys.executable, "-m", "maxhydra", *arguments]
-    os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    os.execve(sys.executable, command, environment)

@@ -6,14 +6,13 @@ from pathlib import Path
 
 from maxhydra.cli.runs._common import (
     add_conditions,
-    label,
     print_runs,
     print_warnings,
     say,
 )
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
-from maxhydra.config.schema.run import control_problems
 from maxhydra.record import RunDirectory, RunInUseError
+from maxhydra.runs.actions import change_note, change_tags
 from maxhydra.runs.export import WRITERS, run_table
 from maxhydra.runs.gc import Rules, find_disposable, folder_size, parse_duration
 from maxhydra.runs.query import select_runs
@@ -32,21 +31,10 @@ def run_tag(args: argparse.Namespace) -> int:
     maxhydra runs tag lr/3 keep paper
     maxhydra runs tag lr/3 -r paper
     """
-    bad = [tag for tag in (*args.tags, *args.remove) if not tag.strip() or "," in tag]
-    if bad:
-        raise ConfigError(Problem("tag", "is empty or contains a comma", value=bad[0]))
-    if problems := list(control_problems("tag", args.tags)):
-        raise ConfigError(problems)
     registry = Registry(args.outputs)
     found = registry.find(args.name)
-    directory = registry.directory(found)
-    missing = [tag for tag in args.remove if tag not in found.tags]
-    if missing:
-        accepted = ", ".join(found.tags) or "the run has none"
-        raise ConfigError([Problem("--remove", "the run has no such tag", tag, accepted) for tag in missing])
-    if args.tags or args.remove:
-        label(directory, add=args.tags, remove=args.remove)
-    say(f"{found.path}: {' '.join(registry.facts(found)['tags']) or 'no tags'}")
+    tags = change_tags(registry, found, add=args.tags, remove=args.remove)
+    say(f"{found.path}: {' '.join(tags) or 'no tags'}")
     return 0
 
 
@@ -62,12 +50,8 @@ def run_note(args: argparse.Namespace) -> int:
     """
     registry = Registry(args.outputs)
     found = registry.find(args.name)
-    directory = registry.directory(found)
-    if args.text is not None:
-        if problems := list(control_problems("note", [args.text], keep="\n\t")):
-            raise ConfigError(problems)
-        label(directory, note=args.text)
-    say(f"{found.path}: {registry.facts(found)['notes'] or 'no note'}")
+    note = registry.facts(found)["notes"] if args.text is None else change_note(registry, found, args.text)
+    say(f"{found.path}: {note or 'no note'}")
     return 0
 
 

@@ -1,14 +1,11 @@
-"""Verbs that start a run: rerun from step 0, and resume from the last checkpoint."""
+"""Verbs that start and stop a run: rerun from step 0, resume from the last checkpoint, and stop."""
 
 import argparse
-import os
 import sys
 
 from maxhydra.cli.runs._common import runs_command, say, start
-from maxhydra.config.errors import ConfigError, Problem, quoted
-from maxhydra.config.schema.config import Config
-from maxhydra.record.run_dir import RunDirectory
-from maxhydra.record.storage import is_remote
+from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.runs.actions import read_config, resume_arguments, stop_run
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.rerun import describe_code_change, rerun_arguments
 
@@ -37,7 +34,7 @@ def run_rerun(args: argparse.Namespace) -> int:
         raise ConfigError(
             Problem(args.name, f"the code has changed: {difference}", hint="run the current code with --anyway")
         )
-    arguments = rerun_arguments(facts, None, *args.changes, config=_config(directory))
+    arguments = rerun_arguments(facts, None, *args.changes, config=read_config(directory))
     return start(arguments, facts["folder"], dry=args.dry_run)
 
 
@@ -64,20 +61,22 @@ def run_resume(args: argparse.Namespace) -> int:
     if difference := describe_code_change(facts, directory.path):
         # Only a warning: a run is often resumed after a bug fix, and run.json records the commit of each session.
         say(f"maxhydra: the code has changed: {difference}", file=sys.stderr)
-    outputs = registry.location
-    if not is_remote(outputs):
-        outputs = os.path.relpath(registry.root.resolve(), facts["folder"])
-    changes = [*args.changes, f"run.outputs={quoted(outputs)}"]
-    arguments = rerun_arguments(facts, found.path, *changes, config=_config(directory))
-    return start(arguments, facts["folder"], dry=args.dry_run)
+    arguments, folder = resume_arguments(registry, found, args.changes)
+    return start(arguments, folder, dry=args.dry_run)
 
 
-def _config(directory: RunDirectory) -> Config | None:
-    """The config of a run; None if it cannot be read."""
-    # Imported here, because it imports omegaconf, which the other verbs do not need.
-    from maxhydra.config.serialize import from_yaml  # noqa: PLC0415
+def declare_stop(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="+", metavar="RUN")
 
-    try:
-        return from_yaml(directory.config_path.read_text(encoding="utf-8"), is_run=True)
-    except (OSError, ConfigError):
-        return None
+
+def run_stop(args: argparse.Namespace) -> int:
+    """Ask runs of this machine to save a checkpoint and exit: stop RUN ...
+
+    Sends SIGTERM; `maxhydra runs resume` continues from the checkpoint. `maxhydra sweep cancel` stops a whole sweep.
+
+    maxhydra runs stop first
+    """
+    registry = Registry(args.outputs)
+    for run in [registry.find(name) for name in args.names]:
+        say(stop_run(registry, run))
+    return 0

@@ -231,20 +231,23 @@ def run_report(args: argparse.Namespace) -> int:
 
 def declare_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8080, help="0: any free port")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a token")
+    parser.add_argument("--token", action="store_true", help="require an access token on loopback too")
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Serve a live dashboard of the runs on this machine: serve [--port N].
+    """Serve a live dashboard of the runs on this machine: serve [--port N] [--host ADDRESS] [--token].
 
-    A table with search and sort, live curves, side-by-side comparison, machine load, and logs. The server is read-only
-    and listens on 127.0.0.1; from another machine, use `ssh -L 8080:127.0.0.1:8080 host`.
+    Curves, sweeps, comparisons, samples, machine load and logs; buttons stop, resume, tag and annotate runs. Listens on
+    127.0.0.1; from another machine, use `ssh -L 8080:127.0.0.1:8080 host`. With another --host, and with --token on a
+    machine that others use, every request needs the access token of the printed URL.
 
     maxhydra runs serve
+    maxhydra runs serve --host 0.0.0.0
     """
     registry = Registry(args.outputs)
     try:
-        server = Server(registry, host=args.host, port=args.port)
+        server = Server(registry, host=args.host, port=args.port, needs_token=args.token)
     except (OSError, OverflowError) as error:
         hint = "--port 0 chooses a free port"
         raise ConfigError(

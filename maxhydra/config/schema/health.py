@@ -21,8 +21,8 @@ class Statistics(Schema):
     every: int | None = option(None, ge=1)
     """Steps between records. null: none."""
     system_seconds: float | None = option(10.0, gt=0)
-    """Seconds between samples of memory, CPU, GPU utilization and power, which are logged as metrics `system/*` of the
-    next logged step. null: none."""
+    """Seconds between samples of memory, CPU, network, GPU utilization and power, which are logged as metrics
+    `system/*` of the next logged step. null: none."""
 
 
 @schema

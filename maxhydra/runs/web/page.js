@@ -71,7 +71,7 @@ const page = (() => {
     const next = JSON.stringify(content);
     if (currentContent.get(node) === next && node.childNodes.length) return;
     currentContent.set(node, next);
-    node.replaceChildren(...draw());
+    node.replaceChildren(...draw().filter((child) => child !== null));
   }
 
   const data = document.getElementById("data");

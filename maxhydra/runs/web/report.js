@@ -1,7 +1,7 @@
 "use strict";
 (() => {
   const charts = curves.group(document.querySelector(".charts"), { resumes: page.data.resumes });
-  const decoded = curves.decode(page.data.charts).map((chart, index) => ({ ...chart, figure: document.querySelector(`[data-chart="${index}"]`) }));
+  const decoded = series.decode(page.data.charts).map((chart, index) => ({ ...chart, figure: document.querySelector(`[data-chart="${index}"]`) }));
   curves.control(charts, decoded.some((chart) => chart.lines.some((line) => line.steps.length > 200)) ? 0.7 : 0);
   charts.show(decoded);
 
