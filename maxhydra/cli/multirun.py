@@ -1,5 +1,7 @@
 """Sweeps: every job is validated before the first one starts, and all jobs share a folder chosen up front."""
 
+import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ from maxhydra.config.compose.validate import instantiate
 from maxhydra.config.errors import ConfigError, Problem, quoted
 from maxhydra.config.schema.run import new_name_problem
 from maxhydra.launch.base import LauncherSettings
-from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import launcher_settings
 from maxhydra.record import redact_argv
 from maxhydra.record.storage import is_remote
@@ -70,6 +71,30 @@ def make_plan(composer: Composer, overrides: list[str]) -> SweepPlan | None:
     return _plan_jobs(composer, overrides, _parse(composer, overrides))[1]
 
 
+def extend_plan(composer: Composer, plan: SweepPlan, overrides: list[str]) -> SweepPlan:
+    """Return the plan of a grid sweep with jobs added: the new values of some keys, with all values of the others.
+
+    The new jobs come after the existing ones, whose numbers and folders stay the same.
+    """
+    parsed = _parse(composer, overrides)
+    new = {override.get_key_element(): expand([override], product=True) for override in parsed}
+    choices = plan.choices | {key: [line for job in jobs for line in job] for key, jobs in new.items()}
+    existing = [set(job) for job in plan.listed]
+    added = [list(job) for job in itertools.product(*choices.values()) if set(job) not in existing]
+    if not added:
+        raise ConfigError(
+            Problem("sweep extend", "adds no job: the sweep has all of these values", " ".join(overrides))
+        )
+    _check(composer, added)
+    listed = (*plan.listed, *map(tuple, added))
+    varied = dataclasses.replace(plan, listed=listed, folders=()).varied
+    constant = [key for job in listed for key in (line.partition("=")[0] for line in job) if key not in varied]
+    numbered = enumerate(added, start=len(plan.listed))
+    folders = (*plan.folders, *(job_folder(number, job, constant) for number, job in numbered))
+    settings = Settings(workers=plan.launcher.grid_workers(len(listed)))
+    return dataclasses.replace(plan, listed=listed, folders=folders, settings=settings)
+
+
 def is_requested(overrides: list[str]) -> bool:
     """Return whether hydra.mode requests a sweep instead of the -m flag."""
     return "hydra.mode=MULTIRUN" in overrides
@@ -114,8 +139,7 @@ def _plan(composer: Composer, controller: DictConfig, jobs: list[list[str]], par
         listed=tuple(tuple(line for line in job if is_of_plan(line)) for job in jobs),
         folders=tuple(job_folder(number, job, constant) for number, job in enumerate(jobs)),
         objectives=(),
-        # A cluster schedules the jobs itself, so all of them are submitted at once.
-        settings=Settings() if launcher.kind == LocalSettings.kind else Settings(workers=len(jobs)),
+        settings=Settings(workers=launcher.grid_workers(len(jobs))),
         config_dir=composer.config_dir,
         launcher=launcher,
     )
