@@ -17,7 +17,7 @@ from maxhydra.config.compose.validate import instantiate
 from maxhydra.config.errors import ConfigError, Problem, quoted
 from maxhydra.config.schema.run import new_name_problem
 from maxhydra.launch.base import LauncherSettings
-from maxhydra.launch.registry import launcher_settings
+from maxhydra.launch.registry import launcher_settings, make_backend
 from maxhydra.record import redact_argv
 from maxhydra.record.storage import is_remote
 from maxhydra.sweep.plan import Settings, SweepPlan, is_of_plan, write_plan
@@ -32,6 +32,7 @@ def run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
     if problem is not None and not folder.exists():
         raise ConfigError(problem)
     if plan is not None:
+        make_backend(plan.launcher, plan.context)
         write_plan(plan)
     fixed = ["hydra.mode=MULTIRUN", *_folder_overrides(controller, parsed)]
     app.multirun(config_name=composer.config_name, task_function=run_sweep_job, overrides=[*overrides, *fixed])
@@ -79,8 +80,9 @@ def extend_plan(composer: Composer, plan: SweepPlan, overrides: list[str]) -> Sw
     parsed = _parse(composer, overrides)
     new = {override.get_key_element(): expand([override], product=True) for override in parsed}
     choices = plan.choices | {key: [line for job in jobs for line in job] for key, jobs in new.items()}
-    existing = [set(job) for job in plan.listed]
-    added = [list(job) for job in itertools.product(*choices.values()) if set(job) not in existing]
+    existing = [{_canonical(line) for line in job} for job in plan.listed]
+    combinations = itertools.product(*choices.values())
+    added = [list(job) for job in combinations if {_canonical(line) for line in job} not in existing]
     if not added:
         raise ConfigError(
             Problem("sweep extend", "adds no job: the sweep has all of these values", " ".join(overrides))
@@ -93,6 +95,15 @@ def extend_plan(composer: Composer, plan: SweepPlan, overrides: list[str]) -> Sw
     folders = (*plan.folders, *(job_folder(number, job, constant) for number, job in numbered))
     settings = Settings(workers=plan.launcher.grid_workers(len(listed)))
     return dataclasses.replace(plan, listed=listed, folders=folders, settings=settings)
+
+
+def _canonical(line: str) -> tuple[str, float | str]:
+    """Key and value of an override; 3e-3 and 0.003 are the same value."""
+    key, _, value = line.partition("=")
+    try:
+        return key, float(value)
+    except ValueError:
+        return key, value
 
 
 def is_requested(overrides: list[str]) -> bool:

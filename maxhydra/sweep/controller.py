@@ -15,6 +15,7 @@ from maxhydra.config.schema.run import is_maximized
 from maxhydra.launch.base import Job, JobBackend, Trial
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import from_number
+from maxhydra.sweep.extension import suggest_extension
 from maxhydra.sweep.plan import SweepPlan
 from maxhydra.sweep.table import LiveTable, Snapshot
 
@@ -50,7 +51,7 @@ class TrialSource(Protocol):
         """Number of ended trials by status."""
         ...
 
-    def num_left(self) -> int:
+    def num_remaining(self) -> int:
         """Number of trials that `next_trial` will still propose."""
         ...
 
@@ -98,7 +99,7 @@ class ListedTrials:
         self._statuses[trial.number] = status
         self._read_result(trial)
 
-    def num_left(self) -> int:
+    def num_remaining(self) -> int:
         return 0
 
     def best(self) -> str:
@@ -125,9 +126,8 @@ class ListedTrials:
         if best is None or len(self._plan.trials) == 1:
             return []
         command = shlex.join(["maxhydra", *self._plan.context.flags, *best.overrides])
-        lines = [f"best: {self.best()}", f"      {command}"]
-        examples = [f"more: maxhydra sweep extend {self._plan.argument} {key}=VALUE,VALUE" for key in self._plan.varied]
-        return [*lines, *examples[:1]]
+        more = f"maxhydra sweep extend {self._plan.argument} {suggest_extension(self._plan, best)}"
+        return [f"best: {self.best()}", f"      {command}", f"more: {more}"]
 
 
 def format_counts(counts: Mapping[TrialStatus, int]) -> str:
@@ -179,7 +179,7 @@ class Controller:
         if self._table is None or not self._table.is_due:
             return
         counts = {status.value: count for status, count in self._trials.counts().items()}
-        counts |= {"running": len(self._running), "waiting": len(self._waiting) + self._trials.num_left()}
+        counts |= {"running": len(self._running), "waiting": len(self._waiting) + self._trials.num_remaining()}
         running = [(job, self._backend.state(job)) for job in self._running]
         self._table.draw(Snapshot(self._plan.folder.name, counts, running, self._trials.best()))
 

@@ -182,12 +182,12 @@ class SearchTrials:
         running = self._study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
         return [_from_study(trial, self._plan.folder) for trial in running]
 
-    def num_left(self) -> int:
+    def num_remaining(self) -> int:
         states = [trial.state for trial in self._study.get_trials(deepcopy=False)]
         return max(0, self._max_trials - len(states) + states.count(TrialState.WAITING))
 
     def next_trial(self) -> Trial | None:
-        if not self.num_left():
+        if not self.num_remaining():
             return None
         return _from_study(self._study.ask(self._space), self._plan.folder)
 

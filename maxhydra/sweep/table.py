@@ -63,7 +63,7 @@ class JobProgress:
 
 
 class LiveTable:
-    """Draws snapshots in place; lines of output scroll above it."""
+    """Shows snapshots in place; lines of output scroll above it."""
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say
@@ -80,7 +80,7 @@ class LiveTable:
         self._say(line)
 
     def clear(self) -> None:
-        """Remove the table from the screen; the next snapshot draws it again."""
+        """Remove the table from the screen; the next snapshot shows it again."""
         if self._height:
             sys.stdout.write(UP.format(self._height) + "\r" + ERASE)
             sys.stdout.flush()

@@ -19,16 +19,20 @@ from pathlib import Path
 import pytest
 
 from maxhydra.cli.main import run as maxhydra
+from maxhydra.cli.multirun import extend_plan
+from maxhydra.config.compose.composer import find_composer
 from maxhydra.config.errors import ConfigError
 from maxhydra.launch.base import Trial
 from maxhydra.launch.gpus import visible_gpus
 from maxhydra.launch.local import LocalJobs, LocalSettings
 from maxhydra.record import RunDirectory
 from maxhydra.sweep.controller import Controller, ListedTrials, TrialSource, TrialStatus
+from maxhydra.sweep.extension import nearby_values
 from maxhydra.sweep.plan import SWEEP_FORMAT, Settings, SweepPlan, read_plan, write_plan
 from maxhydra.sweep.run import cancel, resume_sweep, start_sweep, status
 from maxhydra.sweep.search import SearchTrials, distributions, grid_values
 from maxhydra.sweep.table import LiveTable
+from tests.support import cli
 from tests.support.polling import wait_for
 from tests.support.skips import import_optional
 
@@ -206,7 +210,8 @@ def test_status_shows_objectives_that_are_not_finite(tmp_path: Path) -> None:
         job.start("", {})
         job.finish("finished", objective={"name": "eval/loss", "value": value})
     expected = ["0: finished  eval/loss 2.5", "1: finished  eval/loss nan", "2: finished  eval/loss -inf", "3 finished"]
-    assert list(status(plan)) == [*expected, "best: job 2, eval/loss -inf", "      maxhydra"]
+    more = f"more: maxhydra sweep extend {plan.folder} run.seed=1,2"
+    assert list(status(plan)) == [*expected, "best: job 2, eval/loss -inf", "      maxhydra", more]
 
 
 @pytest.mark.slow
@@ -415,4 +420,59 @@ def test_a_terminal_shows_a_live_table(tmp_path: Path) -> None:
     assert re.search(r"1_job\s+\d+\s.*gpu 4", text) and "\033[J" in text
     end = text.rpartition("\033[J")[2]
     assert "best: job 1_job, eval/loss 0" in end and "gpu" not in end
-    assert f"more: maxhydra sweep extend {plan.folder} rate=VALUE,VALUE" in end
+    assert f"more: maxhydra sweep extend {plan.folder} rate=0.173,0.387" in end
+
+
+@pytest.mark.parametrize(
+    ("values", "best", "expected"),
+    [
+        (("1e-3", "3e-3", "1e-2"), "1e-2", ["0.0333"]),
+        (("1e-3", "3e-3", "1e-2"), "1e-3", ["0.000333"]),
+        (("0.1", "0.4", "1.6"), "0.4", ["0.2", "0.8"]),
+        (("2", "4"), "4", []),
+        (("adamw", "muon"), "muon", []),
+        (("0.0", "0.1"), "0.1", []),
+    ],
+)
+def test_values_near_the_best_one(values: tuple[str, ...], best: str, expected: list[str]) -> None:
+    assert nearby_values(values, best) == expected
+
+
+def test_a_grid_is_extended(tmp_path: Path) -> None:
+    """New values with all values of the other keys, new seeds of all jobs; existing jobs keep their folders."""
+    jobs = [("optimizer.learning_rate=1e-3", "run.seed=1"), ("optimizer.learning_rate=3e-3", "run.seed=1")]
+    plan = dataclasses.replace(
+        make_plan(tmp_path / "s", {}),
+        listed=tuple(("model=micro", *job) for job in jobs),
+        folders=("0_learning_rate=1e-3", "1_learning_rate=3e-3"),
+        objectives=(),
+    )
+    composer = find_composer()
+    longer = extend_plan(composer, plan, ["optimizer.learning_rate=3e-3,1e-2"])
+    assert longer.listed[2:] == (("model=micro", "optimizer.learning_rate=0.01", "run.seed=1"),)
+    assert longer.folders == (*plan.folders, "2_learning_rate=0.01")
+    seeds = extend_plan(composer, plan, ["run.seed=2,3"])
+    assert [job[1:] for job in seeds.listed[2:]] == [(rate, f"run.seed={n}") for (rate, _) in jobs for n in (2, 3)]
+    assert seeds.folders[2] == "2_learning_rate=1e-3,seed=2" and seeds.settings.workers == 1
+    with pytest.raises(ConfigError, match="adds no job"):
+        extend_plan(composer, plan, ["run.seed=1"])
+    with pytest.raises(ConfigError, match=r"optimizer\.learning_rat"):
+        extend_plan(composer, plan, ["optimizer.learning_rat=1"])
+    write_plan(make_plan(tmp_path / "search", {"rate": "0.1,0.3"}))
+    assert maxhydra(["sweep", "extend", str(tmp_path / "search"), "run.seed=1"]) == 2
+    write_plan(plan)
+    assert maxhydra(["sweep", "extend", str(tmp_path / "s")]) == 2
+    assert maxhydra(["sweep", "status", str(tmp_path / "s"), "run.seed=1"]) == 2
+
+
+@pytest.mark.slow
+def test_a_killed_job_of_a_grid_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    arguments = [*cli.SMALL, "train.steps=60", "checkpoint.every=5", "train.eval_batches=0", "run.name=s"]
+    controller = cli.start_silent("-m", "hydra/launcher=local", *arguments, cwd=tmp_path)
+    folder = tmp_path / "outputs" / "s" / "0"
+    wait_for(lambda: sum(path.name.isdigit() for path in (folder / "checkpoints").glob("*")) > 1, 120)
+    os.kill(cli.facts(folder)["sessions"][-1]["pid"], signal.SIGKILL)
+    assert controller.wait(120) == 0
+    lost, finished = cli.facts(folder)["sessions"]
+    assert (lost["status"], finished["status"]) == ("lost", "finished") and finished["start_step"] >= 5
+    assert list(cli.losses(folder)) == list(range(1, 61))

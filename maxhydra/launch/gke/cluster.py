@@ -20,6 +20,8 @@ from maxhydra.launch.gke.settings import WORKER
 # Seconds to connect, and to wait for a response.
 TIMEOUT = (5, 60)
 DELETE_TIMEOUT, DELETE_POLL = 300, 0.5
+# Seconds without output after which a followed log ends; the client requires a number.
+FOLLOW_TIMEOUT = 7 * 86400
 
 
 class Cluster:
@@ -124,7 +126,7 @@ class Cluster:
                 container=WORKER,
                 follow=True,
                 _preload_content=False,
-                _request_timeout=(TIMEOUT[0], None),
+                _request_timeout=(TIMEOUT[0], FOLLOW_TIMEOUT),
             )
             for line in stream:
                 yield line.decode(errors="replace")
