@@ -1,4 +1,4 @@
-"""Hydra launcher plugins hydra/launcher=local, slurm and gke, which run a planned sweep with the controller."""
+"""Hydra launcher plugins hydra/launcher=local, slurm, gke and skypilot: a planned sweep, run by the controller."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -51,6 +51,10 @@ class GkeLauncher(SweepLauncher):
     """Launches jobs as JobSets on a Kubernetes cluster; implemented in maxhydra.launch.gke."""
 
 
+class SkypilotLauncher(SweepLauncher):
+    """Tasks for SkyPilot, which `maxhydra launch render` prints; implemented in maxhydra.launch.skypilot."""
+
+
 def register(kind: str, launcher: type[SweepLauncher]) -> None:
     """Register hydra/launcher=<kind>. Its keys and defaults are the fields of the launcher's settings class."""
     node = {"_target_": f"{__name__}.{launcher.__name__}", **hydra_defaults(kind)}
@@ -60,3 +64,4 @@ def register(kind: str, launcher: type[SweepLauncher]) -> None:
 register("local", LocalLauncher)
 register("slurm", SlurmLauncher)
 register("gke", GkeLauncher)
+register("skypilot", SkypilotLauncher)

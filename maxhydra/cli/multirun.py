@@ -1,5 +1,7 @@
 """Sweeps: every job is validated before the first one starts, and all jobs share a folder chosen up front."""
 
+import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,7 @@ from maxhydra.config.compose.validate import instantiate
 from maxhydra.config.errors import ConfigError, Problem, quoted
 from maxhydra.config.schema.run import new_name_problem
 from maxhydra.launch.base import LauncherSettings
-from maxhydra.launch.local import LocalSettings
-from maxhydra.launch.registry import launcher_settings
+from maxhydra.launch.registry import launcher_settings, make_backend
 from maxhydra.record import redact_argv
 from maxhydra.record.storage import is_remote
 from maxhydra.sweep.plan import Settings, SweepPlan, is_of_plan, write_plan
@@ -31,6 +32,7 @@ def run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
     if problem is not None and not folder.exists():
         raise ConfigError(problem)
     if plan is not None:
+        make_backend(plan.launcher, plan.context)
         write_plan(plan)
     fixed = ["hydra.mode=MULTIRUN", *_folder_overrides(controller, parsed)]
     app.multirun(config_name=composer.config_name, task_function=run_sweep_job, overrides=[*overrides, *fixed])
@@ -68,6 +70,40 @@ def job_overrides(hydra: Any) -> list[str]:
 def make_plan(composer: Composer, overrides: list[str]) -> SweepPlan | None:
     """Return the validated plan of a sweep without starting it; None if its sweeper chooses jobs as it goes."""
     return _plan_jobs(composer, overrides, _parse(composer, overrides))[1]
+
+
+def extend_plan(composer: Composer, plan: SweepPlan, overrides: list[str]) -> SweepPlan:
+    """Return the plan of a grid sweep with jobs added: the new values of some keys, with all values of the others.
+
+    The new jobs come after the existing ones, whose numbers and folders stay the same.
+    """
+    parsed = _parse(composer, overrides)
+    new = {override.get_key_element(): expand([override], product=True) for override in parsed}
+    choices = plan.choices | {key: [line for job in jobs for line in job] for key, jobs in new.items()}
+    existing = [{_canonical(line) for line in job} for job in plan.listed]
+    combinations = itertools.product(*choices.values())
+    added = [list(job) for job in combinations if {_canonical(line) for line in job} not in existing]
+    if not added:
+        raise ConfigError(
+            Problem("sweep extend", "adds no job: the sweep has all of these values", " ".join(overrides))
+        )
+    _check(composer, added)
+    listed = (*plan.listed, *map(tuple, added))
+    varied = dataclasses.replace(plan, listed=listed, folders=()).varied
+    constant = [key for job in listed for key in (line.partition("=")[0] for line in job) if key not in varied]
+    numbered = enumerate(added, start=len(plan.listed))
+    folders = (*plan.folders, *(job_folder(number, job, constant) for number, job in numbered))
+    settings = Settings(workers=plan.launcher.grid_workers(len(listed)))
+    return dataclasses.replace(plan, listed=listed, folders=folders, settings=settings)
+
+
+def _canonical(line: str) -> tuple[str, float | str]:
+    """Key and value of an override; 3e-3 and 0.003 are the same value."""
+    key, _, value = line.partition("=")
+    try:
+        return key, float(value)
+    except ValueError:
+        return key, value
 
 
 def is_requested(overrides: list[str]) -> bool:
@@ -114,8 +150,7 @@ def _plan(composer: Composer, controller: DictConfig, jobs: list[list[str]], par
         listed=tuple(tuple(line for line in job if is_of_plan(line)) for job in jobs),
         folders=tuple(job_folder(number, job, constant) for number, job in enumerate(jobs)),
         objectives=(),
-        # A cluster schedules the jobs itself, so all of them are submitted at once.
-        settings=Settings() if launcher.kind == LocalSettings.kind else Settings(workers=len(jobs)),
+        settings=Settings(workers=launcher.grid_workers(len(jobs))),
         config_dir=composer.config_dir,
         launcher=launcher,
     )

@@ -34,6 +34,10 @@ class LauncherSettings:
         """Overrides that these settings add to every job, before its own."""
         return ()
 
+    def grid_workers(self, jobs: int) -> int:
+        """Jobs of a grid sweep that are started at a time. A cluster queues them itself, so all are submitted."""
+        return jobs
+
     def problems(self) -> Iterator[Problem]:
         """Yield every invalid value."""
         yield from ()
@@ -157,6 +161,11 @@ class Job:
 
 class JobBackend(Protocol):
     """Starts jobs on one kind of machine or cluster, finds them again, and stops them."""
+
+    @property
+    def max_jobs(self) -> int | None:
+        """Number of jobs that can run at a time; None if the cluster queues those that must wait."""
+        ...
 
     def prepare(self, trial: Trial) -> None:
         """Write the files the job needs without starting it. Raises ConfigError if its config is invalid."""

@@ -19,7 +19,7 @@ from typing import Any
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.migrations import migrate_config, migrate_overrides
 from maxhydra.config.serialize import from_yaml, read_run_facts, to_job_yaml
-from maxhydra.record import RunDirectory
+from maxhydra.record import RunDirectory, scan_metrics, series
 from maxhydra.record.atomic_io import read_json, replace_file, to_json
 from maxhydra.record.redact import redact_argv, redact_text
 
@@ -128,15 +128,18 @@ def decode_message(text: str | None) -> dict[str, Any] | None:
 
 
 def write_relayed_run(path: Path, message: dict[str, Any], config_yaml: str) -> None:
-    """Write a local copy of a remote run: run.json, its config, and its final metrics."""
+    """Write a local copy of a remote run: run.json, its config, and those of its final metrics that are missing."""
     run = RunDirectory(path, writes=False)
     objective = message.get("objective") or {}
     last = {**message.get("metrics", {}), **({objective["name"]: objective["value"]} if objective else {})}
     numbers = {name: value for name, value in last.items() if isinstance(value, (int, float))}
     path.mkdir(parents=True, exist_ok=True)
     replace_file(run.config_path, config_yaml)
-    row = {"step": message.get("end_step") or 0, **numbers}
-    replace_file(run.metrics_path, to_json(row) + "\n" if numbers else "")
+    # Rows that were read from the output of the run while it was running are kept.
+    rows = scan_metrics(run.metrics_path).rows
+    missing = {name: value for name, value in numbers.items() if series(rows, name)[1][-1:] != [value]}
+    with run.metrics_path.open("a", encoding="utf-8") as file:
+        file.write(to_json({"step": message.get("end_step") or 0, **missing}) + "\n" if missing else "")
     # Choices and overrides are known locally, even if they were dropped from the message.
     provenance = json.loads((path / FACTS).read_text(encoding="utf-8")) if (path / FACTS).exists() else {}
     facts = {**_default_facts(path.name, message), **provenance, **message, RELAYED: True}

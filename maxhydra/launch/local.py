@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from maxhydra.launch.base import (
     CLAIM,
     CONSOLE,
     ELASTIC,
+    KEY,
     Job,
     LauncherSettings,
     SweepContext,
@@ -33,13 +34,14 @@ from maxhydra.launch.base import (
     minimum_problems,
     read_claim,
 )
+from maxhydra.launch.gpus import GpuPool, visible_gpus
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import is_alive, process_start, replace_file
 from maxhydra.record.processes import die_with_parent
 
 # Keys of the claim that identify the process.
 CLAIMED = ("host", "pid", "pid_started")
-CLAIMING = "import sys; from maxhydra.launch.local import claim_and_become; claim_and_become(sys.argv[1], sys.argv[2:])"
+CLAIMING = "import sys; from maxhydra.launch.local import claim_and_become; claim_and_become(*sys.argv[1:])"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +57,34 @@ class LocalSettings(LauncherSettings):
     min_processes: int | None = None
     """processes > 1: restart on the next smaller number of processes that the mesh and the batch accept, at least this
     many, with train.elastic=true. null: on the same number."""
+    gpus_per_job: int | None = None
+    """GPUs of each job, the only ones it sees (CUDA_VISIBLE_DEVICES); jobs wait for free GPUs. null: all jobs see all
+    GPUs."""
+    jobs_per_gpu: int = 1
+    """gpus_per_job=1: jobs that share a GPU, each with an equal part of its memory."""
+    parallel_jobs: int | None = None
+    """Maximum number of jobs that run at a time. null: one; with gpus_per_job, as many as the GPUs allow."""
 
     @property
     def overrides(self) -> tuple[str, ...]:
         return () if self.min_processes is None else (ELASTIC,)
 
+    def grid_workers(self, jobs: int) -> int:
+        return self.parallel_jobs or (1 if self.gpus_per_job is None else jobs)
+
     def problems(self) -> Iterator[Problem]:
-        yield from minimum_problems(self, {"processes": 1, "max_restarts": 0})
+        yield from minimum_problems(self, {"processes": 1, "max_restarts": 0, "jobs_per_gpu": 1})
+        optional = ("gpus_per_job", "parallel_jobs")
+        invalid = list(minimum_problems(self, {name: 1 for name in optional if getattr(self, name) is not None}))
+        yield from invalid
         yield from fewest_problems(self, "min_processes", "processes")
+        if invalid:
+            return
+        if self.gpus_per_job is not None and self.gpus_per_job % self.processes:
+            reason = f"cannot be divided among the {self.processes} processes of a job"
+            yield Problem(f"{KEY}.gpus_per_job", reason, self.gpus_per_job, f"a multiple of {self.processes}")
+        if self.jobs_per_gpu != 1 and self.gpus_per_job != 1:
+            yield Problem(f"{KEY}.jobs_per_gpu", f"requires {KEY}.gpus_per_job=1", self.jobs_per_gpu, "1")
 
 
 @dataclasses.dataclass
@@ -70,6 +92,8 @@ class LocalJob(Job):
     process: subprocess.Popen | None = None
     """None if another controller started the job, which is then identified by its claim."""
     claim: dict[str, Any] = dataclasses.field(default_factory=dict)
+    gpus: Sequence[str] = ()
+    """GPUs assigned to the job; empty if jobs see all of them."""
 
     @property
     def pid(self) -> int:
@@ -81,6 +105,21 @@ class LocalJobs:
 
     def __init__(self, settings: LocalSettings, sweep: SweepContext):
         self._settings, self._sweep = settings, sweep
+        self._jobs: list[LocalJob] = []
+        """Jobs that this controller started or found, whose GPUs are occupied while they run."""
+
+    @cached_property
+    def _gpus(self) -> GpuPool | None:
+        """None if jobs are not restricted to some GPUs. Detected when jobs start: `status` works on any machine."""
+        settings = self._settings
+        if settings.gpus_per_job is None:
+            return None
+        return GpuPool(visible_gpus(os.environ), per_job=settings.gpus_per_job, jobs_per_gpu=settings.jobs_per_gpu)
+
+    @property
+    def max_jobs(self) -> int | None:
+        limits = [self._settings.parallel_jobs, None if self._gpus is None else self._gpus.max_jobs]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def prepare(self, trial: Trial) -> None:
         """Do nothing: the command composes and validates its config itself."""
@@ -94,17 +133,29 @@ class LocalJobs:
     def _start(self, trial: Trial) -> LocalJob:
         path = self._sweep.path(trial)
         path.mkdir(parents=True, exist_ok=True)
+        gpus, variables = self._assign_gpus()
         with open(path / CONSOLE, "ab") as console:
             process = subprocess.Popen(
                 # The job writes its claim before anything else, so a controller that is killed here leaves no
                 # unclaimed job behind.
-                [sys.executable, "-c", CLAIMING, str(path), *self.command(trial)],
+                [sys.executable, "-c", CLAIMING, str(path), json.dumps(gpus), *self.command(trial)],
+                env={**os.environ, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return LocalJob(trial, RunDirectory(path, writes=False), process=process)
+        job = LocalJob(trial, RunDirectory(path, writes=False), process=process, gpus=gpus)
+        self._jobs.append(job)
+        return job
+
+    def _assign_gpus(self) -> tuple[list[str], dict[str, str]]:
+        """GPUs of the next job, and the variables that restrict it to them."""
+        if self._gpus is None:
+            return [], {}
+        self._jobs = [job for job in self._jobs if self.is_running(job)]
+        gpus = self._gpus.assign(job.gpus for job in self._jobs)
+        return gpus, self._gpus.variables(gpus)
 
     def command(self, trial: Trial) -> list[str]:
         """Command line of a job; it can also be run manually."""
@@ -115,12 +166,17 @@ class LocalJobs:
 
     def find_active(self, trial: Trial) -> LocalJob | None:
         job = self.find_started(trial)
-        return job if job is not None and self.is_running(job) else None
+        if job is None or not self.is_running(job):
+            return None
+        self._jobs.append(job)
+        return job
 
     def find_started(self, trial: Trial) -> LocalJob | None:
         path = self._sweep.path(trial)
         claim = read_claim(path, *CLAIMED)
-        return None if claim is None else LocalJob(trial, RunDirectory(path, writes=False), claim=claim)
+        if claim is None:
+            return None
+        return LocalJob(trial, RunDirectory(path, writes=False), claim=claim, gpus=claim.get("gpus", ()))
 
     def is_running(self, job: Job) -> bool:
         assert isinstance(job, LocalJob)
@@ -132,7 +188,8 @@ class LocalJobs:
         return True
 
     def state(self, job: Job) -> str:
-        return ""
+        assert isinstance(job, LocalJob)
+        return f"gpu {','.join(job.gpus)}" if job.gpus and self.is_running(job) else ""
 
     def stop(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -146,10 +203,10 @@ class LocalJobs:
         return f"{len(jobs)} jobs were asked to save and exit"
 
 
-def claim_and_become(path: str, command: list[str]) -> None:
-    """Write the claim of this process, then exec the job's command."""
+def claim_and_become(path: str, gpus: str, *command: str) -> None:
+    """Write the claim of this process with the GPUs (JSON) that it occupies, then exec the job's command."""
     claim = dict(zip(CLAIMED, (socket.gethostname(), os.getpid(), process_start(os.getpid())), strict=True))
-    replace_file(Path(path) / CLAIM, json.dumps(claim))
+    replace_file(Path(path) / CLAIM, json.dumps({**claim, "gpus": json.loads(gpus)}))
     os.execv(command[0], command)
 
 

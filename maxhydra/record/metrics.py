@@ -19,6 +19,8 @@ Row = dict[str, Any]
 _NUMBERS = frozenset((int, float))
 # Integers of more digits may not fit into the 64 bits of the index; no float is written with as many.
 _LONG_INTEGER = re.compile(rb"\d{19}")
+# With this variable set, rows are also printed, for launchers that see the output of a job but not its folder.
+STREAM, STREAMED = "MAXHYDRA_METRICS_STREAM", "maxhydra.metrics "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,8 @@ class MetricsWriter:
         except OSError as error:
             os.ftruncate(self._file, size_before)
             raise OSError(error.errno, error.strerror, str(self._path)) from None
+        if os.environ.get(STREAM):
+            print(f"{STREAMED}{line.decode()}", end="", flush=True)
 
     def flush(self) -> None:
         """Fsync, so that the metrics survive a crash of the machine."""
@@ -101,6 +105,27 @@ class NullMetricsWriter(MetricsWriter):
 
     def close(self) -> None:
         pass
+
+
+def is_streamed_row(line: str) -> bool:
+    return line.startswith(STREAMED)
+
+
+def append_streamed_rows(path: Path, output: str) -> None:
+    """Append the rows in a job's output to a local metrics file that lacks them.
+
+    Steps before the last one of the file are left out: a job that was restarted repeats those after its checkpoint.
+    """
+    existing = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = scan_metrics(path).rows
+    last_step = rows[-1]["step"] if rows else -1
+    lines = [line.removeprefix(STREAMED) for line in output.splitlines() if is_streamed_row(line)]
+    parsed = [(line, _parse(line.encode())) for line in dict.fromkeys(lines) if line not in existing]
+    new = [line for line, row in parsed if row is not None and row["step"] >= last_step]
+    if new:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in new))
 
 
 def read_metrics(path: Path | str) -> list[Row]:

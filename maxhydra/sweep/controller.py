@@ -4,15 +4,20 @@ A source of trials proposes the next job, and records the results of jobs that e
 """
 
 import math
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
 from maxhydra.config.errors import ConfigError
+from maxhydra.config.schema.run import is_maximized
 from maxhydra.launch.base import Job, JobBackend, Trial
 from maxhydra.record import RunDirectory
+from maxhydra.record.atomic_io import from_number
+from maxhydra.sweep.extension import suggest_extension
 from maxhydra.sweep.plan import SweepPlan
+from maxhydra.sweep.table import LiveTable, Snapshot
 
 
 class TrialStatus(Enum):
@@ -46,18 +51,40 @@ class TrialSource(Protocol):
         """Number of ended trials by status."""
         ...
 
-    def summary(self) -> str:
-        """Human-readable summary of all results."""
+    def num_remaining(self) -> int:
+        """Number of trials that `next_trial` will still propose."""
+        ...
+
+    def best(self) -> str:
+        """The best finished job with its result; empty if no job has finished."""
+        ...
+
+    def highlights(self) -> list[str]:
+        """Lines about the best jobs and how to continue; empty if no job has finished."""
         ...
 
 
 class ListedTrials:
     """The fixed list of jobs of a grid sweep. Their results are stored in their run folders."""
 
-    def __init__(self, trials: Sequence[Trial], done: Mapping[int, TrialStatus]):
-        """`done` maps the numbers of ended trials to their status."""
-        self._unfinished = [trial for trial in trials if trial.number not in done]
-        self._statuses = dict(done)
+    def __init__(self, plan: SweepPlan):
+        """Jobs that failed before count as unfinished, so they run again."""
+        self._plan = plan
+        self._results: dict[int, tuple[str, float]] = {}
+        """Objective and its value of each finished job that has one."""
+        done = [trial.number for trial in plan.trials if self._read_result(trial) == "finished"]
+        self._unfinished = [trial for trial in plan.trials if trial.number not in done]
+        self._statuses = dict.fromkeys(done, TrialStatus.finished)
+
+    def _read_result(self, trial: Trial) -> str | None:
+        """Status of a trial's run; None without a run. Keeps the objective of a finished one."""
+        run = RunDirectory(self._plan.folder / trial.folder, writes=False)
+        facts = run.read() if run.exists() else {}
+        objective = facts.get("objective") or {}
+        value = from_number(objective.get("value"))
+        if facts.get("status") == "finished" and value is not None and not math.isnan(value):
+            self._results[trial.number] = (objective["name"], value)
+        return facts.get("status")
 
     def unfinished(self) -> list[Trial]:
         return self._unfinished
@@ -70,12 +97,37 @@ class ListedTrials:
 
     def record_result(self, trial: Trial, status: TrialStatus, values: Sequence[float]) -> None:
         self._statuses[trial.number] = status
+        self._read_result(trial)
+
+    def num_remaining(self) -> int:
+        return 0
+
+    def best(self) -> str:
+        best = self._best()
+        if best is None:
+            return ""
+        name, value = self._results[best.number]
+        return f"job {best.folder}, {name} {value:.4g}"
+
+    def _best(self) -> Trial | None:
+        """The finished job with the best objective; None if there is none, or jobs have different objectives."""
+        names = {name for name, _ in self._results.values()}
+        if len(names) != 1:
+            return None
+        choose = max if is_maximized(names.pop()) else min
+        return self._plan.trials[choose(self._results, key=lambda number: self._results[number][1])]
 
     def counts(self) -> Mapping[TrialStatus, int]:
         return {status: list(self._statuses.values()).count(status) for status in TrialStatus}
 
-    def summary(self) -> str:
-        return format_counts(self.counts())
+    def highlights(self) -> list[str]:
+        """The best job with the command that reruns it, and the command that adds values to the grid."""
+        best = self._best()
+        if best is None or len(self._plan.trials) == 1:
+            return []
+        command = shlex.join(["maxhydra", *self._plan.context.flags, *best.overrides])
+        more = f"maxhydra sweep extend {self._plan.argument} {suggest_extension(self._plan, best)}"
+        return [f"best: {self.best()}", f"      {command}", f"more: {more}"]
 
 
 def format_counts(counts: Mapping[TrialStatus, int]) -> str:
@@ -89,8 +141,18 @@ POLL_SECONDS = 0.2
 class Controller:
     """Runs the jobs of a plan. It holds no state that would be lost if it were killed."""
 
-    def __init__(self, plan: SweepPlan, trials: TrialSource, backend: JobBackend, say: Callable[[str], None]):
-        self._plan, self._trials, self._backend, self._say = plan, trials, backend, say
+    def __init__(
+        self,
+        plan: SweepPlan,
+        trials: TrialSource,
+        backend: JobBackend,
+        say: Callable[[str], None],
+        *,
+        table: LiveTable | None = None,
+    ):
+        """`table` shows the progress on a terminal, with the lines of `say` above it."""
+        self._plan, self._trials, self._backend = plan, trials, backend
+        self._table, self._say = table, say if table is None else table.say
         self._waiting: list[Trial] = []
         self._running: list[Job] = []
         self._pruned: dict[int, str] = {}
@@ -103,11 +165,23 @@ class Controller:
         try:
             while not self._plan.is_cancelled and (self._fill_workers() or self._running):
                 self._poll()
+                self._draw()
                 time.sleep(POLL_SECONDS)
         except KeyboardInterrupt:
             self._say(f"{self._backend.on_interrupt(self._running)}; {self._resume_hint}")
             raise
+        finally:
+            if self._table is not None:
+                self._table.clear()
         return self._problem()
+
+    def _draw(self) -> None:
+        if self._table is None or not self._table.is_due:
+            return
+        counts = {status.value: count for status, count in self._trials.counts().items()}
+        counts |= {"running": len(self._running), "waiting": len(self._waiting) + self._trials.num_remaining()}
+        running = [(job, self._backend.state(job)) for job in self._running]
+        self._table.draw(Snapshot(self._plan.folder.name, counts, running, self._trials.best()))
 
     def submit(self) -> None:
         """Start the remaining jobs without waiting for them."""
@@ -148,9 +222,9 @@ class Controller:
 
     def _fill_workers(self) -> bool:
         """Start jobs for all free workers in one batch; returns whether more may follow."""
-        settings, batch = self._plan.settings, list[Trial]()
-        may_follow = True
-        while may_follow and len(self._running) + len(batch) < settings.workers:
+        batch, may_follow = list[Trial](), True
+        limit = min(self._plan.settings.workers, self._backend.max_jobs or math.inf)
+        while may_follow and len(self._running) + len(batch) < limit:
             trial = self._next_trial() if self._may_start else None
             may_follow = trial is not None
             if trial is not None and self._prepare(trial):

@@ -145,6 +145,18 @@ class SweepPlan:
         return [Trial(number, folder, overrides) for number, (folder, overrides) in enumerate(jobs)]
 
     @property
+    def choices(self) -> dict[str, list[str]]:
+        """Overrides of a grid sweep by key, each distinct value once, in the order of the jobs."""
+        lines = dict.fromkeys(line for job in self.listed for line in job)
+        keys = dict.fromkeys(line.partition("=")[0] for line in lines)
+        return {key: [line for line in lines if line.partition("=")[0] == key] for key in keys}
+
+    @property
+    def varied(self) -> list[str]:
+        """Keys that have several values in a grid sweep."""
+        return [key for key, lines in self.choices.items() if len(lines) > 1]
+
+    @property
     def is_cancelled(self) -> bool:
         return (self.folder / CANCELLED).exists()
 

@@ -1,6 +1,7 @@
 """Start, resume, cancel, and report the status of a sweep."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,9 +12,10 @@ from maxhydra.launch.base import JobBackend
 from maxhydra.launch.registry import make_backend
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import acquire_lock, from_number, replace_file
-from maxhydra.sweep.controller import Controller, ListedTrials, TrialSource, TrialStatus
+from maxhydra.sweep.controller import Controller, ListedTrials, TrialSource, format_counts
 from maxhydra.sweep.plan import CANCELLED, FILE, SweepPlan, read_plan, write_plan
 from maxhydra.sweep.search import SearchTrials
+from maxhydra.sweep.table import LiveTable
 
 LOCK = ".sweep.lock"
 
@@ -43,13 +45,14 @@ def resume_sweep(plan: SweepPlan, say: Callable[[str], None], *, detach: bool = 
     with _sweep_lock(plan):
         (plan.folder / CANCELLED).unlink(missing_ok=True)
         trials = _trials(plan)
-        controller = Controller(plan, trials, _backend(plan), say)
+        table = LiveTable(say) if sys.stdout.isatty() and not detach else None
+        controller = Controller(plan, trials, _backend(plan), say, table=table)
         if detach:
             controller.submit()
             say(f"monitor: maxhydra sweep resume {plan.argument}; stop: maxhydra sweep cancel {plan.argument}")
             return ""
         reason = controller.run()
-        say(trials.summary())
+        say("\n".join([format_counts(trials.counts()), *trials.highlights()]))
     return reason
 
 
@@ -67,18 +70,7 @@ def _backend(plan: SweepPlan) -> JobBackend:
 
 
 def _trials(plan: SweepPlan) -> TrialSource:
-    return SearchTrials(plan) if plan.space else _listed_trials(plan)
-
-
-def _listed_trials(plan: SweepPlan) -> ListedTrials:
-    """Jobs of a grid sweep. Jobs that failed before count as unfinished, so they run again."""
-    runs = {job.number: RunDirectory(plan.folder / job.folder, writes=False) for job in plan.trials}
-    done = {number: TrialStatus.finished for number, run in runs.items() if _is_finished(run)}
-    return ListedTrials(plan.trials, done)
-
-
-def _is_finished(run: RunDirectory) -> bool:
-    return run.exists() and run.read()["status"] == "finished"
+    return SearchTrials(plan) if plan.space else ListedTrials(plan)
 
 
 @contextmanager
@@ -109,8 +101,9 @@ def status(plan: SweepPlan) -> Iterator[str]:
         run_status = _run_status(RunDirectory(plan.folder / name, writes=False)) if name in runs else "not started"
         yield f"{name}: {run_status}{state and f'  {state}'}"
     waiting = sum(trial.folder not in runs | set(active) for trial in plan.trials)
-    counts = [trials.summary(), f"{waiting} not started" if waiting else ""]
+    counts = [format_counts(trials.counts()), f"{waiting} not started" if waiting else ""]
     yield ", ".join(filter(None, counts)) or f"no job has ended; resume with: maxhydra sweep resume {plan.argument}"
+    yield from trials.highlights()
 
 
 def _number(folder: str) -> int | None:

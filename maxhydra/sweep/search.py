@@ -25,7 +25,7 @@ from maxhydra.config.compose.overrides import parse
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.migrations import migrate_overrides
 from maxhydra.launch.base import Trial
-from maxhydra.sweep.controller import TrialStatus, format_counts
+from maxhydra.sweep.controller import TrialStatus
 from maxhydra.sweep.plan import Settings, SweepPlan
 
 # Values of one range(...), all of which a grid would run.
@@ -182,9 +182,12 @@ class SearchTrials:
         running = self._study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
         return [_from_study(trial, self._plan.folder) for trial in running]
 
+    def num_remaining(self) -> int:
+        states = [trial.state for trial in self._study.get_trials(deepcopy=False)]
+        return max(0, self._max_trials - len(states) + states.count(TrialState.WAITING))
+
     def next_trial(self) -> Trial | None:
-        proposed = [trial for trial in self._study.get_trials(deepcopy=False) if trial.state is not TrialState.WAITING]
-        if len(proposed) >= self._max_trials:
+        if not self.num_remaining():
             return None
         return _from_study(self._study.ask(self._space), self._plan.folder)
 
@@ -203,19 +206,26 @@ class SearchTrials:
         states = [trial.state for trial in self._study.get_trials(deepcopy=False)]
         return {status: states.count(state) for status, state in STATES.items()}
 
-    def summary(self) -> str:
-        """Counts, and the best jobs with the commands that rerun them."""
-        counts = self.counts()
-        lines = [format_counts(counts)]
-        if not counts[TrialStatus.finished]:
-            return lines[0]
+    def best(self) -> str:
+        trials = self._study.best_trials if self.counts()[TrialStatus.finished] else []
+        return self._describe(trials[0]) if trials else ""
+
+    def _describe(self, trial: FrozenTrial) -> str:
+        values = zip(self._plan.objectives, trial.values, strict=True)
+        return f"job {trial.number}, " + ", ".join(f"{name} {value:.4g}" for name, value in values)
+
+    def highlights(self) -> list[str]:
+        """The best jobs with the commands that rerun them, and the command that continues the search."""
+        if not self.counts()[TrialStatus.finished]:
+            return []
+        lines = []
         for trial in self._study.best_trials[:MAX_BEST_SHOWN]:
-            values = zip(self._plan.objectives, trial.values, strict=True)
-            scores = ", ".join(f"{name} {value:.4g}" for name, value in values)
             overrides = [*self._plan.fixed, *migrate_overrides(overrides_of(trial.params))]
             command = shlex.join(["maxhydra", *self._plan.context.flags, *overrides])
-            lines.append(f"best: job {trial.number}, {scores}\n      {command}")
-        return "\n".join(lines)
+            lines += [f"best: {self._describe(trial)}", f"      {command}"]
+        if self._plan.settings.sampler != "grid":
+            lines.append(f"more: maxhydra sweep resume {self._plan.argument} --trials {2 * self._max_trials}")
+        return lines
 
 
 def _combinations(space: Mapping[str, BaseDistribution]) -> list[dict[str, Any]]:

@@ -83,9 +83,10 @@ def test_commands_of_a_search(tmp_path: Path) -> None:
     shell.run("sweep", "cancel", "x/s")
     shell.run("runs", "best", "-o", "x", "sweep=s")
     commands = shell.paste()
-    best, resume, again = commands
+    best, more, resume, again = commands
+    assert more == "maxhydra sweep resume x/s --trials 2"
     assert resume == "maxhydra sweep resume x/s" and "'\"'\"'" not in best + again
-    assert len([*(tmp_path / "x").glob("*/run.json")]) == 1 and len([*(tmp_path / "x" / "s").glob("*/run.json")]) == 1
+    assert len([*(tmp_path / "x").glob("*/run.json")]) == 1 and len([*(tmp_path / "x" / "s").glob("*/run.json")]) == 2
     assert len([*(tmp_path / "outputs").glob("*/run.json")]) == 1
     (tmp_path / "x" / "s" / "by-hand").mkdir()
     (tmp_path / "x" / "s" / "by-hand" / "run.json").write_text("{}")

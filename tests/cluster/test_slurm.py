@@ -15,6 +15,7 @@ import pytest
 from maxhydra.cli import main
 from tests.support.cli import SMALL, facts, losses, run, run_ok, start, start_silent
 from tests.support.polling import wait_for
+from tests.support.programs import SEARCH_WORKER, write_program
 from tests.support.slurm import cluster, require
 
 WORKER = """
@@ -27,24 +28,6 @@ case "$folder-$count" in
   *seed=2-0) for _ in $(seq 500); do sleep 0.2; done;;
 esac
 """
-SEARCH_WORKER = """
-import signal, sys, time
-import yaml
-from maxhydra.record import MetricsWriter, RunDirectory
-
-received = []
-signal.signal(signal.SIGTERM, lambda *_: received.append(1))
-rate = yaml.safe_load(open(sys.argv[4]))["optimizer"]["learning_rate"]
-run = RunDirectory(sys.argv[6])
-with run.session("", {}):
-    metrics = MetricsWriter(run.metrics_path)
-    for step in range(1, 31):
-        time.sleep(0.2)
-        metrics.write(step, {"eval/loss": rate + 1 / step})
-        if received:
-            break
-    run.finish("preempted" if received else "finished", "SIGTERM" if received else "done")
-"""
 LAUNCHER = ["-m", "hydra/launcher=slurm", "hydra.launcher.poll_seconds=1"]
 # With a constant learning rate, runs of different lengths share a compiled step.
 TRAIN = [*SMALL, "optimizer/schedule=constant", "train.eval_batches=0"]
@@ -56,12 +39,6 @@ def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
     require()
     with cluster(tmp_path_factory.mktemp("cluster")) as extra:
         yield extra
-
-
-def write_program(path: Path, interpreter: str, text: str) -> Path:
-    path.write_text(f"#!{interpreter}\n{text}")
-    path.chmod(0o755)
-    return path
 
 
 def output_of(*arguments: str, scheduler: dict[str, str]) -> str:

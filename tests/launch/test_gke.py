@@ -1,8 +1,12 @@
 """Jobs on Kubernetes without a cluster: rejected settings, rendered manifests, and returned results."""
 
+import base64
 import contextlib
 import dataclasses
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +19,20 @@ from maxhydra.config.schema.hardware import Hardware
 from maxhydra.launch.gke import GkeSettings
 from maxhydra.launch.gke.api_errors import api_error
 from maxhydra.launch.gke.cluster import Cluster
-from maxhydra.launch.gke.jobs import describe_progress, leader_pod, run_result
+from maxhydra.launch.gke.code import read_changes
 from maxhydra.launch.gke.manifests import (
+    WORKLOADS,
     JobDescription,
-    choose_placement,
     config_map_manifest,
+    job_manifest,
     job_name,
     job_set_manifest,
     job_template,
     sweep_id,
     to_yaml,
 )
+from maxhydra.launch.gke.placement import choose_placement
+from maxhydra.launch.gke.pods import describe_progress, leader_pod, run_result
 from maxhydra.launch.job_spec import (
     LIMIT,
     decode_message,
@@ -35,7 +42,8 @@ from maxhydra.launch.job_spec import (
     write_termination_message,
 )
 from maxhydra.launch.registry import launcher_from_json
-from maxhydra.record import RunDirectory, read_metrics
+from maxhydra.record import MetricsWriter, RunDirectory, read_metrics
+from maxhydra.record.metrics import append_streamed_rows
 from maxhydra.runs import write_report
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.rerun import rerun_arguments, rerun_command
@@ -70,6 +78,8 @@ GPU = dataclasses.replace(
 )
 LAUNCHER = ["hydra/launcher=gke", f"hydra.launcher.image={IMAGE}", f"hydra.launcher.outputs={BUCKET}"]
 CASES = {"gke_tpu": (TPU, "tpu-v5e"), "gke_gpu": (GPU, "gpu-h100")}
+# Each GPU network with an accelerator that has it.
+NETWORKED = {"tcpx": "nvidia-h100-80gb", "tcpxo": "nvidia-h100-mega-80gb", "rdma": "nvidia-b200"}
 
 
 def describe(settings: GkeSettings, hardware: Hardware) -> JobDescription:
@@ -103,6 +113,169 @@ def test_manifests_are_valid(name: str) -> None:
     manifest = job_set_manifest(settings, description)
     # The model drops unknown fields, so equality means that all fields are known.
     assert jobset.JobsetV1alpha2JobSet.from_dict(manifest).to_dict() == manifest
+
+
+def gpu_nodes(accelerator: str | None) -> Hardware:
+    hardware = hardware_options()["gpu-h100"]
+    return dataclasses.replace(hardware, gke=dataclasses.replace(hardware.gke, accelerator=accelerator))
+
+
+def check_job(settings: GkeSettings, description: JobDescription) -> dict[str, Any]:
+    """Validate a plain Job, and the template of a JobSet, by the Kubernetes schema; returns the pod template."""
+    template = job_template(settings, description)
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **template}
+    for manifest in (job, job_manifest(settings, description)):
+        kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+    return template["spec"]["template"]
+
+
+@pytest.mark.parametrize("network, accelerator", NETWORKED.items())
+def test_gpu_networks(network: str, accelerator: str) -> None:
+    """Every mounted volume exists, interfaces are valid JSON, and a variable of the user keeps its value."""
+    settings = dataclasses.replace(BASE, nodes=2, network=network, env={"LD_LIBRARY_PATH": "/own"})
+    template = check_job(settings, describe(settings, gpu_nodes(accelerator)))
+    (worker,), sidecars = template["spec"]["containers"], template["spec"].get("initContainers", [])
+    volumes = {volume["name"] for volume in template["spec"]["volumes"]}
+    assert all(mount["name"] in volumes for item in (worker, *sidecars) for mount in item["volumeMounts"])
+    interfaces = json.loads(template["metadata"]["annotations"]["networking.gke.io/interfaces"])
+    assert len(interfaces) == {"tcpx": 5, "tcpxo": 9, "rdma": 9}[network]
+    assert [item["name"] for item in sidecars] == ([] if network == "rdma" else [f"{network}-daemon"])
+    assert all(item["restartPolicy"] == "Always" for item in sidecars)
+    assert [entry["value"] for entry in worker["env"] if entry["name"] == "LD_LIBRARY_PATH"] == ["/own"]
+    assert worker["command"][-5:-3] == ["maxhydra", "job"]
+    nodes = gpu_nodes("nvidia-tesla-t4")
+    with pytest.raises(ConfigError, match=rf"(?s)has no network {network} on GKE.*{accelerator}"):
+        choose_placement(settings, nodes)
+    with pytest.raises(ConfigError, match="must be a whole node"):
+        choose_placement(dataclasses.replace(settings, chips_per_node=4), gpu_nodes(accelerator))
+
+
+def test_clusters_other_than_gke() -> None:
+    """null removes node labels, and a patch changes anything else of the pods; a plain Job needs no JobSet."""
+    patch = {
+        "metadata": {"labels": {"team": "ml"}, "annotations": {"maxhydra/run": None}},
+        "spec": {
+            "nodeSelector": {"gpu": "a100"},
+            "containers": [
+                {"name": "worker", "env": [{"name": "A", "value": "2"}], "resources": {"limits": {"rdma/ib": "1"}}},
+                {"name": "helper", "image": "busybox"},
+            ],
+            "tolerations": [{"operator": "Exists"}],
+        },
+    }
+    settings = dataclasses.replace(
+        BASE, node_selector=None, env={"A": "1", "B": "1"}, pod_patch=patch, workload="job", outputs="pvc://x",
+        secrets=("all", "WANDB_API_KEY=wandb/key"),
+    )  # fmt: skip
+    assert not list(settings.problems())
+    template = check_job(settings, describe(settings, gpu_nodes(None)))
+    worker, helper = template["spec"]["containers"]
+    assert template["spec"]["nodeSelector"] == {"gpu": "a100"} and helper["image"] == "busybox"
+    assert template["metadata"]["labels"]["team"] == "ml" and not template["metadata"]["annotations"]
+    assert template["spec"]["tolerations"] == [{"operator": "Exists"}]
+    assert worker["resources"]["limits"] == {"nvidia.com/gpu": "8", "rdma/ib": "1"}
+    env = {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in worker["env"]}
+    assert (env["A"], env["B"]) == ("2", "1")
+    assert env["WANDB_API_KEY"] == {"secretKeyRef": {"name": "wandb", "key": "key"}}
+    assert worker["envFrom"] == [{"secretRef": {"name": "all"}}]
+    label = "cloud.google.com/gke-accelerator"
+    partly = dataclasses.replace(BASE, node_selector={label: None, "pool": "a"})
+    assert choose_placement(partly, gpu_nodes(None)).selector == {"pool": "a"}
+    with pytest.raises(ConfigError, match="node_selector=null"):
+        choose_placement(BASE, gpu_nodes(None))
+    with pytest.raises(ConfigError, match="runs one process, but the job has several"):
+        choose_placement(dataclasses.replace(settings, nodes=2), gpu_nodes(None))
+
+
+def test_invalid_patches_and_references() -> None:
+    assert problems(pod_patch={"spec": [], "status": {}}) and problems(pod_patch=[])
+    assert problems(pod_patch={"spec": {"containers": [{"image": "x"}]}})
+    secret = {"spec": {"containers": [{"name": "worker", "env": [{"name": "HF_TOKEN", "value": "abc123"}]}]}}
+    (path,) = problems(pod_patch=secret)
+    assert path == "hydra.launcher.pod_patch.spec.containers.env.HF_TOKEN"
+    assert problems(secrets=("A=b",)) and problems(secrets=("1A=b/c",)) and not problems(secrets=("A=b/c.d",))
+    assert problems(network="ib", workload="pod", code="a b").keys() == {
+        f"hydra.launcher.{name}" for name in ("network", "workload", "code")
+    }
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
+    return subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def test_changes_to_the_code_reach_the_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Committed, uncommitted, untracked, deleted and binary files; the init script runs with its folders moved."""
+    checkout, image, code, config = (tmp_path / name for name in ("checkout", "image", "code", "config"))
+    for folder in (checkout, code, config):
+        folder.mkdir()
+    git(checkout, "init", "-q")
+    (checkout / "a.py").write_text("A = 1\n")
+    (checkout / "gone.py").write_text("x\n")
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-qm", "first")
+    built = git(checkout, "rev-parse", "HEAD")
+    shutil.copytree(checkout, image, ignore=shutil.ignore_patterns(".git"))
+    (image / "REVISION").write_text(f"{built}\n")
+    (checkout / ".gitignore").write_text("*.log\n")
+    (checkout / "run.log").write_text("x")
+    git(checkout, "add", ".gitignore")
+    git(checkout, "commit", "-qm", "second")
+    (checkout / "a.py").write_text("A = 2\n")
+    (checkout / "new.bin").write_bytes(bytes(range(256)))
+    (checkout / "gone.py").unlink()
+    before = git(checkout, "status", "--porcelain")
+    changes = read_changes(built, checkout)
+    assert git(checkout, "status", "--porcelain") == before and changes == read_changes(built, checkout)
+    settings = dataclasses.replace(BASE, code="HEAD", workload="job")
+    description = dataclasses.replace(describe(settings, hardware_options()["cpu"]), code=changes)
+    template = check_job(settings, description)
+    manifest = config_map_manifest(settings, description, owner="1234")
+    kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+    (config / "code.patch.gz").write_bytes(base64.b64decode(manifest["binaryData"]["code.patch.gz"]))
+    ((_, _, script),) = (item["command"] for item in template["spec"]["initContainers"])
+    folders = {"/opt/maxhydra": image, "/etc/maxhydra": config, "/code": code, "/tmp/code.patch": tmp_path / "patch"}
+    pattern = "|".join(sorted(folders, key=len, reverse=True))
+    script = re.sub(rf"(?<=[ (])(?:{pattern})", lambda match: str(folders[match[0]]), script)
+    done = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (code / "a.py").read_text() == "A = 2\n" and (code / "new.bin").read_bytes() == bytes(range(256))
+    assert not (code / "gone.py").exists() and not (code / "run.log").exists()
+    (image / "REVISION").write_text("other\n")
+    done = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2 and f"revision 'other', but the changes are relative to {built}" in done.stderr
+    monkeypatch.setattr("maxhydra.launch.gke.code.LIMIT", 100)
+    with pytest.raises(ConfigError, match="more than a ConfigMap can hold"):
+        read_changes(built, checkout)
+    with pytest.raises(ConfigError, match="a revision of the git checkout"):
+        read_changes("nowhere", checkout)
+    (checkout / "a.py").write_text(f'API_KEY = "{"x7Kp" * 8}"\n')
+    with pytest.raises(ConfigError, match="looks like a secret"):
+        read_changes(built, checkout)
+
+
+def test_metrics_are_read_from_the_output_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each row once, although the log is read again and again, and a restarted job repeats steps."""
+    monkeypatch.setenv("MAXHYDRA_METRICS_STREAM", "1")
+    remote, local = MetricsWriter(tmp_path / "remote.jsonl"), tmp_path / "local" / "metrics.jsonl"
+    for step in (1, 2):
+        remote.write(step, {"loss": 1 / step})
+    remote.write(2, {"eval/loss": float("nan")})
+    output = f"starting\n{capsys.readouterr().out}"
+    for text in (output[:-5], output, output):
+        append_streamed_rows(local, text)
+    assert local.read_text() == (tmp_path / "remote.jsonl").read_text()
+    remote.write(1, {"loss": 9.0})
+    remote.write(3, {"loss": 0.2})
+    append_streamed_rows(local, capsys.readouterr().out)
+    assert [row["step"] for row in read_metrics(local)] == [1, 2, 2, 3]
+    result = {"status": "finished", "reason": "done", "end_step": 3, "metrics": {"loss": 0.2, "eval/loss": 0.5}}
+    write_relayed_run(local.parent, result, "")
+    assert read_metrics(local)[-1] == {"step": 3, "eval/loss": 0.5} and len(read_metrics(local)) == 5
 
 
 def test_all_invalid_settings_are_reported_at_once() -> None:
@@ -331,7 +504,7 @@ def test_an_unreachable_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
     def error(context: str | None) -> str:
         with pytest.raises(ConfigError) as caught:
-            Cluster("default", context).job_sets("x")
+            Cluster("default", context, WORKLOADS["jobset"]).workloads("x")
         (problem,) = caught.value.problems
         assert problem.path == "hydra.launcher.context" and problem.hint and "\n" not in problem.reason
         return problem.reason

@@ -3,21 +3,27 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import yaml
 
+from maxhydra.cli import main
 from maxhydra.config.compose.composer import Composer
 from maxhydra.config.errors import ConfigError
 from maxhydra.launch.base import SweepContext, Trial
 from maxhydra.launch.compose import compose_job
+from maxhydra.launch.gke.code import SOURCE
 from maxhydra.launch.job_spec import JobSpec, read_job_spec
 from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import launcher_from_json
+from maxhydra.launch.skypilot import SkypilotSettings
 from maxhydra.launch.slurm.settings import SlurmSettings, render
-from tests.support.cli import SMALL, environment, facts, run_ok
+from tests.support.cli import ROOT, SMALL, environment, facts, run_ok
 from tests.support.polling import wait_for
 
 
@@ -251,3 +257,48 @@ import hydra_plugins.maxhydra_launcher, hydra_plugins.maxhydra_optuna
 assert not {"kubernetes", "optuna", "jax", "numpy"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", check], check=True, env=environment())
+
+
+def test_skypilot_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+    """The documented fields of a task; the script passes the nodes to JAX and writes the config of the job."""
+    options = {"accelerators": "H100:8", "nodes": 2, "outputs": "gs://bucket/runs", "use_spot": "true", "infra": "gcp"}
+    launcher = ["hydra/launcher=skypilot", *(f"hydra.launcher.{key}={value}" for key, value in options.items())]
+    launcher += ["hydra.launcher.secrets=[HF_TOKEN]", "+hydra.launcher.env.A=b"]
+    assert main.run(["launch", "render", *launcher, "run.seed=1,2", "run.name=lr"]) == 0
+    first, second = yaml.safe_load_all(capsys.readouterr().out)
+    assert {"name", "resources", "num_nodes", "envs", "secrets", "file_mounts", "setup", "run"} == first.keys()
+    assert first["resources"] == {"infra": "gcp", "accelerators": "H100:8", "use_spot": True}
+    assert first["file_mounts"] == {"/outputs": {"source": "gs://bucket", "mode": "MOUNT"}}
+    assert first["secrets"] == {"HF_TOKEN": None} and all(isinstance(value, str) for value in first["envs"].values())
+    assert "seed: 2" in second["envs"]["MAXHYDRA_JOB"] and "/outputs/runs/lr/1_seed=2" in second["run"]
+    fake = "maxhydra() { echo $JAX_COORDINATOR_ADDRESS $JAX_NUM_PROCESSES $JAX_PROCESS_ID; head -n1 job.yaml; }; "
+    script = fake + second["run"].replace("python -m maxhydra", "maxhydra")
+    with tempfile.TemporaryDirectory() as home:
+        nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
+        variables = {"PATH": os.environ["PATH"], "HOME": home, **nodes, **second["envs"]}
+        done = subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["10.0.0.1:12321 2 1", "task:"], done.stderr
+    assert main.run(["-m", "hydra/launcher=skypilot", "run.name=lr"]) == 2
+    assert "does not start jobs" in capsys.readouterr().err
+    wrong = SkypilotSettings(nodes=0, accelerators="H100 8", outputs="ftp://x", env={"WANDB_API_KEY": "k"})
+    assert [problem.path.rpartition("launcher.")[2] for problem in wrong.problems()] == [
+        "nodes", "accelerators", "outputs", "env.WANDB_API_KEY"
+    ]  # fmt: skip
+
+
+def test_the_image_is_built_from_the_checkout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The printed command, and the same run with a fake docker; the Dockerfile takes the arguments that it passes."""
+    command = [sys.executable, "-m", "maxhydra", "launch", "image", "registry/maxhydra:1", "--extra", "tpu", "--push"]
+    docker = tmp_path / "docker"
+    docker.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    docker.chmod(0o755)
+    variables = {**environment(), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([*command, "--run"], env=variables, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    build, push = (tmp_path / "calls").read_text().splitlines()
+    assert done.stdout.splitlines() == [f"docker {build}", f"docker {push}"]
+    arguments = re.findall(r"--build-arg (\w+)=(\w+)", build)
+    assert [name for name, _ in arguments] == ["EXTRA", "REVISION"] and re.fullmatch("[0-9a-f]{40}", arguments[1][1])
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert {name for name, _ in arguments} == set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE))
+    assert SOURCE in dockerfile and push == "push registry/maxhydra:1"

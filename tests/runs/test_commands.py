@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from maxhydra.record import RunDirectory
 from maxhydra.record.provenance import code
 from maxhydra.runs.dashboard import Dashboard
 from maxhydra.runs.registry import Registry
+from maxhydra.runs.seeds import t_quantile
 from tests.support import cli
 from tests.support.run_folders import change_facts, write_run
 from tests.support.skips import import_optional
@@ -86,6 +88,22 @@ def test_best_show_and_diff(runs):
     code, out, _ = runs("diff", "lr/0", "lr/2")
     assert "optimizer.learning_rate" in out and "code and machine: no difference" in out
     assert json.loads(runs("diff", "lr/0", "lr/2", "--json")[1])["config"]["optimizer.learning_rate"] == [0.0001, 0.003]
+
+
+def test_best_averages_over_seeds(runs, outputs):
+    """Margins are Student's: t = 4.303 for three values and 95 % (compared with a table of quantiles)."""
+    for seed, loss in enumerate([2.0, 2.2, 2.7], start=1):
+        folder = write_run(outputs / "seeds" / f"{seed}", rate=5e-3, seed=seed)
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 40, "eval/loss": loss}) + "\n")
+    code, out, _ = runs("best", "--seeds", "--json", "-n", "1", "optimizer.learning_rate=5e-3")
+    (group,) = json.loads(out)
+    assert code == 0 and group["mean"] == pytest.approx(2.3) and len(group["runs"]) == 3
+    assert group["margin"] == pytest.approx(4.302653 * statistics.stdev([2.0, 2.2, 2.7]) / 3**0.5)
+    lines = runs("best", "--seeds")[1].splitlines()
+    assert lines[0].split() == ["optimizer.learning_rate", "eval/loss", "seeds", "first", "run"]
+    assert lines[1].split()[:5] == ["0.005", "2.300", "±", "0.9", "3"] and lines[-1].startswith("again: ")
+    degrees = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622, 10: 2.2281, 30: 2.0423, 200: 1.9719}
+    assert {n: round(t_quantile(n), 4) for n in degrees} == degrees
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""A real Kubernetes API server on loopback: etcd, kube-apiserver, and the garbage collection controller.
+"""A real Kubernetes API server on loopback: etcd, kube-apiserver, and the garbage collection and Job controllers.
 
 KUBEBUILDER_ASSETS names the folder of kube-apiserver and kube-controller-manager; etcd is there or on the PATH. There
-is no kubelet and no JobSet controller: tests create the pods of a JobSet, and set their final states, themselves.
+is no kubelet and no JobSet controller: tests/support/kubelet.py acts as both, or tests set the states themselves.
 """
 
 import json
@@ -57,8 +57,8 @@ class Server:
     def __init__(self, folder: Path):
         self.folder = folder
         self.kubeconfig = folder / "kubeconfig"
-        self._pki = folder / "pki"
-        self._pki.mkdir(parents=True)
+        self.pki = folder / "pki"
+        self.pki.mkdir(parents=True)
         self._api, self._etcd, self._peer, self._manager = _free_ports(4)
         self._tokens = {"admin": secrets.token_hex(16), "unprivileged": secrets.token_hex(16)}
         self._processes: list[subprocess.Popen] = []
@@ -72,7 +72,7 @@ class Server:
         self._make_keys()
         rights = {"admin": "system:masters", "unprivileged": "none"}
         rows = [f"{token},{user},{user},{rights[user]}" for user, token in self._tokens.items()]
-        (self._pki / "tokens.csv").write_text("\n".join(rows) + "\n")
+        (self.pki / "tokens.csv").write_text("\n".join(rows) + "\n")
         self.kubeconfig.write_text(yaml.safe_dump(self._kubeconfig()))
         local = f"http://127.0.0.1:{self._etcd}"
         peer = f"http://127.0.0.1:{self._peer}"
@@ -97,8 +97,8 @@ class Server:
             "kube-controller-manager",
             f"--kubeconfig={self.kubeconfig}",
             "--leader-elect=false",
-            "--controllers=garbagecollector",
-            f"--cert-dir={self._pki}",
+            "--controllers=garbagecollector,job",
+            f"--cert-dir={self.pki}",
             "--bind-address=127.0.0.1",
             "--port=0",
             f"--secure-port={self._manager}",
@@ -123,11 +123,11 @@ class Server:
         return _is_ok(urllib.request.Request(self.url + path, headers=headers), self._tls())
 
     def _tls(self) -> ssl.SSLContext:
-        return ssl.create_default_context(cafile=str(self._pki / "ca.crt"))
+        return ssl.create_default_context(cafile=str(self.pki / "ca.crt"))
 
     def _kubeconfig(self) -> dict[str, Any]:
         """A context for each user."""
-        cluster = {"server": self.url, "certificate-authority": str(self._pki / "ca.crt")}
+        cluster = {"server": self.url, "certificate-authority": str(self.pki / "ca.crt")}
         return {
             "apiVersion": "v1",
             "kind": "Config",
@@ -138,7 +138,7 @@ class Server:
         }
 
     def _spawn_api(self, etcd: str) -> None:
-        pki = self._pki
+        pki = self.pki
         self._spawn(
             "kube-apiserver",
             f"--etcd-servers={etcd}",
@@ -177,7 +177,7 @@ class Server:
         names = "subjectAltName=IP:127.0.0.1,DNS:localhost"
         key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
         authority = ["-addext", "basicConstraints=critical,CA:TRUE", "-addext", "keyUsage=critical,keyCertSign"]
-        (self._pki / "extensions").write_text(f"{names}\nextendedKeyUsage=serverAuth\nauthorityKeyIdentifier=keyid\n")
+        (self.pki / "extensions").write_text(f"{names}\nextendedKeyUsage=serverAuth\nauthorityKeyIdentifier=keyid\n")
         signed = ["-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "extensions", "-days", "2"]
         for command in (
             ["req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.crt", "-days", "2", "-subj", "/CN=ca", *authority],
@@ -186,7 +186,7 @@ class Server:
             ["ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "sa.key"],
             ["ec", "-in", "sa.key", "-pubout", "-out", "sa.pub"],
         ):
-            subprocess.run(["openssl", *command], cwd=self._pki, check=True, capture_output=True)
+            subprocess.run(["openssl", *command], cwd=self.pki, check=True, capture_output=True)
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Sweeps: search spaces, parallel jobs, and resuming after a kill. Jobs are real processes that write runs as training
 does, in a fraction of a second."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -10,19 +12,27 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from maxhydra.cli.main import run as maxhydra
+from maxhydra.cli.multirun import extend_plan
+from maxhydra.config.compose.composer import find_composer
 from maxhydra.config.errors import ConfigError
 from maxhydra.launch.base import Trial
+from maxhydra.launch.gpus import visible_gpus
 from maxhydra.launch.local import LocalJobs, LocalSettings
 from maxhydra.record import RunDirectory
-from maxhydra.sweep.controller import Controller, TrialStatus
+from maxhydra.sweep.controller import Controller, ListedTrials, TrialSource, TrialStatus
+from maxhydra.sweep.extension import nearby_values
 from maxhydra.sweep.plan import SWEEP_FORMAT, Settings, SweepPlan, read_plan, write_plan
-from maxhydra.sweep.run import _listed_trials, cancel, resume_sweep, start_sweep, status
+from maxhydra.sweep.run import cancel, resume_sweep, start_sweep, status
 from maxhydra.sweep.search import SearchTrials, distributions, grid_values
+from maxhydra.sweep.table import LiveTable
+from tests.support import cli
 from tests.support.polling import wait_for
 from tests.support.skips import import_optional
 
@@ -31,7 +41,7 @@ optuna = import_optional("optuna", extra="sweep")
 
 JOB = textwrap.dedent(
     """
-    import json, signal, sys, time
+    import json, os, signal, sys, time
     from pathlib import Path
     from maxhydra.record import MetricsWriter, RunDirectory
 
@@ -43,6 +53,8 @@ JOB = textwrap.dedent(
     run = RunDirectory(path)
     with run.session("", {}):
         (path.parent / f"started-{path.name}").open("a").write("x")
+        if "CUDA_VISIBLE_DEVICES" in os.environ:
+            (path / "gpus").write_text(f"{os.environ['CUDA_VISIBLE_DEVICES']} {time.time()}")
         metrics = MetricsWriter(run.metrics_path)
         for step in range(1, steps + 1):
             time.sleep(float(values.get("pause", 0.02)))
@@ -51,7 +63,10 @@ JOB = textwrap.dedent(
             metrics.write(step, {"eval/loss": (rate - 0.3) ** 2 + 1 / step if rate >= 0 else float("nan")})
             if received:
                 break
-        run.finish("preempted" if received else "finished", "SIGTERM" if received else "done")
+        objective = {"name": "eval/loss", "value": (rate - 0.3) ** 2}
+        reason = ("preempted", "SIGTERM") if received else ("finished", "done")
+        run.finish(*reason, objective=objective)
+        (path / "ended").write_text(str(time.time()))
     """
 )
 
@@ -78,18 +93,37 @@ def run(plan: SweepPlan) -> tuple[list[str], SearchTrials]:
     return [*output, reason], trials
 
 
-def run_search(folder: Path) -> None:
-    """Entry point of the controller process."""
+def make_grid(folder: Path, jobs: Sequence[str], launcher: LocalSettings, **settings: object) -> SweepPlan:
+    """A grid sweep; `jobs` are the overrides of each job, separated by spaces."""
+    return dataclasses.replace(
+        make_plan(folder, {}, **settings),
+        listed=tuple(tuple(job.split()) for job in jobs),
+        folders=tuple(f"{number}_job" for number in range(len(jobs))),
+        objectives=(),
+        launcher=launcher,
+    )
+
+
+def run_controller(folder: Path, say: Callable[[str], None] = print) -> TrialSource:
+    """Run the controller of a stored plan; also the entry point of a controller process."""
     plan = read_plan(folder)
-    Controller(plan, SearchTrials(plan), ScriptJobs(LocalSettings(), plan.context), print).run()
+    assert isinstance(plan.launcher, LocalSettings)
+    trials = SearchTrials(plan) if plan.space else ListedTrials(plan)
+    table = LiveTable(say) if sys.stdout.isatty() else None
+    Controller(plan, trials, ScriptJobs(plan.launcher, plan.context), say, table=table).run()
+    say("\n".join(trials.highlights()))
+    return trials
 
 
-def start_controller(plan: SweepPlan) -> subprocess.Popen:
+def controller_command(plan: SweepPlan) -> list[str]:
+    script = "import sys; from pathlib import Path; from tests.sweep.test_sweep import run_controller\n"
+    return [sys.executable, "-c", f"{script}run_controller(Path(sys.argv[1]))", str(plan.folder)]
+
+
+def start_controller(plan: SweepPlan, **variables: str) -> subprocess.Popen:
     """Run a controller in a separate process."""
-    script = "import sys; from pathlib import Path; from tests.sweep.test_sweep import run_search\n"
-    script += "run_search(Path(sys.argv[1]))"
-    root = str(Path(__file__).parents[2])
-    return subprocess.Popen([sys.executable, "-c", script, str(plan.folder)], cwd=root, stdout=subprocess.DEVNULL)
+    root, env = str(Path(__file__).parents[2]), {**os.environ, **variables}
+    return subprocess.Popen(controller_command(plan), cwd=root, env=env, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +158,8 @@ def test_a_grid_has_every_combination_once(tmp_path: Path) -> None:
     params = sorted(tuple(sorted(trial.params.items())) for trial in trials._study.trials)
     assert params == sorted((("rate", rate), ("steps", steps)) for rate in ("0.1", "0.3") for steps in (1, 2, 3))
     assert trials.counts()[TrialStatus.finished] == 6
-    assert "best: job" in trials.summary() and "rate=0.3" in trials.summary()
+    text = "\n".join(trials.highlights())
+    assert "best: job" in text and "rate=0.3" in text
 
 
 @pytest.mark.slow
@@ -155,15 +190,9 @@ def test_bad_jobs_are_pruned_and_failures_are_counted(tmp_path: Path) -> None:
 def test_every_job_of_a_grid_sweep_runs(tmp_path: Path) -> None:
     """Failures do not stop a grid sweep: after a resume, the same jobs would fail first again."""
     rates = ["9"] * 5 + ["0.5"]
-    plan = dataclasses.replace(
-        make_plan(tmp_path / "s", {}),
-        listed=tuple((f"rate={rate}",) for rate in rates),
-        folders=tuple(str(number) for number in range(6)),
-        objectives=(),
-    )
+    plan = make_grid(tmp_path / "s", [f"rate={rate}" for rate in rates], LocalSettings())
     write_plan(plan)
-    trials = _listed_trials(plan)
-    Controller(plan, trials, ScriptJobs(LocalSettings(), plan.context), print).run()
+    trials = run_controller(plan.folder)
     assert trials.counts() == {TrialStatus.finished: 1, TrialStatus.failed: 5, TrialStatus.pruned: 0}
 
 
@@ -181,7 +210,8 @@ def test_status_shows_objectives_that_are_not_finite(tmp_path: Path) -> None:
         job.start("", {})
         job.finish("finished", objective={"name": "eval/loss", "value": value})
     expected = ["0: finished  eval/loss 2.5", "1: finished  eval/loss nan", "2: finished  eval/loss -inf", "3 finished"]
-    assert list(status(plan)) == expected
+    more = f"more: maxhydra sweep extend {plan.folder} run.seed=1,2"
+    assert list(status(plan)) == [*expected, "best: job 2, eval/loss -inf", "      maxhydra", more]
 
 
 @pytest.mark.slow
@@ -295,3 +325,154 @@ def test_two_controllers_cannot_run_the_same_sweep(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="another process"):
             resume_sweep(plan, print)
         other.stdin.close()
+
+
+@pytest.mark.slow
+def test_jobs_have_their_own_gpus_after_a_killed_controller_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight jobs on four GPUs. The next controller finds the running jobs and their GPUs, and runs each job once."""
+    gpus = {"CUDA_VISIBLE_DEVICES": "0,1,GPU-2a,GPU-3b"}
+    jobs = [f"rate=0.{number} steps=20 pause=0.1" for number in range(1, 9)]
+    plan = make_grid(tmp_path / "s", jobs, LocalSettings(gpus_per_job=1), workers=8)
+    write_plan(plan)
+    controller = start_controller(plan, **gpus)
+    wait_for(lambda: len(list(plan.folder.glob("*/gpus"))) == 4)
+    time.sleep(0.5)
+    assert len(list(plan.folder.glob("[0-9]_job/.job.json"))) == 4, "the other jobs wait for free GPUs"
+    controller.kill()
+    controller.wait()
+    for name, value in gpus.items():
+        monkeypatch.setenv(name, value)
+    output: list[str] = []
+    trials = run_controller(plan.folder, output.append)
+    assert sum("found running" in line for line in output) >= 3
+    assert trials.counts()[TrialStatus.finished] == 8
+    assert [len(path.read_text()) for path in plan.folder.glob("started-*")] == [1] * 8
+    intervals: dict[str, list[tuple[float, float]]] = {}
+    for folder in plan.folder.glob("[0-9]_job"):
+        name, start = (folder / "gpus").read_text().split()
+        intervals.setdefault(name, []).append((float(start), float((folder / "ended").read_text())))
+    assert intervals.keys() == {"0", "1", "GPU-2a", "GPU-3b"}
+    for times in intervals.values():
+        times.sort()
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(times)), "two jobs shared a GPU"
+
+
+@pytest.mark.parametrize(
+    ("settings", "visible", "max_jobs", "memory"),
+    [
+        ({"gpus_per_job": 1}, "0,1,2,3", 4, None),
+        ({"gpus_per_job": 2}, "0,1,2", 1, None),
+        ({"gpus_per_job": 1, "jobs_per_gpu": 3}, "5,7", 6, "0.300"),
+        ({"gpus_per_job": 1, "parallel_jobs": 2}, "0,1,2,3", 2, None),
+        ({"parallel_jobs": 3}, "", 3, None),
+        ({}, "0,1", None, None),
+    ],
+)
+def test_the_gpus_limit_the_number_of_jobs(
+    settings: dict[str, int], visible: str, max_jobs: int | None, memory: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    jobs = LocalJobs(LocalSettings(**settings), make_plan(Path("s"), {}).context)
+    assert not list(LocalSettings(**settings).problems()) and jobs.max_jobs == max_jobs
+    assert jobs._assign_gpus()[1].get("XLA_PYTHON_CLIENT_MEM_FRACTION") == memory
+
+
+def test_missing_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match="more than the 1 GPUs that this machine has"):
+        LocalJobs(LocalSettings(gpus_per_job=2), make_plan(Path("s"), {}).context).max_jobs  # noqa: B018
+    wrong = LocalSettings(gpus_per_job=3, processes=2, jobs_per_gpu=2)
+    assert [problem.path for problem in wrong.problems()] == [
+        "hydra.launcher.gpus_per_job",
+        "hydra.launcher.jobs_per_gpu",
+    ]
+
+
+def test_nvidia_smi_lists_the_gpus(tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\necho 'GPU 1: NVIDIA H200 (UUID: GPU-2)'\n")
+    tool.chmod(0o755)
+    assert visible_gpus({"PATH": str(tmp_path)}) == ["0", "1"]
+    assert visible_gpus({"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "1"}) == ["1"]
+    assert visible_gpus({"PATH": "/nowhere"}) == visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_a_live_table(tmp_path: Path) -> None:
+    """In a pseudo-terminal: running jobs with step and device, counts, the best so far, and the winner at the end."""
+    jobs = [f"rate={rate} steps=30 pause=0.08" for rate in (0.1, 0.3, 0.5)]
+    plan = make_grid(tmp_path / "lr", jobs, LocalSettings(gpus_per_job=1), workers=3)
+    write_plan(plan)
+    leader, follower = os.openpty()
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "3,4", "COLUMNS": "100", "LINES": "30"}
+    root = str(Path(__file__).parents[2])
+    process = subprocess.Popen(controller_command(plan), cwd=root, env=env, stdout=follower)
+    os.close(follower)
+    output = b""
+    with contextlib.suppress(OSError):  # The end of a pseudo-terminal is an error.
+        while chunk := os.read(leader, 4096):
+            output += chunk
+    assert process.wait(10) == 0
+    text = output.decode()
+    assert "lr: 2 running, 1 waiting" in text and re.search(r"0_job\s+\d+\s.*gpu 3", text)
+    assert re.search(r"1_job\s+\d+\s.*gpu 4", text) and "\033[J" in text
+    end = text.rpartition("\033[J")[2]
+    assert "best: job 1_job, eval/loss 0" in end and "gpu" not in end
+    assert f"more: maxhydra sweep extend {plan.folder} rate=0.173,0.387" in end
+
+
+@pytest.mark.parametrize(
+    ("values", "best", "expected"),
+    [
+        (("1e-3", "3e-3", "1e-2"), "1e-2", ["0.0333"]),
+        (("1e-3", "3e-3", "1e-2"), "1e-3", ["0.000333"]),
+        (("0.1", "0.4", "1.6"), "0.4", ["0.2", "0.8"]),
+        (("2", "4"), "4", []),
+        (("adamw", "muon"), "muon", []),
+        (("0.0", "0.1"), "0.1", []),
+    ],
+)
+def test_values_near_the_best_one(values: tuple[str, ...], best: str, expected: list[str]) -> None:
+    assert nearby_values(values, best) == expected
+
+
+def test_a_grid_is_extended(tmp_path: Path) -> None:
+    """New values with all values of the other keys, new seeds of all jobs; existing jobs keep their folders."""
+    jobs = [("optimizer.learning_rate=1e-3", "run.seed=1"), ("optimizer.learning_rate=3e-3", "run.seed=1")]
+    plan = dataclasses.replace(
+        make_plan(tmp_path / "s", {}),
+        listed=tuple(("model=micro", *job) for job in jobs),
+        folders=("0_learning_rate=1e-3", "1_learning_rate=3e-3"),
+        objectives=(),
+    )
+    composer = find_composer()
+    longer = extend_plan(composer, plan, ["optimizer.learning_rate=3e-3,1e-2"])
+    assert longer.listed[2:] == (("model=micro", "optimizer.learning_rate=0.01", "run.seed=1"),)
+    assert longer.folders == (*plan.folders, "2_learning_rate=0.01")
+    seeds = extend_plan(composer, plan, ["run.seed=2,3"])
+    assert [job[1:] for job in seeds.listed[2:]] == [(rate, f"run.seed={n}") for (rate, _) in jobs for n in (2, 3)]
+    assert seeds.folders[2] == "2_learning_rate=1e-3,seed=2" and seeds.settings.workers == 1
+    with pytest.raises(ConfigError, match="adds no job"):
+        extend_plan(composer, plan, ["run.seed=1"])
+    with pytest.raises(ConfigError, match=r"optimizer\.learning_rat"):
+        extend_plan(composer, plan, ["optimizer.learning_rat=1"])
+    write_plan(make_plan(tmp_path / "search", {"rate": "0.1,0.3"}))
+    assert maxhydra(["sweep", "extend", str(tmp_path / "search"), "run.seed=1"]) == 2
+    write_plan(plan)
+    assert maxhydra(["sweep", "extend", str(tmp_path / "s")]) == 2
+    assert maxhydra(["sweep", "status", str(tmp_path / "s"), "run.seed=1"]) == 2
+
+
+@pytest.mark.slow
+def test_a_killed_job_of_a_grid_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    arguments = [*cli.SMALL, "train.steps=60", "checkpoint.every=5", "train.eval_batches=0", "run.name=s"]
+    controller = cli.start_silent("-m", "hydra/launcher=local", *arguments, cwd=tmp_path)
+    folder = tmp_path / "outputs" / "s" / "0"
+    wait_for(lambda: sum(path.name.isdigit() for path in (folder / "checkpoints").glob("*")) > 1, 120)
+    os.kill(cli.facts(folder)["sessions"][-1]["pid"], signal.SIGKILL)
+    assert controller.wait(120) == 0
+    lost, finished = cli.facts(folder)["sessions"]
+    assert (lost["status"], finished["status"]) == ("lost", "finished") and finished["start_step"] >= 5
+    assert list(cli.losses(folder)) == list(range(1, 61))

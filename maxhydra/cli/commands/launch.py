@@ -1,17 +1,27 @@
-"""Print the scripts a launcher would submit, or the output of a job: launch render|logs ...
+"""Print manifests and scripts of a launcher, or the output of a job; build an image: launch render|logs|image ...
 
 maxhydra launch render hydra/launcher=slurm optimizer.learning_rate=1e-3,3e-3     the batch script, without a cluster
 maxhydra launch render hydra/launcher=gke hydra.launcher.image=IMAGE ... > jobs.yaml
+maxhydra launch render hydra/launcher=skypilot hydra.launcher.accelerators=H100:8 ... > task.yaml
+maxhydra launch image REGISTRY/maxhydra:1 [--extra gpu|tpu|cpu] [--push] [--run]  docker build of this checkout
 maxhydra launch logs lr/3 -f                                                      follow the output of a GKE job
 """
 
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import maxhydra
 from maxhydra.cli.flags import Parser
 from maxhydra.cli.flags import parse as parse_flags
+from maxhydra.cli.main import RunFailed
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
+from maxhydra.record.provenance import code
 
-VERBS = ("render", "logs")
+VERBS = ("render", "logs", "image")
+EXTRAS = ("gpu", "tpu", "cpu")
 
 
 def main(arguments: list[str]) -> int:
@@ -23,7 +33,7 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(
             Problem(f"launch {verb}", "no such command", accepted=", ".join(VERBS), hint=did_you_mean(verb, VERBS))
         )
-    return (_render if verb == "render" else _logs)(arguments[1:])
+    return {"render": _render, "logs": _logs, "image": _image}[verb](arguments[1:])
 
 
 def _render(arguments: list[str]) -> int:
@@ -33,7 +43,7 @@ def _render(arguments: list[str]) -> int:
     from maxhydra.cli.hydra_app import translate_errors  # noqa: PLC0415
     from maxhydra.config.compose.composer import find_composer  # noqa: PLC0415
     from maxhydra.config.compose.overrides import searchpath  # noqa: PLC0415
-    from maxhydra.launch.registry import make_backend  # noqa: PLC0415
+    from maxhydra.launch.registry import render  # noqa: PLC0415
 
     args = parse_flags(arguments)
     composer = find_composer(args.config_dir, args.config_name, searchpath(args.overrides))
@@ -47,7 +57,34 @@ def _render(arguments: list[str]) -> int:
                 hint=hint,
             )
         )
-    print(make_backend(plan.launcher, plan.context).render(plan.trials), end="")
+    print(render(plan.launcher, plan.context, plan.trials), end="")
+    return 0
+
+
+def _image(arguments: list[str]) -> int:
+    """Print the commands that build and push the image of jobs, or run them."""
+    parser = Parser(prog="maxhydra launch image", add_help=False)
+    parser.add_argument("tag", help="image with its registry, such as us-docker.pkg.dev/project/repository/maxhydra:1")
+    parser.add_argument("--extra", default="gpu", choices=EXTRAS, help="accelerator of the packages")
+    parser.add_argument("--push", action="store_true", help="push it to its registry, too")
+    parser.add_argument("--run", action="store_true", help="run the commands instead of printing them")
+    args = parser.parse_args(arguments)
+    git, _ = code()
+    checkout = Path(maxhydra.__file__).parent.parent
+    if git is None or not (checkout / "Dockerfile").exists():
+        hint = "run this in a git checkout of maxhydra, installed with pip install -e ."
+        raise ConfigError(Problem("launch image", "needs the source with its Dockerfile", str(checkout), hint=hint))
+    if git["dirty"] and args.run:
+        print("maxhydra: the image contains uncommitted changes, but is labelled with the last commit", file=sys.stderr)
+    build = ["docker", "build", "--tag", args.tag, "--build-arg", f"EXTRA={args.extra}"]
+    commands = [[*build, "--build-arg", f"REVISION={git['sha']}", str(checkout)]]
+    commands += [["docker", "push", args.tag]] if args.push else []
+    if args.run and shutil.which("docker") is None:
+        raise ConfigError(Problem("launch image", "needs docker", hint="install it, or run the commands elsewhere"))
+    for command in commands:
+        print(shlex.join(command), flush=True)
+        if args.run and subprocess.run(command, check=False).returncode:
+            raise RunFailed(f"{shlex.join(command[:2])} failed")
     return 0
 
 

@@ -21,6 +21,7 @@ from maxhydra.runs.compare import Difference, compare, differing_keys
 from maxhydra.runs.query import parse_condition, rank_runs, select_runs, sort_runs
 from maxhydra.runs.registry import FIELDS, Registry, Run
 from maxhydra.runs.rerun import rerun_command
+from maxhydra.runs.seeds import SeedGroup, group_by_seed
 from maxhydra.runs.settings import chosen_options, get_setting, list_settings, read_config_text
 from maxhydra.runs.summary import Facts, format_cell, format_time, key_numbers
 
@@ -144,13 +145,17 @@ def declare_best(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max", action="store_true", help="larger is better (default: smaller)")
     parser.add_argument("-n", "--limit", type=int, default=5, help="maximum number of runs")
+    parser.add_argument(
+        "--seeds", action="store_true", help="average runs that differ in seeds, with the 95% confidence interval"
+    )
     add_json(parser)
 
 
 def run_best(args: argparse.Namespace) -> int:
-    """Show the best runs and the command of the first: best [CONDITION ...] [--metric NAME] [--max] [--json].
+    """Show the best runs and the command of the first: best [CONDITION ...] [--metric NAME] [--max] [--seeds] [--json].
 
     maxhydra runs best sweep=lr
+    maxhydra runs best sweep=lr --seeds          # mean ± interval of runs that differ only in seeds
     maxhydra runs best model=tiny --metric tokens_per_second --max -n 3
     """
     registry = Registry(args.outputs)
@@ -161,6 +166,9 @@ def run_best(args: argparse.Namespace) -> int:
     metric, ranked = rank_runs(registry, selected, args.metric, largest=args.max)
     if not ranked:
         raise ConfigError(Problem(metric, "no matching run has a value of this metric yet"))
+    if args.seeds:
+        print_seed_groups(registry, ranked, metric, largest=args.max, limit=max(1, args.limit), as_json=args.json)
+        return 0
     shown = ranked[: max(1, args.limit)]
     values = registry.values(metric, shown)
     commands = {run.id: rerun_command(registry.facts(run)) for run in shown}
@@ -173,6 +181,31 @@ def run_best(args: argparse.Namespace) -> int:
         say(f"\nagain: {commands[shown[0].id]}")
     print_warnings(registry)
     return 0
+
+
+def print_seed_groups(
+    registry: Registry, runs: Sequence[Run], metric: str, *, largest: bool, limit: int | None, as_json: bool
+) -> None:
+    """Print groups of runs that differ only in seeds, best mean first."""
+    groups = sorted(
+        group_by_seed(registry, runs, registry.values(metric, runs)), key=lambda group: group.mean, reverse=largest
+    )[:limit]
+    if as_json:
+        keys = ("settings", "mean", "margin")
+        print_json([{**{key: getattr(group, key) for key in keys}, "runs": _paths(group)} for group in groups])
+        return
+    columns = list(groups[0].settings)[:_MAX_COLUMNS]
+    rows = [
+        [*(format_cell(group.settings[key]) for key in columns), group.value, str(len(group.runs)), _paths(group)[0]]
+        for group in groups
+    ]
+    print_table([*columns, metric, "seeds", "first run"], rows)
+    say(f"\nagain: {rerun_command(registry.facts(groups[0].runs[0]))}")
+    print_warnings(registry)
+
+
+def _paths(group: SeedGroup) -> list[str]:
+    return [run.path for run in group.runs]
 
 
 def declare_diff(parser: argparse.ArgumentParser) -> None:

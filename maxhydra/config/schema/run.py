@@ -327,6 +327,19 @@ LOGGED = {
 }
 
 
+# Metrics of which larger values are better. All others are losses, errors or times.
+MAXIMIZED = (
+    *SPEED,
+    *("accuracy", "eval/accuracy", "reward_margin", "eval/reward_margin"),
+    *("eval/reward", "reward/*", "eval/pass@*", "eval/maj@*"),
+)
+
+
+def is_maximized(name: str) -> bool:
+    """True if larger values of a metric are better."""
+    return any(fnmatch(name, metric) for metric in MAXIMIZED)
+
+
 def unlogged_metric(path: str, name: str, *, task: str, evaluates: bool) -> Iterator[Problem]:
     """Yield the problem of a metric that no run of this task logs; `path` is the key that names it."""
     known = LOGGED.get(task)

@@ -14,68 +14,76 @@ import yaml
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.launch.base import KEY
 from maxhydra.launch.gke.api_errors import api_error, unreachable_error
-from maxhydra.launch.gke.manifests import GROUP, PLURAL, SWEEP, VERSION, Manifest
+from maxhydra.launch.gke.manifests import SWEEP, Manifest, Workload
+from maxhydra.launch.gke.settings import WORKER
 
-JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 # Seconds to connect, and to wait for a response.
 TIMEOUT = (5, 60)
 DELETE_TIMEOUT, DELETE_POLL = 300, 0.5
+# Seconds without output after which a followed log ends; the client requires a number.
+FOLLOW_TIMEOUT = 7 * 86400
 
 
 class Cluster:
-    """One namespace of a Kubernetes cluster."""
+    """One namespace of a Kubernetes cluster, and the kind of objects in it that run jobs."""
 
-    def __init__(self, namespace: str, context: str | None):
-        self._namespace = namespace
+    def __init__(self, namespace: str, context: str | None, workload: Workload):
+        self._namespace, self._kind, self._pod_label = namespace, workload.kind, workload.pod_label
         api = _connect(context)
         self._address = api.configuration.host
         self._objects, self._core = k8s.client.CustomObjectsApi(api), k8s.client.CoreV1Api(api)
-        self._jobsets = {"group": GROUP, "version": VERSION, "namespace": namespace, "plural": PLURAL}
+        self._workloads = {"group": workload.group, "version": workload.version, "plural": workload.plural}
+        self._workloads["namespace"] = namespace
 
-    def create_job_set(self, manifest: Manifest) -> Manifest:
+    def create_workload(self, manifest: Manifest) -> Manifest:
         """Return the created object. Raises ClusterApiError with status 409 if the name is taken."""
-        with self._api_errors(f"JobSet {manifest['metadata']['name']}"):
+        with self._api_errors(f"{self._kind} {manifest['metadata']['name']}"):
             created: Manifest = self._objects.create_namespaced_custom_object(
-                **self._jobsets, body=manifest, _request_timeout=TIMEOUT
+                **self._workloads, body=manifest, _request_timeout=TIMEOUT
             )
         return created
 
-    def job_set(self, name: str) -> Manifest | None:
-        with self._api_errors(f"JobSet {name}"), _ignore_not_found():
+    def workload(self, name: str) -> Manifest | None:
+        with self._api_errors(f"{self._kind} {name}"), _ignore_not_found():
             item: Manifest = self._objects.get_namespaced_custom_object(
-                **self._jobsets, name=name, _request_timeout=TIMEOUT
+                **self._workloads, name=name, _request_timeout=TIMEOUT
             )
             return item
         return None
 
-    def job_sets(self, sweep: str) -> dict[str, Manifest]:
-        """JobSets of a sweep, by name."""
-        with self._api_errors(f"JobSets of {sweep}"):
+    def workloads(self, sweep: str) -> dict[str, Manifest]:
+        """JobSets or Jobs of a sweep, by name."""
+        with self._api_errors(f"{self._kind}s of {sweep}"):
             response = self._objects.list_namespaced_custom_object(
-                **self._jobsets, label_selector=f"{SWEEP}={sweep}", _request_timeout=TIMEOUT
+                **self._workloads, label_selector=f"{SWEEP}={sweep}", _request_timeout=TIMEOUT
             )
         return {item["metadata"]["name"]: item for item in response["items"]}
 
-    def delete_job_set(self, name: str) -> None:
-        """Delete a JobSet in the foreground: its pods get SIGTERM, and it remains until they have exited."""
-        with self._api_errors(f"JobSet {name}"), _ignore_not_found():
+    def delete_workload(self, name: str) -> None:
+        """Delete a JobSet or Job in the foreground: its pods get SIGTERM, and it remains until they have exited."""
+        with self._api_errors(f"{self._kind} {name}"), _ignore_not_found():
             self._objects.delete_namespaced_custom_object(
-                **self._jobsets, name=name, propagation_policy="Foreground", _request_timeout=TIMEOUT
+                **self._workloads, name=name, propagation_policy="Foreground", _request_timeout=TIMEOUT
             )
 
     def wait_until_deleted(self, name: str) -> None:
-        """Wait until a deleted JobSet's name is free again, which takes as long as its pods take to save."""
+        """Wait until the name of a deleted object is free again, which takes as long as its pods take to save."""
         deadline = time.monotonic() + DELETE_TIMEOUT
-        while self.job_set(name) is not None:
+        while self.workload(name) is not None:
             if time.monotonic() > deadline:
-                reason = f"JobSet {name} still exists {DELETE_TIMEOUT} s after its deletion"
+                reason = f"{self._kind} {name} still exists {DELETE_TIMEOUT} s after its deletion"
                 raise ConfigError(
-                    Problem(f"{KEY}.namespace", reason, self._namespace, hint=f"kubectl describe jobset {name}")
+                    Problem(
+                        f"{KEY}.namespace",
+                        reason,
+                        self._namespace,
+                        hint=f"kubectl describe {self._kind.lower()} {name}",
+                    )
                 )
             time.sleep(DELETE_POLL)
 
     def create_config_map(self, manifest: Manifest) -> None:
-        """Create a ConfigMap, replacing one left behind by an earlier JobSet of the same name."""
+        """Create a ConfigMap, replacing one left behind by an earlier job of the same name."""
         metadata = manifest["metadata"]
         with self._api_errors(f"ConfigMap {metadata['name']}"):
             try:
@@ -93,27 +101,32 @@ class Cluster:
                 self._core.create_namespaced_config_map(self._namespace, manifest, _request_timeout=TIMEOUT)
 
     def pods(self, name: str) -> list[Any]:
-        """Pods of a JobSet."""
+        """Pods of a job."""
         with self._api_errors(f"pods of {name}"):
-            selector = f"{JOBSET_LABEL}={name}"
+            selector = f"{self._pod_label}={name}"
             pods: list[Any] = self._core.list_namespaced_pod(
                 self._namespace, label_selector=selector, _request_timeout=TIMEOUT
             ).items
         return pods
 
     def log(self, pod: str, *, lines: int) -> str:
-        """Last `lines` lines of a pod's log."""
+        """Last `lines` lines of the worker's log."""
         with self._api_errors(f"log of pod {pod}"):
             text: str = self._core.read_namespaced_pod_log(
-                pod, self._namespace, tail_lines=lines, _request_timeout=TIMEOUT
+                pod, self._namespace, container=WORKER, tail_lines=lines, _request_timeout=TIMEOUT
             )
         return text
 
     def follow(self, pod: str) -> Iterator[str]:
-        """Stream a pod's log line by line until the pod ends."""
+        """Stream the worker's log line by line until it ends."""
         with self._api_errors(f"log of pod {pod}"):
             stream = self._core.read_namespaced_pod_log(
-                pod, self._namespace, follow=True, _preload_content=False, _request_timeout=(TIMEOUT[0], None)
+                pod,
+                self._namespace,
+                container=WORKER,
+                follow=True,
+                _preload_content=False,
+                _request_timeout=(TIMEOUT[0], FOLLOW_TIMEOUT),
             )
             for line in stream:
                 yield line.decode(errors="replace")

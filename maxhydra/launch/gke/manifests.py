@@ -3,147 +3,68 @@
 A JobSet creates one Job per slice, a Job one pod per node, and a headless Service gives every pod a DNS name. The job's
 config is a ConfigMap owned by the JobSet. The JobSet is created first, because the owner reference needs its uid; its
 pods wait until the ConfigMap exists.
-
-`Placement`, the node labels and resources of a job, comes from the hardware option and the launcher settings.
 """
 
+import base64
 import dataclasses
 import hashlib
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from maxhydra.config.errors import ConfigError, Problem, show
-from maxhydra.config.schema.hardware import Cluster, Hardware, Platform
-from maxhydra.launch.base import KEY
+from maxhydra.config.errors import show
+from maxhydra.config.schema.hardware import Platform
+from maxhydra.launch.gke.code import PATCH, Code, init_container, mount_code
+from maxhydra.launch.gke.networking import merge_patch, network_patch
+from maxhydra.launch.gke.placement import Placement
 from maxhydra.launch.gke.settings import (
     CONFIG,
     GCSFUSE_ANNOTATION,
     OUTPUTS,
     SHARED_MEMORY,
     TOLERATION,
+    WORKER,
     GkeSettings,
     is_bucket,
-    is_pod_local,
     mount,
     volume,
 )
-
-RESOURCES = {Platform.tpu: "google.com/tpu", Platform.gpu: "nvidia.com/gpu"}
-LABELS = {Platform.tpu: "cloud.google.com/gke-tpu-accelerator", Platform.gpu: "cloud.google.com/gke-accelerator"}
-TOPOLOGY = "cloud.google.com/gke-tpu-topology"
+from maxhydra.record.metrics import STREAM
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
-    """Nodes and chips that a job requests."""
+class Workload:
+    """A kind of Kubernetes object that runs the pods of a job."""
 
-    platform: Platform
-    slices: int
-    nodes: int
-    """Per slice; one process per node."""
-    chips: int
-    """Per node; 0 on CPU."""
-    selector: dict[str, str]
-    """Node labels."""
-
-    @property
-    def processes(self) -> int:
-        return self.slices * self.nodes
+    kind: str
+    group: str
+    version: str
+    plural: str
+    pod_label: str
+    """Label of its pods, whose value is its name."""
+    complete: str
+    """Condition of success; that of failure is `Failed`."""
 
     @property
-    def resources(self) -> dict[str, int]:
-        return {RESOURCES[self.platform]: self.chips} if self.chips else {}
-
-    @property
-    def tolerations(self) -> list[dict[str, Any]]:
-        """Tolerations for the taints that keep other pods off accelerator nodes."""
-        return [{"key": name, "operator": "Exists", "effect": "NoSchedule"} for name in self.resources]
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}"
 
 
-def choose_placement(settings: GkeSettings, hardware: Hardware) -> Placement:
-    """Compute the placement. Raises ConfigError if the settings do not fit the hardware."""
-    if problems := list(_problems(settings, hardware)):
-        raise ConfigError(problems)
-    placement = _placement(settings, hardware)
-    if placement.processes > 1 and (problems := list(_multi_process_problems(settings, hardware))):
-        raise ConfigError(problems)
-    return placement
-
-
-def _placement(settings: GkeSettings, hardware: Hardware) -> Placement:
-    nodes, chips, labels = settings.nodes, 0, {}
-    if hardware.platform is not Platform.cpu:
-        assert hardware.gke.accelerator is not None
-        labels[LABELS[hardware.platform]] = hardware.gke.accelerator
-        chips = settings.chips_per_node or hardware.gke.chips_per_node
-    if settings.topology is not None:
-        total = _chips(settings.topology)
-        chips = total if total <= hardware.gke.one_node_chips else hardware.gke.chips_per_node
-        nodes = total // chips
-        labels[TOPOLOGY] = settings.topology
-    return Placement(hardware.platform, settings.slices, nodes, chips, labels | settings.node_selector)
-
-
-def _problems(settings: GkeSettings, hardware: Hardware) -> Iterator[Problem]:
-    platform = hardware.platform
-    if platform is Platform.auto:
-        hint = "list the options with maxhydra explain hardware"
-        reason = "must name the hardware, because it selects the nodes"
-        yield Problem("hardware", reason, "auto", "tpu-v5e, gpu-h100, cpu, ...", hint)
-        return
-    if platform is not Platform.cpu and hardware.gke.accelerator is None:
-        yield Problem("hardware.gke.accelerator", "is unknown", hint="see the node labels in kubectl describe node")
-    if platform is Platform.tpu:
-        yield from _slice_problems(settings, hardware)
-        misplaced = {"nodes": settings.nodes != 1, "chips_per_node": settings.chips_per_node is not None}
-        reason = f"is determined by {KEY}.topology on TPU"
-    else:
-        misplaced = {"topology": settings.topology is not None}
-        misplaced["chips_per_node"] = platform is Platform.cpu and settings.chips_per_node is not None
-        reason = f"has no effect with hardware.platform={platform.value}"
-    for name in (name for name, is_misplaced in misplaced.items() if is_misplaced):
-        yield Problem(f"{KEY}.{name}", reason, getattr(settings, name))
-
-
-def _multi_process_problems(settings: GkeSettings, hardware: Hardware) -> Iterator[Problem]:
-    """Problems of a job with several processes, which form a cluster and write one checkpoint."""
-    if hardware.distributed.cluster is Cluster.none:
-        reason = "disables multi-process initialization, but the job has several processes"
-        yield Problem("hardware.distributed.cluster", reason, Cluster.none, "auto")
-    if is_pod_local(settings.outputs):
-        reason = "is local to each pod, but the pods of a job write one checkpoint together"
-        yield Problem(f"{KEY}.outputs", reason, settings.outputs, "gs://bucket/folder, pvc://claim/folder")
-
-
-def _slice_problems(settings: GkeSettings, hardware: Hardware) -> Iterator[Problem]:
-    facts, topology = hardware.gke, settings.topology
-    example = "x".join(["4"] * facts.dimensions)
-    if topology is None:
-        yield Problem(f"{KEY}.topology", "is required for a TPU", accepted=f"such as {example}")
-    elif topology.count("x") + 1 != facts.dimensions:
-        reason = f"is not a slice shape of {facts.accelerator}"
-        yield Problem(f"{KEY}.topology", reason, topology, f"{facts.dimensions} numbers, such as {example}")
-    elif _chips(topology) > facts.one_node_chips and _chips(topology) % facts.chips_per_node:
-        reason = f"has {_chips(topology)} chips, but a node of {facts.accelerator} has {facts.chips_per_node}"
-        yield Problem(f"{KEY}.topology", reason, topology, f"a multiple, such as {example}")
-
-
-def _chips(topology: str) -> int:
-    return math.prod(int(size) for size in topology.split("x"))
-
-
-GROUP, VERSION, PLURAL = "jobset.x-k8s.io", "v1alpha2", "jobsets"
+WORKLOADS = {
+    "jobset": Workload(
+        "JobSet", "jobset.x-k8s.io", "v1alpha2", "jobsets", "jobset.sigs.k8s.io/jobset-name", "Completed"
+    ),
+    "job": Workload("Job", "batch", "v1", "jobs", "job-name", "Complete"),
+}
 SWEEP, NUMBER, RUN = "maxhydra/sweep", "maxhydra/job", "maxhydra/run"
 QUEUE = "kueue.x-k8s.io/queue-name"
 EXCLUSIVE = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
 JOB_INDEX = "jobset.sigs.k8s.io/job-index"
-# Names of the replicated Job and of the container; short, because they become part of every pod's name.
-WORKERS, CONTAINER = "w", "worker"
+# Name of the replicated Job; short, because it becomes part of every pod's name.
+WORKERS = "w"
 TERMINATION_LOG = "/dev/termination-log"
 PORT = 12321
 # 128 + SIGUSR1 or SIGTERM: the run was asked to stop, saved a checkpoint, and can be resumed.
@@ -166,6 +87,8 @@ class JobDescription:
     files: Mapping[str, str]
     """Files that the worker reads: name -> text. The first is its config."""
     placement: Placement
+    code: Code | None = None
+    """Changes to the code of the image."""
 
 
 def sweep_id(folder: Path) -> str:
@@ -181,24 +104,42 @@ def job_name(prefix: str, sweep: str, number: int) -> str:
 
 
 def config_map_manifest(settings: GkeSettings, description: JobDescription, owner: str | None) -> Manifest:
-    """ConfigMap with the job's files; `owner` is the JobSet's uid, with which it is garbage-collected."""
-    metadata = _metadata(settings, description)
+    """ConfigMap with the job's files; `owner` is the uid of the JobSet or Job, with which it is garbage-collected."""
+    metadata, workload = _metadata(settings, description), WORKLOADS[settings.workload]
     if owner is not None:
-        reference = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "JobSet", "name": description.name, "uid": owner}
-        metadata["ownerReferences"] = [reference]
+        reference = {"apiVersion": workload.api_version, "kind": workload.kind}
+        metadata["ownerReferences"] = [reference | {"name": description.name, "uid": owner}]
+    code = description.code
+    binary = {} if code is None else {"binaryData": {PATCH: base64.b64encode(code.patch).decode()}}
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": metadata,
         "immutable": True,
         "data": dict(description.files),
+        **binary,
     }
 
 
+def workload_manifest(settings: GkeSettings, description: JobDescription) -> Manifest:
+    """The JobSet or Job that runs the job."""
+    return (job_manifest if settings.workload == "job" else job_set_manifest)(settings, description)
+
+
+def job_manifest(settings: GkeSettings, description: JobDescription) -> Manifest:
+    """A plain Job of one pod, which is replaced after a preemption without counting it as a failure."""
+    template = job_template(settings, description)["spec"]
+    rules = [{**rule, "action": "Ignore"} for rule in template["podFailurePolicy"]["rules"]]
+    spec = template | {"completionMode": "NonIndexed", "backoffLimit": settings.max_restarts}
+    spec["podFailurePolicy"] = {"rules": rules}
+    if settings.ttl_seconds is not None:
+        spec["ttlSecondsAfterFinished"] = settings.ttl_seconds
+    metadata = _workload_metadata(settings, description)
+    return {"apiVersion": WORKLOADS["job"].api_version, "kind": "Job", "metadata": metadata, "spec": spec}
+
+
 def job_set_manifest(settings: GkeSettings, description: JobDescription) -> Manifest:
-    metadata = _metadata(settings, description)
-    if settings.queue is not None:
-        metadata["labels"][QUEUE] = settings.queue
+    metadata = _workload_metadata(settings, description)
     if _is_exclusive(settings, description.placement):
         metadata["annotations"] |= EXCLUSIVE
     job = {"name": WORKERS, "replicas": description.placement.slices, "template": job_template(settings, description)}
@@ -220,12 +161,12 @@ def job_set_manifest(settings: GkeSettings, description: JobDescription) -> Mani
     }
     if settings.ttl_seconds is not None:
         spec["ttlSecondsAfterFinished"] = settings.ttl_seconds
-    return {"apiVersion": f"{GROUP}/{VERSION}", "kind": "JobSet", "metadata": metadata, "spec": spec}
+    return {"apiVersion": WORKLOADS["jobset"].api_version, "kind": "JobSet", "metadata": metadata, "spec": spec}
 
 
 def job_template(settings: GkeSettings, description: JobDescription) -> Manifest:
     """Job of a slice. Pods are never replaced one by one, since all processes must initialize together."""
-    codes = {"containerName": CONTAINER, "operator": "In", "values": list(RESUMABLE_EXIT_CODES)}
+    codes = {"containerName": WORKER, "operator": "In", "values": list(RESUMABLE_EXIT_CODES)}
     saved = {"action": "FailJob", "onExitCodes": codes}
     evicted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     pod = {"labels": _labels(description), "annotations": {RUN: description.run}}
@@ -238,9 +179,16 @@ def job_template(settings: GkeSettings, description: JobDescription) -> Manifest
             "completionMode": "Indexed",
             "backoffLimit": 0,
             "podFailurePolicy": {"rules": [saved, evicted]},
-            "template": {"metadata": pod, "spec": _pod(settings, description)},
+            "template": _patched({"metadata": pod, "spec": _pod(settings, description)}, settings),
         }
     }
+
+
+def _patched(template: Manifest, settings: GkeSettings) -> Manifest:
+    """Apply the GPU network and the user's patch, in this order, to a pod template."""
+    (worker,) = template["spec"]["containers"]
+    network = network_patch(settings.network, worker, given=settings.env)
+    return merge_patch(merge_patch(template, network), settings.pod_patch)
 
 
 def _metadata(settings: GkeSettings, description: JobDescription) -> Manifest:
@@ -250,6 +198,13 @@ def _metadata(settings: GkeSettings, description: JobDescription) -> Manifest:
         "labels": _labels(description),
         "annotations": {RUN: description.run},
     }
+
+
+def _workload_metadata(settings: GkeSettings, description: JobDescription) -> Manifest:
+    metadata = _metadata(settings, description)
+    if settings.queue is not None:
+        metadata["labels"][QUEUE] = settings.queue
+    return metadata
 
 
 def _labels(description: JobDescription) -> dict[str, str]:
@@ -270,6 +225,13 @@ def _pod(settings: GkeSettings, description: JobDescription) -> Manifest:
         mounts.setdefault(SHARED_MEMORY, "memory://")
     named = {f"volume-{number}": item for number, item in enumerate(mounts.items())}
     config = {"name": "config", "configMap": {"name": description.name}}
+    code = description.code
+    volumes = [config, *(volume(name, source) for name, (_, source) in named.items())]
+    container = _container(settings, description)
+    container["volumeMounts"] = [
+        {"name": "config", "mountPath": CONFIG, "readOnly": True},
+        *(mount(name, path, source) for name, (path, source) in named.items()),
+    ]
     spec = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": settings.grace_seconds,
@@ -277,16 +239,9 @@ def _pod(settings: GkeSettings, description: JobDescription) -> Manifest:
         "priorityClassName": settings.priority_class,
         "nodeSelector": placement.selector or None,
         "tolerations": [*placement.tolerations, *map(_toleration, settings.tolerations)] or None,
-        "containers": [
-            _container(settings, description)
-            | {
-                "volumeMounts": [
-                    {"name": "config", "mountPath": CONFIG, "readOnly": True},
-                    *(mount(name, path, source) for name, (path, source) in named.items()),
-                ]
-            }
-        ],
-        "volumes": [config, *(volume(name, source) for name, (_, source) in named.items())],
+        "initContainers": None if code is None else [init_container(code, settings.image)],
+        "containers": [container if code is None else mount_code(container)],
+        "volumes": [*volumes, {"name": "code", "emptyDir": {}}] if code is not None else volumes,
     }
     return {key: value for key, value in spec.items() if value is not None}
 
@@ -298,14 +253,15 @@ def _container(settings: GkeSettings, description: JobDescription) -> Manifest:
     resources = {"requests": cpu | memory | chips, "limits": memory | chips}
     config = f"{CONFIG}/{next(iter(description.files))}"
     container = {
-        "name": CONTAINER,
+        "name": WORKER,
         "image": settings.image,
         "command": [*settings.command, "job", config, "--run-dir", f"{OUTPUTS}/{description.run}"],
         "env": [
             *_environment(description),
             *({"name": key, "value": show(value)} for key, value in settings.env.items()),
+            *(_secret_variable(entry) for entry in settings.secrets if "=" in entry),
         ],
-        "envFrom": [{"secretRef": {"name": name}} for name in settings.secrets],
+        "envFrom": [{"secretRef": {"name": name}} for name in settings.secrets if "=" not in name],
         "resources": {kind: amounts for kind, amounts in resources.items() if amounts},
         # Carries the run's result to launchers that cannot see the run folder.
         "terminationMessagePath": TERMINATION_LOG,
@@ -314,9 +270,16 @@ def _container(settings: GkeSettings, description: JobDescription) -> Manifest:
     return {key: value for key, value in container.items() if value}
 
 
+def _secret_variable(entry: str) -> Manifest:
+    """A variable from one key of a Secret: VARIABLE=secret/key."""
+    variable, _, reference = entry.partition("=")
+    secret, _, key = reference.partition("/")
+    return {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+
+
 def _environment(description: JobDescription) -> list[Manifest]:
     """JAX cluster variables (on TPU, GKE sets its own), and the path of the termination message."""
-    values = {"PYTHONUNBUFFERED": "1", "MAXHYDRA_TERMINATION_LOG": TERMINATION_LOG}
+    values = {"PYTHONUNBUFFERED": "1", "MAXHYDRA_TERMINATION_LOG": TERMINATION_LOG, STREAM: "1"}
     if description.placement.processes == 1 or description.placement.platform is Platform.tpu:
         return [{"name": name, "value": value} for name, value in values.items()]
     values |= {

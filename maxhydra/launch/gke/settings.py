@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from maxhydra.config.errors import Problem
-from maxhydra.launch.base import KEY, LauncherSettings, minimum_problems, pattern_problems
-from maxhydra.record.redact import is_secret, is_secret_name
+from maxhydra.launch.base import KEY, LauncherSettings, choice_problems, minimum_problems, pattern_problems
+from maxhydra.record.redact import is_secret, is_secret_name, redact_text
 
 OUTPUTS = "/outputs"
 CONFIG = "/etc/maxhydra"
@@ -85,6 +85,9 @@ QUALIFIED = rf"(?:{SUBDOMAIN}/)?[A-Za-z0-9](?:[-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])
 LABEL_VALUE = r"(?:[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
 QUANTITY = r"\d+(?:\.\d+)?(?:[numkMGTPE]|[KMGTPE]i|[eE]\d+)?"
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+# Name of the container that runs the job.
+WORKER = "worker"
+SECRET = rf"{SUBDOMAIN}|{VARIABLE}=(?:{SUBDOMAIN})/[-._a-zA-Z0-9]{{1,253}}"
 TOLERATION = (
     rf"(?P<key>{QUALIFIED})(?:=(?P<value>{LABEL_VALUE}))?(?::(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?"
 )
@@ -101,6 +104,7 @@ PATTERNS = {
     "queue": (LABEL, f"a LocalQueue of the namespace: {NAME_RULE}, up to 63"),
     "priority_class": (SUBDOMAIN, f"{NAME_RULE} and dots"),
     "service_account": (SUBDOMAIN, f"{NAME_RULE} and dots"),
+    "code": (r"[-\w./~^]+", "a git revision: a commit, a tag, a branch or HEAD"),
     "prefix": (PREFIX, f"{NAME_RULE}, starting with a letter, up to 15"),
 }
 MINIMUMS = {"slices": 1, "nodes": 1, "max_restarts": 0, "grace_seconds": 1}
@@ -108,14 +112,17 @@ MINIMUMS = {"slices": 1, "nodes": 1, "max_restarts": 0, "grace_seconds": 1}
 OPTIONAL_MINIMUMS = {"chips_per_node": 1, "ttl_seconds": 0}
 LISTS, MAPPINGS, SWITCHES = (
     ("secrets", "tolerations", "command"),
-    ("env", "volumes", "node_selector"),
+    ("env", "volumes", "node_selector", "pod_patch"),
     ("detach", "exclusive"),
 )
+# Fields of the above that may be null.
+OPTIONAL = ("exclusive", "node_selector")
+CHOICES = {"workload": ("jobset", "job"), "network": ("default", "tcpx", "tcpxo", "rdma")}
 
 
 @dataclasses.dataclass(frozen=True)
 class GkeSettings(LauncherSettings):
-    """hydra.launcher with hydra/launcher=gke: one JobSet per job."""
+    """hydra.launcher with hydra/launcher=gke: one JobSet or Job per job."""
 
     kind: ClassVar[str] = "gke"
 
@@ -149,13 +156,15 @@ class GkeSettings(LauncherSettings):
     service_account: str | None = None
     """Kubernetes service account of the pods, which grants access to buckets."""
     secrets: tuple[str, ...] = ()
-    """Names of Secrets whose keys become environment variables. The values never pass through the launcher."""
+    """Secrets by reference: the name of one, whose keys become environment variables, or VARIABLE=name/key for one of
+    its keys. The values never pass through the launcher."""
     env: dict[str, str] = dataclasses.field(default_factory=dict)
     """Environment variables that are not secret."""
     volumes: dict[str, str] = dataclasses.field(default_factory=dict)
     """Mount path in the pod -> gs://bucket/folder, pvc://claim/folder, host:///folder, empty://, or memory://."""
-    node_selector: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Required node labels, in addition to those of the hardware option."""
+    node_selector: dict[str, str | None] | None = dataclasses.field(default_factory=dict)
+    """Required node labels, in addition to those of the hardware option. A label with the value null is removed; null
+    instead of a mapping removes all, for clusters without GKE's labels."""
     tolerations: tuple[str, ...] = ()
     """Tolerated taints: key, key=value, key=value:NoSchedule."""
     command: tuple[str, ...] = ("python", "-m", "maxhydra")
@@ -166,6 +175,17 @@ class GkeSettings(LauncherSettings):
     """Seconds from SIGTERM to SIGKILL, in which a run saves a checkpoint. Spot nodes allow 25 at most."""
     ttl_seconds: int | None = 7 * 86400
     """Seconds after which a finished job is deleted from the cluster. null: never."""
+    workload: str = "jobset"
+    """jobset, or job: a plain Job, for clusters without the JobSet controller and jobs of one process."""
+    network: str = "default"
+    """GPU network between nodes of GKE: default, tcpx (A3 High), tcpxo (A3 Mega) or rdma (A3 Ultra, A4), with its
+    interfaces, sidecar, volumes and NCCL variables."""
+    pod_patch: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Merged into the pod template, {metadata: ..., spec: ...}: null removes a key, lists of named items (containers,
+    volumes, env) are merged by name, other lists are replaced."""
+    code: str | None = None
+    """Git revision that the image was built from. The changes of this checkout since then, committed or not, are sent
+    with the job and applied when its pods start. null: the code of the image."""
     prefix: str = "maxhydra"
     """Name prefix of the objects."""
     detach: bool = False
@@ -189,8 +209,10 @@ class GkeSettings(LauncherSettings):
         yield from minimum_problems(self, MINIMUMS)
         optional = {name: least for name, least in OPTIONAL_MINIMUMS.items() if getattr(self, name) is not None}
         yield from minimum_problems(self, optional)
+        yield from choice_problems(self, CHOICES)
         yield from self._volume_problems()
         yield from self._list_problems()
+        yield from self._patch_problems()
 
     def _type_problems(self) -> Iterator[Problem]:
         for names, kind, example in (
@@ -200,7 +222,7 @@ class GkeSettings(LauncherSettings):
         ):
             for name in names:
                 value = getattr(self, name)
-                if not isinstance(value, kind) and not (name == "exclusive" and value is None):
+                if not isinstance(value, kind) and not (name in OPTIONAL and value is None):
                     yield Problem(f"{KEY}.{name}", "has the wrong type", value, example)
 
     def _volume_problems(self) -> Iterator[Problem]:
@@ -220,16 +242,47 @@ class GkeSettings(LauncherSettings):
     def _list_problems(self) -> Iterator[Problem]:
         if not self.command:
             yield Problem(f"{KEY}.command", "is empty", accepted="[python,-m,maxhydra]")
-        yield from _item_problems("secrets", self.secrets, SUBDOMAIN, "the name of a Secret")
+        yield from _item_problems("secrets", self.secrets, SECRET, "the name of a Secret, or VARIABLE=name/key")
         yield from _item_problems("env", self.env, VARIABLE, "letters, digits and _, not starting with a digit")
-        yield from _item_problems("node_selector", self.node_selector, QUALIFIED, "a label, such as example.com/pool")
-        yield from _item_problems("node_selector", self.node_selector.values(), LABEL_VALUE, "a label value")
+        labels = self.node_selector or {}
+        yield from _item_problems("node_selector", labels, QUALIFIED, "a label, such as example.com/pool")
+        values = [value for value in labels.values() if value is not None]
+        yield from _item_problems("node_selector", values, LABEL_VALUE, "a label value")
         yield from _item_problems("tolerations", self.tolerations, TOLERATION, "key, key=value, key=value:NoSchedule")
         for name, value in self.env.items():
             if is_secret_name(name) or is_secret(name, str(value)):
                 hint = f"kubectl create secret generic NAME --from-literal={name}=..., and {KEY}.secrets=[NAME]"
                 reason = "looks like a secret, and JobSets are not confidential"
                 yield Problem(f"{KEY}.env.{name}", reason, hint=hint)
+
+    def _patch_problems(self) -> Iterator[Problem]:
+        path, accepted = f"{KEY}.pod_patch", "{metadata: {...}, spec: {...}}"
+        for name, value in self.pod_patch.items():
+            if name not in ("metadata", "spec") or not isinstance(value, dict):
+                yield Problem(path, f"has {name!r}, which is not a mapping of a pod template", value, accepted)
+        spec = self.pod_patch.get("spec")
+        containers = spec.get("containers", []) if isinstance(spec, dict) else []
+        if not isinstance(containers, list) or not all(
+            isinstance(item, dict) and item.get("name") for item in containers
+        ):
+            reason = "has containers without a name, by which they are merged"
+            yield Problem(path, reason, containers, f"[{{name: {WORKER}, ...}}]")
+        for name in _secrets_in(self.pod_patch, path):
+            yield Problem(name, "looks like a secret, and manifests are not confidential", hint=f"use {KEY}.secrets")
+
+
+def _secrets_in(values: Any, path: str) -> Iterator[str]:
+    """Yield the paths of secrets: variables whose name or value is that of one, and texts that contain one."""
+    if isinstance(values, dict):
+        if "value" in values and (is_secret_name(str(values.get("name"))) or is_secret("", str(values["value"]))):
+            yield f"{path}.{values.get('name')}"
+        for key, value in values.items():
+            yield from _secrets_in(value, f"{path}.{key}")
+    elif isinstance(values, list):
+        for item in values:
+            yield from _secrets_in(item, path)
+    elif isinstance(values, str) and redact_text(values) != values:
+        yield path
 
 
 def _item_problems(name: str, values: Iterable[object], pattern: str, description: str) -> Iterator[Problem]:

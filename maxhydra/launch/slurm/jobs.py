@@ -39,6 +39,8 @@ class SlurmJob(Job):
 class SlurmJobs:
     """Submits jobs to the cluster that this machine's SLURM commands talk to."""
 
+    max_jobs: int | None = None
+
     def __init__(self, settings: SlurmSettings, sweep: SweepContext):
         self._settings, self._sweep = settings, sweep
         self._queue = Queue(settings.poll_seconds)
