@@ -246,6 +246,12 @@ class SequenceScorer:
     with_logits: bool
     with_greedy: bool = False
 
+    def with_weights(self, weights: Any) -> "SequenceScorer":
+        """The same programs on other weights of the model."""
+        scorer = dataclasses.replace(self, weights=weights)
+        scorer.__dict__["_program"] = self._program
+        return scorer
+
     def __call__(self, rows: list[np.ndarray]) -> Iterator[SequenceScore]:
         """Yield a score per sequence of token ids, shortest first to minimize padding; a collective call."""
         order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
