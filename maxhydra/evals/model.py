@@ -24,10 +24,10 @@ from maxhydra.decode.offline_files import fingerprint
 from maxhydra.decode.open import model_values, reject_stages, weight_quantization
 from maxhydra.decode.request import Request
 from maxhydra.decode.sampling_params import PromptEncoder, make_requests
-from maxhydra.model import ModelDef, build
+from maxhydra.model import ModelDef, build, without_capacity_limit
 from maxhydra.record.atomic_io import to_json
 from maxhydra.runtime.progress import open_item_progress
-from maxhydra.score.scorer import SequenceScore, SequenceScorer, without_capacity_limit
+from maxhydra.score.scorer import SequenceScore, SequenceScorer
 from maxhydra.sharding import Sharder
 
 

@@ -19,11 +19,11 @@ from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.evals import report
 from maxhydra.evals.model import EvalModel, MemoryCache
 from maxhydra.evals.run import OwnQuestions, TaskSet, evaluate, find_tasks, read_task
-from maxhydra.model import ModelDef
+from maxhydra.model import ModelDef, without_capacity_limit
 from maxhydra.rl.episodes import Episode
 from maxhydra.rl.policy_engine import PolicyEngine
 from maxhydra.runtime import signals
-from maxhydra.score.scorer import SequenceScore, SequenceScorer, without_capacity_limit
+from maxhydra.score.scorer import SequenceScore, SequenceScorer
 from maxhydra.sharding import Sharder
 from maxhydra.train import StateFactory
 from maxhydra.train.evaluate import Evaluate

@@ -38,7 +38,7 @@ TRAINING_TASKS = ("pretrain", "sft", "dpo", "reward_model", "grpo", "distill")
 # Tasks that read the rows of their data in epochs, or describe one that does.
 EPOCH_TASKS = ("pretrain", "sft", "dpo", "reward_model", "distill", "plan", "inspect", "inspect_data")
 # Tasks of models with a score head.
-SCORE_TASKS = ("reward_model", "convert", "inspect")
+SCORE_TASKS = ("reward_model", "convert", "inspect", "serve")
 # Tasks whose engine can be profiled.
 ENGINE_TASKS = ("decode", "serve")
 # Tasks that describe a training run without running it.
