@@ -25,10 +25,12 @@ from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.model import build
 from maxhydra.sharding import Sharder, build_mesh
 from tests.decode.test_openai_server import LIMITS, RunningServer
+from tests.support.openai_shapes import check_shape
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
 transformers = import_optional("transformers", extra="parity")
+openai = import_optional("openai", extra="test")
 
 pytestmark = pytest.mark.parity
 
@@ -117,6 +119,7 @@ def test_the_openai_client_reads_embeddings(engine: Engine, folder: Path) -> Non
         binary = client.embeddings.create(model="tiny", input=TEXTS)
         plain = client.embeddings.create(model="tiny", input=TEXTS, encoding_format="float")
         status, scored = server.post({"text_1": TEXTS[0], "text_2": TEXTS}, SCORE)
+        shape = server.post({"input": TEXTS}, EMBEDDINGS)[1]
         missing = server.post({"input": "x", "dimensions": 8}, EMBEDDINGS)
     finally:
         server.loop.call_soon_threadsafe(server.stop.set)
@@ -128,6 +131,7 @@ def test_the_openai_client_reads_embeddings(engine: Engine, folder: Path) -> Non
         np.testing.assert_allclose([item.embedding for item in response.data], vectors, atol=1e-5)
         assert [item.index for item in response.data] == [0, 1, 2]
         assert response.usage.prompt_tokens == response.usage.total_tokens == sum(map(len, ids))
+    check_shape(openai.types.CreateEmbeddingResponse, shape)
     assert status == 200 and scored["object"] == "list" and scored["id"].startswith("score-")
     found = [(item["index"], item["object"]) for item in scored["data"]]
     assert found == [(0, "score"), (1, "score"), (2, "score")]

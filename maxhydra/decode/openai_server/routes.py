@@ -29,6 +29,7 @@ from maxhydra.decode.openai_server.request_schema import (
 )
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder, echo_prompt
 from maxhydra.decode.openai_server.responses_api import to_chat_request, to_response
+from maxhydra.decode.openai_server.responses_stream import ResponseStream
 from maxhydra.decode.openai_server.tokenize import detokenize, tokenize
 from maxhydra.decode.request import Completion, Delta, Engine, RequestRejectedError, UnknownAdapterError
 from maxhydra.decode.sampling_params import PromptEncoder, make_requests
@@ -262,7 +263,7 @@ class Service:
             )
         try:
             await (
-                self._send_stream(head, connection, queue, builder)
+                self._send_stream(head, connection, queue, ResponseStream(builder) if is_response else builder)
                 if request.stream
                 else self._send_complete(connection, queue, builder, to_response if is_response else None)
             )
@@ -345,25 +346,23 @@ class Service:
         await connection.send(200, body, headers=JSON_TYPE)
 
     async def _send_stream(
-        self, head: RequestHead, connection: Connection, queue: DeltaQueue, builder: ResponseBuilder
+        self, head: RequestHead, connection: Connection, queue: DeltaQueue, builder: ResponseBuilder | ResponseStream
     ) -> None:
         await connection.start_events(head)
-        openings = [builder.opening(index) for index in range(len(queue.handles))]
-        await connection.send_events([chunk for chunk in openings if chunk is not None])
+        await connection.send_events([each for index in range(len(queue.handles)) for each in builder.opening(index)])
         sent, num_tokens = [0] * len(queue.handles), 0
         while queue.num_unfinished:
-            events = []
+            events: list[Any] = []
             for index, delta in await queue.take():
                 try:
                     _raise_failure(delta)
                 except HttpError as error:
                     # The status was sent already, so the stream ends without [DONE].
-                    await connection.send_events([error.body()])
+                    await connection.send_events([builder.failure(error)])
                     await connection.end_events()
                     return
                 if delta.text or delta.finish or delta.logprobs:
-                    event = builder.chunk_text(index, delta, sent[index])
-                    events += [event] if event else []
+                    events += builder.chunks(index, delta, sent[index])
                 sent[index] += len(delta.text)
                 num_tokens += len(delta.tokens)
             await connection.send_events(events)
