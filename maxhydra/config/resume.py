@@ -36,8 +36,8 @@ FREE_KEYS = (
     *("optimizer.schedule.steps", "optimizer.schedule.restarts"),
     # Reports and evaluations.
     *("train.log_every", "train.progress", "train.sample.*", "train.eval_every", "train.eval_start"),
-    *("train.eval_batches", "train.target_eval_loss", "train.early_stop.*", "task.evaluation.*"),
-    "data.eval_sets*",
+    *("train.eval_batches", "train.target_eval_loss", "train.early_stop.*", "train.evals.*"),
+    *("data.eval_sets*", "task.evaluation.*"),
     *("task.keep_rollouts", "task.on_policy.keep_rollouts"),
     *("checkpoint.mode", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_best", "checkpoint.best_metric"),
     *("checkpoint.persist_every", "checkpoint.local_every", "checkpoint.local_folder", "checkpoint.peer_copies"),

@@ -92,6 +92,11 @@ CONDITIONS = (
         "train.early_stop.patience",
     ),
     Condition(
+        tuple(f"train.evals.{key}" for key in ("limit", "shots", "harness_path", "batch", "every", "max_context")),
+        lambda c: bool(c.train.evals.tasks),
+        "train.evals.tasks",
+    ),
+    Condition(
         ("train.ramp.increment", "train.ramp.sequences"), lambda c: c.train.ramp.start is not None, "train.ramp.start"
     ),
     Condition(
@@ -175,8 +180,7 @@ def unused_problems(config: Config, given: Iterable[tuple[str, Any]]) -> Iterato
             yield Problem(key, "has no effect in this run", value=_shown(key, value), hint=f"needs {needs}")
     keys = [key for key, _ in given]
     if "objective" in keys and task not in DESCRIBING_TASKS:
-        evaluates = config.train.eval_batches > 0
-        yield from unlogged_metric("objective", config.objective, task=task, evaluates=evaluates)
+        yield from unlogged_metric("objective", config.objective, task=task, train=config.train)
 
 
 def unused_keys(config: Config, keys: Iterable[str]) -> set[str]:

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from maxhydra.config.schema.decode import Engine as Config
+from maxhydra.config.schema.decode import Pooling
 from maxhydra.config.schema.run import Progress
 from maxhydra.data import Tokenizer
 from maxhydra.decode.adapters import AdapterLimits, AdapterTable, LoadedAdapter
@@ -140,22 +141,12 @@ class Engine:
         sequence = Sequence(request, budget=min(request.max_tokens, limit - length), adapter=adapter)
         if adapter is not None:
             self._adapters.add_user(adapter, sequence)
-        self._check_cache(sequence.cache_tokens, self._runner, f"or lower max_tokens={request.max_tokens}")
-        self._check_cache(length, self._prefill_runner, "or shorten the prompt")
+        remedy = f"or lower max_tokens={request.max_tokens}"
+        self._reject_if(self._runner.capacity.find_problem(sequence.cache_tokens, remedy))
+        self._reject_if(self._prefill_runner.capacity.find_problem(length, "or shorten the prompt"))
         if request.grammar:
             sequence.constraint = self._grammars.constrain(request.grammar)
         return sequence
-
-    def _check_cache(self, tokens: int, runner: Runner, remedy: str) -> None:
-        """Raise RequestRejectedError if a group of devices cannot hold a sequence of this many tokens."""
-        capacity = runner.capacity
-        most, groups = capacity.pages_per_group * capacity.page_size, len(capacity.pools)
-        if tokens > most:
-            where = "" if groups == 1 else f" on each of the {groups} groups of devices that share a batch"
-            self._reject_if(
-                f"prompt and completion need {tokens} tokens of KV cache, which holds {most}{where}: "
-                f"raise task.engine.cache_tokens, {remedy}"
-            )
 
     def stats(self) -> dict[str, float]:
         """Return counts of running and waiting sequences, used and cached pages, generated and prefilled tokens."""
@@ -201,6 +192,10 @@ class Engine:
     def unload_adapter(self, name: str) -> None:
         """Make an adapter unavailable to new requests; its running sequences finish with it."""
         self._adapters.remove(name)
+
+    def pool(self, rows: List[List[int]], pooling: Pooling) -> np.ndarray:
+        """Pooled hidden states [N, D] of token sequences, of length 1; of a reward model, scores [N, 1]."""
+        return self._runner.pool(rows, pooling, call=self._inbox.call)
 
     def synchronize(self) -> None:
         """Wait until every process has dispatched all steps of finished sequences; a collective call.

@@ -8,12 +8,14 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from concurrent.futures import Future
+from typing import NamedTuple, TypeVar
 
 from maxhydra.decode.request import Request, RequestRejectedError
 from maxhydra.decode.sequence import Sequence
 from maxhydra.runtime.channel import Channel, ChannelClosedError, is_main
 
+T = TypeVar("T")
 Updates = Iterable[Callable[[], None]]
 REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(Request))
 
@@ -37,7 +39,7 @@ class Inbox:
         self._make_sequence = make_sequence
         self._channel = Channel()
         self._numbers = itertools.count()
-        self._changed = threading.Condition()
+        self._changed, self._barrier_lock = threading.Condition(), threading.Lock()
         self._submitted: list[Sequence] = []
         self._updates: Updates = ()
         self._has_barrier = self._is_closing = False
@@ -65,12 +67,26 @@ class Inbox:
 
         A collective call. Afterwards every process has dispatched all steps of sequences that finished before.
         """
-        with self._changed:
+        with self._barrier_lock, self._changed:
             self._reject_if_ended()
             self._updates, self._has_barrier = updates, True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._has_barrier or self._end_reason is not None)
             self._reject_if_ended()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """The result of a function that the engine's thread calls between two iterations; with one process only."""
+        assert not self.is_shared
+        result = Future[T]()
+
+        def run() -> None:
+            try:
+                result.set_result(function())
+            except Exception as error:
+                result.set_exception(error)
+
+        self.barrier([run])
+        return result.result()
 
     def close(self) -> None:
         """Make the next turn the last one."""

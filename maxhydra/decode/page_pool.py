@@ -204,6 +204,15 @@ class Capacity:
         """Pages that are only held by the prefix caches."""
         return sum(pool.num_cached for pool in self.pools)
 
+    def find_problem(self, tokens: int, remedy: str) -> str | None:
+        """Why no group can hold a sequence of this many tokens; None if one can."""
+        most, groups = self.pages_per_group * self.page_size, len(self.pools)
+        if tokens <= most:
+            return None
+        where = "" if groups == 1 else f" on each of the {groups} groups of devices that share a batch"
+        reason = f"prompt and completion need {tokens} tokens of KV cache, which holds {most}{where}"
+        return f"{reason}: raise task.engine.cache_tokens, {remedy}"
+
     def order_groups(self, prompt: Sequence[int], root: int = 0) -> list[int]:
         """Return the groups with a free slot, the best for a prompt first.
 

@@ -7,17 +7,19 @@ the other, which decodes.
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.config.schema.decode import CacheDtype
+from maxhydra.config.schema.decode import CacheDtype, Pooling
 from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.decode.adapters import AdapterLimits, AdapterStacks, StepWeights
 from maxhydra.decode.compile_cache import Program
 from maxhydra.decode.page_pool import Capacity, Place
+from maxhydra.decode.pooling import Pooler
 from maxhydra.decode.prompt_scores import PendingScores
 from maxhydra.decode.sampler import SampledTokens
 from maxhydra.decode.scheduler import PrefillChunk
@@ -151,6 +153,7 @@ class Runner:
             records_experts=records_experts,
         )
         self._cache, self._slot_state = self.programs.init_state()
+        self._pooler = Pooler(self._layout, sharder)
         self._resident: ResidentInputs | None = None
         self._num_mask_words = -(-model.config.vocab_size // 32)
 
@@ -218,6 +221,20 @@ class Runner:
             none = PendingTokens([None] * len(rows), None, [0] * len(rows), self.version)
             first_tokens = (first_tokens or none)._replace(records=tuple(records))
         return PrefillOutput(first_tokens, output.logits_BV)
+
+    def pool(
+        self, rows: List[List[int]], pooling: Pooling, *, call: Callable[[Callable[[], jax.Array]], jax.Array]
+    ) -> np.ndarray:
+        """Pooled hidden states [N, D] of token sequences. `call`: runs a function in the engine's thread.
+
+        Programs are compiled in the thread of the caller, so that decode steps do not wait for them.
+        """
+        vectors: dict[int, np.ndarray] = {}
+        for batch in self._pooler.batches(rows):
+            program = self._pooler.program(self._weights, batch, pooling)
+            pooled = call(partial(program, self._weights, batch.tokens_BT, batch.lengths_B))
+            vectors |= dict(zip(batch.numbers, np.asarray(pooled), strict=False))
+        return np.stack([vectors[number] for number in range(len(rows))])
 
     def decode(
         self, sequences: list[Sequence], shape: StepShape, between: Callable[[], None] | None = None

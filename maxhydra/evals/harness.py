@@ -12,8 +12,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.config.schema.benchmarks import Benchmarks
 from maxhydra.config.schema.decode import Sampling
-from maxhydra.config.schema.tasks.evaluation import EvalTask
 from maxhydra.evals.model import EvalModel
 from maxhydra.rl.rollout import unfiltered_sampling
 
@@ -21,6 +21,8 @@ from maxhydra.rl.rollout import unfiltered_sampling
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 GENERATION = ("until", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", *LENGTHS)
 DEFAULT_MAX_TOKENS = 256
+# Shares of correct answers, of which a task has one; `error` is 1 minus that, since sweeps minimize.
+ACCURACIES = ("acc", "exact_match")
 
 
 class HarnessModel(TemplateLM):
@@ -90,7 +92,7 @@ def open_tasks(path: str | None) -> TaskManager:
 
 
 def evaluate(
-    model: EvalModel, names: Sequence[str], manager: TaskManager, task: EvalTask
+    model: EvalModel, names: Sequence[str], manager: TaskManager, task: Benchmarks
 ) -> dict[str, dict[str, float]]:
     """Run tasks of lm-eval; metrics by task (or subtask of a group), such as acc and acc_stderr."""
     results = simple_evaluate(
@@ -113,3 +115,5 @@ def _metrics(values: dict[str, Any]) -> Any:
         metric, _, name = key.partition(",")
         if name and isinstance(value, (int, float)):
             yield (metric if len(filters) == 1 else f"{metric}-{name}"), float(value)
+            if metric in ACCURACIES and len(filters) == 1:
+                yield "error", 1 - float(value)

@@ -1,9 +1,13 @@
-"""The model under evaluation: log-likelihoods by the scorer, completions by the engine, each request cached on disk."""
+"""The model under evaluation: log-likelihoods by the scorer, completions by the engine.
+
+Results of a checkpoint are cached on disk, so that an interrupted command resumes.
+"""
 
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,11 +22,12 @@ from maxhydra.convert.load import load_weights
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.offline_files import fingerprint
 from maxhydra.decode.open import model_values, reject_stages, weight_quantization
+from maxhydra.decode.request import Request
 from maxhydra.decode.sampling_params import PromptEncoder, make_requests
-from maxhydra.model import ModelDef, build
+from maxhydra.model import ModelDef, build, without_capacity_limit
 from maxhydra.record.atomic_io import to_json
 from maxhydra.runtime.progress import open_item_progress
-from maxhydra.score.scorer import SequenceScorer, without_capacity_limit
+from maxhydra.score.scorer import SequenceScore, SequenceScorer
 from maxhydra.sharding import Sharder
 
 
@@ -51,6 +56,13 @@ class RequestCache:
         os.close(self._file)
 
 
+class MemoryCache(dict[str, Any]):
+    """Results of requests by key, for a model whose weights change."""
+
+    def add(self, key: str, value: Any) -> None:
+        self[key] = value
+
+
 @dataclasses.dataclass(frozen=True)
 class Scored:
     """A continuation of a context: its log-probability, and whether greedy decoding would give it."""
@@ -59,16 +71,12 @@ class Scored:
     is_greedy: bool
 
 
-class EvalModel:
-    """One checkpoint. Weights are loaded with the first request that is not in the cache."""
+class EvalModel(ABC):
+    """A model with its tokenizer. A request whose result is in the cache is not computed again."""
 
-    def __init__(self, config: Config, prompts: PromptEncoder, cache: RequestCache, *, weights: str):
-        assert isinstance(config.task, EvalTask)
-        self._config, self._task, self._cache, self._source = config, config.task, cache, weights
-        self.prompts = prompts
-        settings = {"weights": weights, **model_values(config), "compute": config.model.dtypes.compute}
-        self._identity = fingerprint(settings)
-        self.max_length = self._task.engine.max_context or config.model.context_length
+    def __init__(self, prompts: PromptEncoder, cache: RequestCache | MemoryCache, *, max_length: int, seed: int):
+        self.prompts, self.max_length = prompts, max_length
+        self._cache, self._seed = cache, seed
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scored]:
         """Log-likelihoods of continuations of contexts of at least one token.
@@ -97,24 +105,52 @@ class EvalModel:
         plain = [[sampling.max_tokens, sampling.temperature, *sampling.stop] for sampling in samplings]
         keys = [self._key("generate", list(prompt), key) for prompt, key in zip(prompts, plain, strict=True)]
         missing = [index for index in self._first_of(keys) if keys[index] not in self._cache]
-        handles = []
+        requests = []
         for index in missing:
             sampling = samplings[index]
             ids = list(prompts[index])[-max(1, self.max_length - sampling.max_tokens) :]
-            (request,) = make_requests(
-                ids, sampling, samples=1, seed=self._config.run.seed, number=index, logprobs=None
-            )
-            handles.append(self._engine.submit(dataclasses.replace(request, stream=False)))
-        with self._progress(len(handles), "completed") as progress:
+            (request,) = make_requests(ids, sampling, samples=1, seed=self._seed, number=index, logprobs=None)
+            requests.append(dataclasses.replace(request, stream=False))
+        with self._progress(len(requests), "completed") as progress:
             tokens = 0
-            for done, (index, handle) in enumerate(zip(missing, handles, strict=True), 1):
-                completion = handle.result()
-                if completion.error:
-                    raise RuntimeError(f"the engine failed: {completion.error}")
-                self._cache.add(keys[index], completion.text)
-                tokens += len(completion.tokens)
+            for done, (text, num_tokens) in enumerate(self._complete(requests) if requests else (), 1):
+                self._cache.add(keys[missing[done - 1]], text)
+                tokens += num_tokens
                 progress.update(done, tokens)
         return [self._cache[key] for key in keys]
+
+    @abstractmethod
+    def _key(self, *request: Any) -> str:
+        """Key of a request in the cache."""
+
+    @abstractmethod
+    def _progress(self, total: int, verb: str) -> Any:
+        """A display of the progress."""
+
+    @abstractmethod
+    def _scorer(self, rows: list[np.ndarray]) -> Iterator[SequenceScore]:
+        """A score per sequence of token ids, in any order."""
+
+    @abstractmethod
+    def _complete(self, requests: Sequence[Request]) -> Iterator[tuple[str, int]]:
+        """Text and number of tokens of each completion, in order."""
+
+    @staticmethod
+    def _first_of(keys: Sequence[str]) -> list[int]:
+        """Indices of the first occurrence of each key."""
+        return list({key: index for index, key in reversed(list(enumerate(keys)))}.values())
+
+
+class CheckpointModel(EvalModel):
+    """One checkpoint. Weights are loaded with the first request that is not in the cache."""
+
+    def __init__(self, config: Config, prompts: PromptEncoder, cache: RequestCache, *, weights: str):
+        assert isinstance(config.task, EvalTask)
+        max_length = config.task.engine.max_context or config.model.context_length
+        super().__init__(prompts, cache, max_length=max_length, seed=config.run.seed)
+        self._config, self._task, self._source = config, config.task, weights
+        settings = {"weights": weights, **model_values(config), "compute": config.model.dtypes.compute}
+        self._identity = fingerprint(settings)
 
     def close(self) -> None:
         if "_engine" in self.__dict__:
@@ -126,10 +162,16 @@ class EvalModel:
     def _progress(self, total: int, verb: str) -> Any:
         return open_item_progress(self._config.train.progress, total=total, start=0, verb=verb)
 
-    @staticmethod
-    def _first_of(keys: Sequence[str]) -> list[int]:
-        """Indices of the first occurrence of each key."""
-        return list({key: index for index, key in reversed(list(enumerate(keys)))}.values())
+    def _scorer(self, rows: list[np.ndarray]) -> Iterator[SequenceScore]:
+        return self._sequence_scorer(rows)
+
+    def _complete(self, requests: Sequence[Request]) -> Iterator[tuple[str, int]]:
+        handles = [self._engine.submit(request) for request in requests]
+        for handle in handles:
+            completion = handle.result()
+            if completion.error:
+                raise RuntimeError(f"the engine failed: {completion.error}")
+            yield completion.text, len(completion.tokens)
 
     @cached_property
     def _sharder(self) -> Sharder:
@@ -150,7 +192,7 @@ class EvalModel:
         return load_weights(self._source, self._model, shardings=shardings, dtype=dtype)
 
     @cached_property
-    def _scorer(self) -> Callable[..., Any]:
+    def _sequence_scorer(self) -> SequenceScorer:
         return SequenceScorer(self._model, self._weights, self._sharder, self._task.batch, False, with_greedy=True)
 
     @cached_property

@@ -14,10 +14,11 @@ from yaml import YAMLError, safe_load
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.compose.validate import section_from
 from maxhydra.config.errors import did_you_mean
+from maxhydra.config.schema.benchmarks import Benchmarks
 from maxhydra.config.schema.evals import EvalKind, EvalSpec, QuestionSource
-from maxhydra.config.schema.tasks.evaluation import EvalTask
 from maxhydra.config.yaml_files import check_yaml, read_yaml_text
 from maxhydra.data.records import need
+from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.evals.model import EvalModel
 from maxhydra.evals.questions import Question, read_questions
 from maxhydra.rl.rewards import Sample, build_score, extract_answer
@@ -38,6 +39,15 @@ class OwnTask:
 
 
 @dataclasses.dataclass(frozen=True)
+class OwnQuestions:
+    """The questions of such a task; `spec` with the changes of the command."""
+
+    name: str
+    spec: EvalSpec
+    questions: list[Question]
+
+
+@dataclasses.dataclass(frozen=True)
 class TaskSet:
     """The tasks of a command: those of YAML files, and names of lm-eval tasks with lm-eval's index of them."""
 
@@ -55,7 +65,7 @@ class Result:
     grid: dict[tuple[int, float], float] = dataclasses.field(default_factory=dict)
 
 
-def find_tasks(task: EvalTask) -> TaskSet:
+def find_tasks(task: Benchmarks) -> TaskSet:
     """Find all tasks by name; ConfigError with the nearest names for one that does not exist."""
     included = {path.stem: path for path in sorted(SUITE.glob("*.yaml"))}
     own, others = [], []
@@ -107,29 +117,34 @@ def _read_task(path: Path) -> OwnTask:
     return OwnTask(path.stem, spec, path.parent)
 
 
-def evaluate(model: EvalModel, tasks: TaskSet, task: EvalTask) -> dict[str, Result]:
-    """Run all tasks on one checkpoint."""
-    results = {own.name: run_task(model, own, task) for own in tasks.own}
-    if tasks.harness:
-        found = _harness().evaluate(model, tasks.harness, tasks.manager, task)
-        results |= {name: Result(metrics, 0) for name, metrics in found.items()}
-    return results
-
-
-def run_task(model: EvalModel, own: OwnTask, task: EvalTask) -> Result:
-    """Run one task of a YAML file."""
+def read_task(own: OwnTask, task: Benchmarks, prompts: PromptEncoder) -> OwnQuestions:
+    """The questions of a task of a YAML file, each with the solved examples before it."""
     spec, limit = own.spec, task.limit
     if task.shots is not None and spec.kind is not EvalKind.perplexity:
         spec = dataclasses.replace(spec, shots=task.shots)
     if spec.source is QuestionSource.needle and limit is not None:
         # A limit per cell, so that the heat map is complete.
         spec, limit = dataclasses.replace(spec, count=min(spec.count, limit)), None
-    questions = read_questions(spec, own.folder, lambda text: len(model.prompts.tokenizer.encode(text)))
+    questions = read_questions(spec, own.folder, lambda text: len(prompts.tokenizer.encode(text)))
     examples = "".join(question.solved for question in questions[: spec.shots])
-    evaluated = questions[spec.shots :][:limit]
-    if not evaluated:
+    asked = questions[spec.shots :][:limit]
+    if not asked:
         raise ConfigError(Problem(KEY, f"{own.name} has no questions", hint="lower shots, or add questions"))
-    evaluated = [dataclasses.replace(question, prompt=examples + question.prompt) for question in evaluated]
+    return OwnQuestions(own.name, spec, [dataclasses.replace(item, prompt=examples + item.prompt) for item in asked])
+
+
+def evaluate(model: EvalModel, own: Sequence[OwnQuestions], tasks: TaskSet, task: Benchmarks) -> dict[str, Result]:
+    """Run the tasks of YAML files, whose questions are `own`, and those of lm-eval."""
+    results = {questions.name: run_task(model, questions) for questions in own}
+    if tasks.harness:
+        found = _harness().evaluate(model, tasks.harness, tasks.manager, task)
+        results |= {name: Result(metrics, 0) for name, metrics in found.items()}
+    return results
+
+
+def run_task(model: EvalModel, own: OwnQuestions) -> Result:
+    """Run one task of a YAML file."""
+    spec, evaluated = own.spec, own.questions
     if spec.kind is EvalKind.perplexity:
         return Result(_likelihood(model, evaluated), len(evaluated))
     if spec.kind is EvalKind.multiple_choice:

@@ -19,6 +19,7 @@ from maxhydra.model.model_def import (
     flops_per_token,
     parameter_count,
     values_of,
+    without_capacity_limit,
 )
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "store_weight",
     "store_weight_slice",
     "values_of",
+    "without_capacity_limit",
 ]

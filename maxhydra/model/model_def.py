@@ -256,6 +256,17 @@ def values_of(params: Tree, hidden: jax.Array) -> jax.Array:
     return jnp.sum(hidden.astype(jnp.float32) * head["kernel"], axis=-1) + head["bias"]
 
 
+def without_capacity_limit(model: config.Model) -> config.Model:
+    """The model with dropless experts: with a capacity, outputs would depend on the padding of the batch."""
+    kinds = {
+        name: dataclasses.replace(kind, moe=dataclasses.replace(kind.moe, capacity_factor=None))
+        for name, kind in model.kinds.items()
+    }
+    return dataclasses.replace(
+        model, kinds=kinds, expert_parallel=dataclasses.replace(model.expert_parallel, buffer=None)
+    )
+
+
 def _other_targets(rule: QuantizationRule, decoder: Decoder) -> list[str]:
     """Names of weights other than projections that a rule may target.
 

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema import model as config
 from maxhydra.config.schema.tasks.inference import LINES
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
@@ -246,6 +245,12 @@ class SequenceScorer:
     with_logits: bool
     with_greedy: bool = False
 
+    def with_weights(self, weights: Any) -> "SequenceScorer":
+        """The same programs on other weights of the model."""
+        scorer = dataclasses.replace(self, weights=weights)
+        scorer.__dict__["_program"] = self._program
+        return scorer
+
     def __call__(self, rows: list[np.ndarray]) -> Iterator[SequenceScore]:
         """Yield a score per sequence of token ids, shortest first to minimize padding; a collective call."""
         order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
@@ -308,17 +313,6 @@ class SequenceScorer:
     def _take_row(self) -> Any:
         """Map logits [B, S, V] and a row number to the logits of that row, replicated."""
         return jax.jit(lambda logits, row: logits[row], out_shardings=self.sharder.sharding(()))
-
-
-def without_capacity_limit(model: config.Model) -> config.Model:
-    """Return the model with dropless experts: with a capacity, scores would depend on the padding of the batch."""
-    kinds = {
-        name: dataclasses.replace(kind, moe=dataclasses.replace(kind.moe, capacity_factor=None))
-        for name, kind in model.kinds.items()
-    }
-    return dataclasses.replace(
-        model, kinds=kinds, expert_parallel=dataclasses.replace(model.expert_parallel, buffer=None)
-    )
 
 
 def _round_up(count: int, multiple: int) -> int:

@@ -16,6 +16,7 @@ from maxhydra.distill.loss import TEACHER, ScheduledBatches, StudentTeacher, dis
 from maxhydra.distill.on_policy import OnPolicyBatches, Sampled
 from maxhydra.distill.teacher import OnlineTeacher, check_layers, init_from_teacher, open_tokenizer, plan_teacher
 from maxhydra.distill.text_alignment import TextAligner, aligned_loss, student_likelihood
+from maxhydra.evals.training import find_benchmarks
 from maxhydra.model import ModelDef, flops_per_token
 from maxhydra.record.rollout_store import RolloutWriter
 from maxhydra.record.rollouts import FOLDER, TRAIN
@@ -45,6 +46,7 @@ def run(job: Job) -> Outcome:
     assert isinstance(task, DistillTask)
     if problems := list(_problems(config, task)):
         raise ConfigError(problems)
+    benchmarks = find_benchmarks(config)
     sharder = Sharder.from_config(config.mesh)
     spec = plan_batches(config, sharder)
     states = plan_states(config, sharder)
@@ -75,7 +77,7 @@ def run(job: Job) -> Outcome:
             loss=loss,
             spec=spec,
             batches=ScheduledBatches(batches, task, spec, steps=config.train.steps),
-            evaluate=held_out_likelihood(evaluation_loss, config.data, spec, config.train),
+            evaluate=benchmarks.join(held_out_likelihood(evaluation_loss, config.data, spec, config.train), states),
             initial=initial,
             passes=_passes(config, teacher),
         )

@@ -14,6 +14,7 @@ from maxhydra.config.schema.quantization import AdapterKind
 from maxhydra.config.schema.tasks.training import DpoTask, PreferenceLoss, Reference
 from maxhydra.data import BatchSpec, Row
 from maxhydra.data.record_types.labeled import with_mismatched
+from maxhydra.evals.training import find_benchmarks
 from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import (
@@ -38,6 +39,7 @@ def run(job: Job) -> Outcome:
     reference = task.reference_with(adapter=config.adapter.is_enabled)
     if problems := list(_problems(config, reference)):
         raise ConfigError(problems)
+    benchmarks = find_benchmarks(config)
     sharder = Sharder.from_config(config.mesh)
     spec = plan_batches(config, sharder)
     states = plan_states(config, sharder)
@@ -49,17 +51,18 @@ def run(job: Job) -> Outcome:
     if task.loss is PreferenceLoss.kto:
         assemble = _mismatched_first(assemble, spec)
     loss = preference_loss(scorer, task, reference)
+    held_out = held_out_loss(
+        loss,
+        lambda: data.held_out(config.data, spec, assemble),
+        limit=config.train.eval_batches,
+        parts=config.train.grad_accum,
+    )
     training = TrainingSetup(
         states=states,
         loss=loss,
         spec=spec,
         batches=LoaderBatches(data.open_loader(config.data, spec, assemble)),
-        evaluate=held_out_loss(
-            loss,
-            lambda: data.held_out(config.data, spec, assemble),
-            limit=config.train.eval_batches,
-            parts=config.train.grad_accum,
-        ),
+        evaluate=benchmarks.join(held_out, states),
         passes=passes(reference),
     )
     result = train(training, config, run=job.run, machine=job.machine)

@@ -12,8 +12,8 @@ from maxhydra.convert.adapter_lineage import run_folder
 from maxhydra.convert.orbax_io import checkpoint_steps, find_checkpoint
 from maxhydra.decode.open import open_prompts
 from maxhydra.evals import report
-from maxhydra.evals.model import EvalModel, RequestCache
-from maxhydra.evals.run import Result, TaskSet, evaluate, find_tasks
+from maxhydra.evals.model import CheckpointModel, RequestCache
+from maxhydra.evals.run import Result, TaskSet, evaluate, find_tasks, read_task
 from maxhydra.record import MetricsWriter
 from maxhydra.record.atomic_io import replace_file, to_json
 from maxhydra.tasks import Job, Outcome
@@ -33,11 +33,12 @@ def run(job: Job) -> Outcome:
     tasks = find_tasks(task)
     prompts = open_prompts(config)
     checkpoints = _find_checkpoints(config, task)
+    own = [read_task(found, task, prompts) for found in tasks.own]
     results: dict[str, dict[str, Result]] = {}
     with closing(RequestCache(job.run.path / REQUESTS)) as cache:
         for name, weights in checkpoints.items():
-            with closing(EvalModel(config, prompts, cache, weights=weights)) as model:
-                results[name] = evaluate(model, tasks, task)
+            with closing(CheckpointModel(config, prompts, cache, weights=weights)) as model:
+                results[name] = evaluate(model, own, tasks, task)
     return _report(job, tasks, results)
 
 

@@ -9,6 +9,7 @@ from maxhydra.config.schema.reward import EnvironmentKind
 from maxhydra.config.schema.tasks.policy import PAIRWISE
 from maxhydra.config.schema.tasks.training import GrpoTask, Reference, preference_of
 from maxhydra.decode.sampling_params import PromptEncoder
+from maxhydra.evals.training import find_benchmarks
 from maxhydra.record.rollout_store import RolloutWriter
 from maxhydra.record.rollouts import EVAL, FOLDER, KINDS, TRAIN
 from maxhydra.rl.batches import AsynchronousBatches, RolloutBatches, make_logprob_fn
@@ -29,6 +30,7 @@ def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, GrpoTask)
     check(config, task, processes=job.machine.process_count)
+    benchmarks = find_benchmarks(config)
     sharder, rollout_sharder = make_sharders(config, task)
     spec = plan_batches(config, sharder)
     prompt_spec = plan_prompts(spec, task, sharder)
@@ -63,6 +65,13 @@ def run(job: Job) -> Outcome:
             pairs = PairScorer(policy, sharder, config.train.loss_chunk)
             loss = preference_loss(pairs, preference_of(task), Reference.cached)
         logprob_fn = make_logprob_fn(scorer, task, parts=config.train.grad_accum)
+        held_out = held_out_pass_rate(
+            worker,
+            lambda: data.held_out(config.data, prompt_spec, data.local_rows),
+            config.reward,
+            limit=config.train.eval_batches,
+            writer=writers.get(EVAL),
+        )
         batches = RolloutBatches if task.max_staleness is None else AsynchronousBatches
         training = TrainingSetup(
             states=states,
@@ -70,13 +79,7 @@ def run(job: Job) -> Outcome:
             spec=spec,
             passes=2 if is_pairwise else 1,
             batches=batches(worker, prompt_loader(config, prompt_spec), spec, logprob_fn, writers.get(TRAIN)),
-            evaluate=held_out_pass_rate(
-                worker,
-                lambda: data.held_out(config.data, prompt_spec, data.local_rows),
-                config.reward,
-                limit=config.train.eval_batches,
-                writer=writers.get(EVAL),
-            ),
+            evaluate=benchmarks.join(held_out, states),
         )
         result = train(training, config, run=job.run, machine=job.machine)
     sample = final_sample(config, dataclasses.replace(states, model=policy), result)

@@ -1,6 +1,7 @@
 """Pretraining: next-token prediction on text. Read from top to bottom, this is a training run."""
 
 from maxhydra import data
+from maxhydra.evals.training import find_benchmarks
 from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import (
@@ -19,6 +20,7 @@ NEEDS_DEVICES = KEEPS_RUN = TRAINS = True
 
 def run(job: Job) -> Outcome:
     config = job.config
+    benchmarks = find_benchmarks(config)
     sharder = Sharder.from_config(config.mesh)
 
     spec = plan_batches(config, sharder)
@@ -33,7 +35,7 @@ def run(job: Job) -> Outcome:
         loss=step_loss,
         spec=spec,
         batches=LoaderBatches(loader),
-        evaluate=held_out_likelihood(loss, config.data, spec, config.train),
+        evaluate=benchmarks.join(held_out_likelihood(loss, config.data, spec, config.train), states),
     )
     result = train(training, config, run=job.run, machine=job.machine)
 

@@ -12,7 +12,7 @@ from maxhydra.config.schema.tasks.inference import ScoreTask
 from maxhydra.convert.load import load_weights
 from maxhydra.decode.open import check_weights_source, weight_quantization
 from maxhydra.decode.sampling_params import PromptEncoder
-from maxhydra.model import build
+from maxhydra.model import build, without_capacity_limit
 from maxhydra.modelfiles import local_path
 from maxhydra.runtime.channel import broadcast, is_main
 from maxhydra.runtime.progress import open_item_progress
@@ -24,7 +24,6 @@ from maxhydra.score.scorer import (
     overall_bits_per_byte,
     perplexity,
     read_sequences,
-    without_capacity_limit,
     write_results,
 )
 from maxhydra.sharding import Sharder

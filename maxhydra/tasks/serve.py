@@ -14,6 +14,7 @@ import jax
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.hardware import Platform
+from maxhydra.config.schema.model import Head
 from maxhydra.config.schema.tasks.inference import ServeTask
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.open import open_adapters, open_engine, open_prompts, read_adapter_weights
@@ -21,6 +22,7 @@ from maxhydra.decode.openai_server import (
     Access,
     AdapterRoutes,
     Limits,
+    PoolingRoutes,
     ServerDefaults,
     Service,
     allow_connections,
@@ -57,15 +59,21 @@ def run(job: Job) -> Outcome:
     name = task.model_name or job.choices.get("model", "model")
     engine, adapters = _open(config, engine_config, prompts, name, profiler=profiler)
     context = task.engine.max_context or config.model.context_length
+    vocab_size = config.model.vocab_size
+    defaults = ServerDefaults(name, task.sampling, task.max_samples, vocab_size, context, task.has_adapters)
+    is_reward_model = config.model.head is Head.score
+    # An engine of several processes takes part in collective calls only.
+    pooling = PoolingRoutes(engine, prompts, defaults, task.pooling, is_reward_model)
     service = Service(
         engine,
         prompts,
-        ServerDefaults(name, task.sampling, task.max_samples, config.model.vocab_size, context, task.has_adapters),
+        defaults,
         access=Access(key, is_local=is_local),
         max_sequences=task.engine.max_batch + task.queue,
         seed=config.run.seed,
         profiler=profiler,
         adapters=adapters,
+        pooling=pooling if jax.process_count() == 1 else None,
     )
     limits = Limits(
         max_body=int(task.max_body_mib * 2**20),

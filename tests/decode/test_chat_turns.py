@@ -209,7 +209,7 @@ def test_responses_with_text_and_function_calls() -> None:
         make(model="tiny", input=again, tools=tools)
         assert "rain" in bytes(token for token in engine.requests[-1].prompt if token < 256).decode()
         for change, param in (
-            ({"stream": True}, "stream"),
+            ({"background": True}, "background"),
             ({"input": []}, "input"),
             ({"previous_response_id": "a"}, "previous_response_id"),
         ):

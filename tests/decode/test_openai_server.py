@@ -41,7 +41,14 @@ class RunningServer:
     """A server in a thread, with clients."""
 
     def __init__(
-        self, engine: FakeEngine, prompts: PromptEncoder, *, key: str | None, max_sequences: int, limits: Limits
+        self,
+        engine: FakeEngine,
+        prompts: PromptEncoder,
+        *,
+        key: str | None,
+        max_sequences: int,
+        limits: Limits,
+        **more: Any,
     ):
         self.engine, self.listener = engine, listen("127.0.0.1", 0)
         self.port = self.listener.getsockname()[1]
@@ -52,7 +59,7 @@ class RunningServer:
             self.loop, self.stop = asyncio.get_running_loop(), asyncio.Event()
             access = Access(key, is_local=True)
             self.profiler = Profiler(Profile(), Path("outputs/it"))
-            options = {"access": access, "max_sequences": max_sequences, "seed": 0, "profiler": self.profiler}
+            options = {"access": access, "max_sequences": max_sequences, "seed": 0, "profiler": self.profiler, **more}
             self.service = Service(engine, prompts, defaults, **options)  # type: ignore[arg-type]
             self._ready.set()
             await serve(self.listener, self.service, limits, stop=self.stop)

@@ -11,9 +11,9 @@ from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.tasks.evaluation import EvalTask
 from maxhydra.decode.open import open_prompts
-from maxhydra.evals.model import EvalModel, RequestCache
+from maxhydra.evals.model import CheckpointModel, RequestCache
 from maxhydra.evals.report import heat_map
-from maxhydra.evals.run import SUITE, Result, find_tasks, run_task
+from maxhydra.evals.run import SUITE, Result, find_tasks, read_task, run_task
 from tests.support.cli import SMALL, run, run_ok, start_silent
 from tests.support.polling import wait_for
 from tests.support.skips import import_optional
@@ -82,10 +82,10 @@ def eval_config(folder: Path, tasks: Any, *overrides: str) -> Config:
     return compose([*fixed, "model.dtypes.compute=float32", "train.progress=none", names, *overrides]).config
 
 
-def open_model(config: Config, path: Path) -> EvalModel:
+def open_model(config: Config, path: Path) -> CheckpointModel:
     weights = config.checkpoint.load_parameters
     assert weights is not None
-    return EvalModel(config, open_prompts(config), RequestCache(path / "requests.jsonl"), weights=weights)
+    return CheckpointModel(config, open_prompts(config), RequestCache(path / "requests.jsonl"), weights=weights)
 
 
 @pytest.mark.slow
@@ -145,7 +145,9 @@ def test_own_tasks_agree_with_lm_eval_and_give_a_heat_map(folder: Path, harness_
     try:
         from maxhydra.evals import harness
 
-        mine, long, plays = (run_task(model, own, dataclasses.replace(task, limit=4)) for own in tasks.own)
+        mine, long, plays = (
+            run_task(model, read_task(own, dataclasses.replace(task, limit=4), model.prompts)) for own in tasks.own
+        )
         reference = harness.evaluate(model, tasks.harness, tasks.manager, task)["local_choice"]
         assert mine.metrics["acc"] == reference["acc"] == 1 - mine.metrics["error"]
         assert long.grid.keys() == {(48, 0.0), (48, 1.0), (96, 0.0), (96, 1.0)}

@@ -18,7 +18,17 @@ from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, 
 from maxhydra.config.schema.optimizer import Optimizer, OptimizerKind
 from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantization
 from maxhydra.config.schema.reward import Environment, Reward
-from maxhydra.config.schema.run import EVAL_BPB, EVAL_LOSS, LOGGED, SET_METRICS, Run, Task, Tracker, Train
+from maxhydra.config.schema.run import (
+    BENCHMARKS,
+    EVAL_BPB,
+    EVAL_LOSS,
+    LOGGED,
+    SET_METRICS,
+    Run,
+    Task,
+    Tracker,
+    Train,
+)
 from maxhydra.record.storage import is_remote
 
 # Tasks whose batches do not depend on the weights, so that each replica can train on its own rows of them.
@@ -28,7 +38,7 @@ TRAINING_TASKS = ("pretrain", "sft", "dpo", "reward_model", "grpo", "distill")
 # Tasks that read the rows of their data in epochs, or describe one that does.
 EPOCH_TASKS = ("pretrain", "sft", "dpo", "reward_model", "distill", "plan", "inspect", "inspect_data")
 # Tasks of models with a score head.
-SCORE_TASKS = ("reward_model", "convert", "inspect")
+SCORE_TASKS = ("reward_model", "convert", "inspect", "serve")
 # Tasks whose engine can be profiled.
 ENGINE_TASKS = ("decode", "serve")
 # Tasks that describe a training run without running it.
@@ -118,6 +128,7 @@ class Config(Schema):
         yield from self._diloco_problems()
         yield from self._profile_problems()
         yield from self._evaluation_problems()
+        yield from self._benchmark_problems()
         yield from self._storage_problems()
         yield from self._statistics_problems()
         is_score, name = self.model.head is Head.score, self.task.name
@@ -195,7 +206,9 @@ class Config(Schema):
 
     def _evaluation_metrics(self) -> list[str]:
         """Metrics that evaluations of this config report; some are patterns."""
-        names = [name for name in LOGGED[self.task.name] if name.startswith("eval/")]
+        logged = LOGGED[self.task.name]
+        names = [name for name in logged if name.startswith("eval/") and name not in BENCHMARKS]
+        names += self.train.evals.metrics()
         if EVAL_BPB not in names:
             return names
         names = [name for name in names if name not in (EVAL_BPB, *SET_METRICS)]
@@ -203,6 +216,24 @@ class Config(Schema):
         for name, data in self.data.held_out_sets().items():
             names += [f"eval/{name}/loss", *([f"eval/{name}/bpb"] if data.counts_bytes else [])] if name else []
         return names
+
+    def _benchmark_problems(self) -> Iterator[Problem]:
+        """Benchmarks need a language model, on a mesh on which the engine decodes."""
+        evals, longest = self.train.evals, self.model.context_length
+        if not evals.tasks:
+            return
+        supported = [task for task, names in LOGGED.items() if BENCHMARKS[0] in names]
+        if self.task.name not in (*supported, *DESCRIBING_TASKS):
+            reason, accepted = f"is not supported by task={self.task.name}", f"[], or task={', '.join(supported)}"
+            yield Problem("train.evals.tasks", reason, value=evals.tasks, accepted=accepted)
+        if (evals.max_context or 0) > longest:
+            reason = f"exceeds model.context_length={longest}"
+            yield Problem("train.evals.max_context", reason, value=evals.max_context, accepted=f"2 to {longest}")
+        for path in ("mesh.stage", "mesh.replica", "mesh.dcn.stage", "mesh.dcn.replica"):
+            section = self.mesh.dcn if "dcn" in path else self.mesh
+            if (size := getattr(section, path.rpartition(".")[2])) != 1:
+                reason = "is not supported with train.evals, which decodes on the mesh"
+                yield Problem(path, reason, value=size, accepted="1, or train.evals.tasks=[]")
 
     def _profile_problems(self) -> Iterator[Problem]:
         """Training steps and engines are profiled; tasks that plan or compile a training run accept its config."""

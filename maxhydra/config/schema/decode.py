@@ -19,6 +19,11 @@ class CacheDtype(Enum):
     float8 = "float8"
 
 
+class Pooling(Enum):
+    last = "last"
+    mean = "mean"
+
+
 @schema
 class Sampling(Schema):
     """Sampling parameters: how the next token is chosen from the model's distribution."""

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from maxhydra.config.declare import MAX_CONTEXT, Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
+from maxhydra.config.schema.benchmarks import TrainEvals
 from maxhydra.config.schema.model import Model
 from maxhydra.record.log import printable
 from maxhydra.record.storage import is_remote, read_only_reason, unsupported_reason, working_copy
@@ -242,6 +243,7 @@ class Train(Schema):
     """Batches per evaluation of each held-out set; 0 disables evaluation."""
     target_eval_loss: float | None = None
     """Stop, with status finished, when the eval loss reaches this value."""
+    evals: TrainEvals = section(TrainEvals)
     early_stop: EarlyStop = section(EarlyStop)
     z_loss: float = option(0.0, ge=0)
     """Weight of log(sum(exp(logits)))^2, which keeps the logits from drifting (Chowdhery et al., 2022)."""
@@ -267,6 +269,7 @@ class Train(Schema):
             yield Problem("train.z_loss", f"is not used by task={task}", value=self.z_loss, accepted="0")
 
     def check(self) -> Iterator[Problem]:
+        yield from self.evals.check_interval(self.eval_every)
         if self.epochs is not None and self.elastic:
             yield Problem("elastic", "is not supported with train.epochs", value=True, accepted="false, or train.steps")
         if self.ramp.start is not None and self.elastic:
@@ -302,6 +305,8 @@ class Tracker(Schema):
 EVAL_LOSS, EVAL_BPB = "eval/loss", "eval/bpb"
 # Metrics of each source of a mixture and of each of data.eval_sets.
 SET_METRICS = ("eval/*/loss", "eval/*/bpb")
+# Metrics of train.evals, by task and metric.
+BENCHMARKS = ("eval/*/*",)
 # Metrics of every training task. `*` matches names known only to the run, such as those of data sources.
 STEPS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "input_wait", "data/*", "system/*")
 # Aux losses and statistics of layers, and multi-token prediction.
@@ -316,14 +321,14 @@ GRADES = ("eval/error", "eval/reward", "eval/pass@*", "eval/maj@*", "eval/prompt
 DIVERGENCE = ("cross_entropy", "divergence", "features")
 TRAINED = (*STEPS, *LAYERS, *SPEED)
 LOGGED = {
-    "pretrain": (*TRAINED, *LIKELIHOOD),
-    "sft": (*TRAINED, *LIKELIHOOD),
-    "dpo": (*TRAINED, *PAIRS, EVAL_LOSS, "eval/tokens", *(f"eval/{name}" for name in PAIRS)),
+    "pretrain": (*TRAINED, *LIKELIHOOD, *BENCHMARKS),
+    "sft": (*TRAINED, *LIKELIHOOD, *BENCHMARKS),
+    "dpo": (*TRAINED, *PAIRS, EVAL_LOSS, "eval/tokens", *(f"eval/{name}" for name in PAIRS), *BENCHMARKS),
     "reward_model": (*TRAINED, *REWARDS, EVAL_LOSS, "eval/tokens", *(f"eval/{name}" for name in REWARDS)),
-    "grpo": (*TRAINED, *ANSWERS, *PAIRS, *GRADES),
+    "grpo": (*TRAINED, *ANSWERS, *PAIRS, *GRADES, *BENCHMARKS),
     "bench": ("loss", "step_time", *SPEED),
     "eval": ("eval/*",),
-    "distill": (*TRAINED, *DIVERGENCE, "on_policy", "answers/*", *LIKELIHOOD, "eval/kl"),
+    "distill": (*TRAINED, *DIVERGENCE, "on_policy", "answers/*", *LIKELIHOOD, "eval/kl", *BENCHMARKS),
 }
 
 
@@ -340,14 +345,16 @@ def is_maximized(name: str) -> bool:
     return any(fnmatch(name, metric) for metric in MAXIMIZED)
 
 
-def unlogged_metric(path: str, name: str, *, task: str, evaluates: bool) -> Iterator[Problem]:
+def unlogged_metric(path: str, name: str, *, task: str, train: Train) -> Iterator[Problem]:
     """Yield the problem of a metric that no run of this task logs; `path` is the key that names it."""
     known = LOGGED.get(task)
     if known is None:
         accepted = f"objectives of task={', '.join(LOGGED)}"
         yield Problem(path, f"is not logged, because task={task} does not train", value=name, accepted=accepted)
         return
-    logged = [metric for metric in known if evaluates or not metric.startswith("eval/")]
+    has_benchmarks = bool(train.evals.tasks)
+    evaluates = {metric: has_benchmarks if metric in BENCHMARKS else train.eval_batches > 0 for metric in known}
+    logged = [metric for metric in known if task == "eval" or evaluates[metric] or not metric.startswith("eval/")]
     if any(fnmatch(name, metric) for metric in logged):
         return
     accepted = ", ".join(logged)

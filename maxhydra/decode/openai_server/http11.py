@@ -187,12 +187,11 @@ class Connection:
         await self._drain()
 
     async def send_events(self, values: list[Any]) -> None:
-        """Send events in one chunk, each a JSON value or plain text."""
+        """Send events in one chunk, each a JSON value or plain text; a value with a type is an event of that name."""
         # An empty chunk would end the stream.
         if not values:
             return
-        texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values)
-        data = "".join(f"data: {text}\n\n" for text in texts).encode(errors="replace")
+        data = "".join(map(_format_event, values)).encode(errors="replace")
         self._writer.write(b"%x\r\n%s\r\n" % (len(data), data) if self._is_chunked else data)
         await self._drain()
 
@@ -239,6 +238,13 @@ def _slices(value: Any, depth: int) -> Iterator[bytes]:
 
 def _dump(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode(errors="replace")
+
+
+def _format_event(value: Any) -> str:
+    if isinstance(value, str):
+        return f"data: {value}\n\n"
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 def _format_head(status: int, headers: Mapping[str, str]) -> bytes:

@@ -6,8 +6,8 @@ neutral.
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -49,6 +49,7 @@ MAX_LOGPROBS = 20
 MAX_VALUES, MAX_KEYS = 2**18, 2**15
 
 Prompt = str | list[int]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,29 +112,44 @@ def parse(body: bytes, defaults: ServerDefaults, *, is_chat: bool) -> Completion
 
 def encode_prompts(request: CompletionRequest, encoder: PromptEncoder, max_context: int) -> list[list[int]]:
     """The prompts of a request as token ids; HttpError names the invalid field."""
-    param = "messages" if request.is_chat else "prompt"
-    try:
+    tools = request.tools
+
+    def encode() -> list[list[int]]:
         if request.messages:
-            return [encoder.encode_messages(request.messages, tools=request.tools, max_tokens=max_context)]
+            return [encoder.encode_messages(request.messages, tools=tools, max_tokens=max_context)]
         return [
             encoder.encode_text(each, max_tokens=max_context) if isinstance(each, str) else each
             for each in request.prompts
         ]
+
+    return encode_with("messages" if request.is_chat else "prompt", encode)
+
+
+def encode_with(field: str, encode: Callable[[], T]) -> T:
+    """What `encode` returns; HttpError names the field whose text it cannot encode."""
+    try:
+        return encode()
     except PromptError as error:
-        raise bad_field(param, f"is invalid: {error}") from None
+        raise bad_field(field, f"is invalid: {error}") from None
     except ConfigError as error:
         # The tokenizer has no chat template, or fails on this text.
-        raise bad_field(param, f"is invalid: {error.problems[0]}") from None
+        raise bad_field(field, f"is invalid: {error.problems[0]}") from None
+
+
+def check_model(given: Mapping[str, Any], defaults: ServerDefaults) -> str:
+    """Return the model that a request names; HttpError if it is not available."""
+    model = given.get("model", defaults.model)
+    if model == defaults.model or (defaults.has_adapters and isinstance(model, str)):
+        return model
+    name = model[:100] if isinstance(model, str) else type(model).__name__
+    reason = f"model {name!r} is not available; accepted: {defaults.model!r}"
+    raise HttpError(404, reason, param="model", code="model_not_found")
 
 
 def _parse_request(values: dict[str, Any], defaults: ServerDefaults, *, is_chat: bool) -> CompletionRequest:
     _reject_unsupported(values, is_chat=is_chat)
     given = {name: value for name, value in values.items() if value is not None}
-    model = given.get("model", defaults.model)
-    if model != defaults.model and not (defaults.has_adapters and isinstance(model, str)):
-        name = model[:100] if isinstance(model, str) else type(model).__name__
-        reason = f"model {name!r} is not available; accepted: {defaults.model!r}"
-        raise HttpError(404, reason, param="model", code="model_not_found")
+    model, samples = check_model(given, defaults), defaults.max_samples
     options = get_typed(given, "stream_options", dict, {})
     if unknown := set(options) - {"include_usage"}:
         raise bad_field("stream_options", f"has the unknown key {min(unknown)[:100]!r}")
@@ -148,7 +164,7 @@ def _parse_request(values: dict[str, Any], defaults: ServerDefaults, *, is_chat:
     request = CompletionRequest(
         is_chat=is_chat,
         messages=parse_messages(given) if is_chat else [],
-        prompts=[] if is_chat else _parse_prompts(given, defaults),
+        prompts=[] if is_chat else parse_prompts(given, defaults, most=samples, limit=f"task.max_samples={samples}"),
         samples=get_integer(given, "n", 1, low=1, high=defaults.max_samples),
         sampling=_parse_sampling(given, defaults.sampling),
         logprobs=_parse_chat_logprobs(given) if is_chat else _parse_text_logprobs(given),
@@ -253,23 +269,24 @@ def _parse_text_logprobs(given: Mapping[str, Any]) -> int | None:
     return get_integer(given, "logprobs", 0, low=0, high=MAX_LOGPROBS) if "logprobs" in given else None
 
 
-def _parse_prompts(given: Mapping[str, Any], defaults: ServerDefaults) -> list[Prompt]:
-    """Return the prompts, given as a string, a list of strings, token ids, or lists of token ids."""
-    prompt, vocab_size = given.get("prompt"), defaults.vocab_size
+def parse_prompts(
+    given: Mapping[str, Any], defaults: ServerDefaults, *, field: str = "prompt", most: int, limit: str
+) -> list[Prompt]:
+    """Return up to `most` prompts, given as a string, a list of strings, token ids, or lists of token ids."""
+    prompt, vocab_size = given.get(field), defaults.vocab_size
     prompts: list[Any] = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
-    if len(prompts) > defaults.max_samples:
-        reason = f"has {len(prompts)} prompts; accepted: at most task.max_samples={defaults.max_samples}"
-        raise bad_field("prompt", reason)
+    if len(prompts) > most:
+        raise bad_field(field, f"has {len(prompts)} prompts; accepted: at most {limit}")
     if not prompts or not all(isinstance(each, str) or _is_ids(each) for each in prompts):
-        raise bad_field("prompt", "must be a string, a list of strings, token ids, or lists of token ids")
+        raise bad_field(field, "must be a string, a list of strings, token ids, or lists of token ids")
     for each in prompts:
         if not each:
-            raise bad_field("prompt", "is empty")
+            raise bad_field(field, "is empty")
         if not isinstance(each, str) and len(each) >= defaults.max_context:
             reason = f"has {len(each)} tokens, more than task.engine.max_context={defaults.max_context} allows"
-            raise bad_field("prompt", reason)
+            raise bad_field(field, reason)
         if not isinstance(each, str) and not all(0 <= id < vocab_size for id in each):
-            raise bad_field("prompt", f"contains a token id outside 0 to {vocab_size - 1}")
+            raise bad_field(field, f"contains a token id outside 0 to {vocab_size - 1}")
     return prompts
 
 

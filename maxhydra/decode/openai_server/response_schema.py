@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from maxhydra.data.turn_parser import TurnParser
+from maxhydra.decode.openai_server.http11 import HttpError
 from maxhydra.decode.openai_server.request_schema import CompletionRequest
 from maxhydra.decode.request import Completion, Delta, TokenLogprob
 from maxhydra.decode.sampling_params import PromptEncoder
@@ -44,11 +45,20 @@ class ResponseBuilder:
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
         num_tokens = sum(len(completion.tokens) for completion in completions)
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return {**self._envelope(kind), "choices": choices, "usage": self._usage(num_tokens)}
+        return {**self._envelope(kind), "choices": choices, "usage": self.usage(num_tokens)}
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """Return the first chunk of a choice; None unless it is a chat."""
-        return self._chunk(index, {"role": "assistant", "content": ""}, None, None) if self.is_chat else None
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """Return the first chunk of a choice; none unless it is a chat."""
+        return [self._chunk(index, {"role": "assistant", "content": ""}, None, None)] if self.is_chat else []
+
+    def chunks(self, index: int, delta: Delta, offset: int) -> list[str]:
+        """Return the chunk for a delta as JSON, if it has content."""
+        text = self.chunk_text(index, delta, offset)
+        return [text] if text else []
+
+    def failure(self, error: HttpError) -> dict[str, Any]:
+        """Return the event that ends a stream whose request failed."""
+        return error.body()
 
     def chunk(self, index: int, delta: Delta, offset: int) -> dict[str, Any]:
         """Return the chunk for a delta; `offset` characters of the choice were sent before."""
@@ -81,7 +91,7 @@ class ResponseBuilder:
 
     def closing(self, num_tokens: int) -> list[Any]:
         """Return the events that end a stream."""
-        usage = {**self._envelope(self._chunk_kind), "choices": [], "usage": self._usage(num_tokens)}
+        usage = {**self._envelope(self._chunk_kind), "choices": [], "usage": self.usage(num_tokens)}
         return [usage, "[DONE]"] if self.include_usage else ["[DONE]"]
 
     @property
@@ -95,7 +105,7 @@ class ResponseBuilder:
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
         if self.parsers:
-            parts, finish = self._parse(index, completion.text, completion.finish)
+            parts, finish = self.parts(index, completion.text, completion.finish)
             completion = dataclasses.replace(completion, finish=finish or "")
             calls = [{key: value for key, value in call.items() if key != "index"} for call in parts["tool_calls"]]
             content_text = parts["content"].strip() if calls else parts["content"]
@@ -107,15 +117,17 @@ class ResponseBuilder:
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": completion.finish}
 
     def _parsed_chunk(self, index: int, delta: Delta) -> str:
-        parts, finish = self._parse(index, delta.text, delta.finish)
+        parts, finish = self.parts(index, delta.text, delta.finish)
         content = {key: value for key, value in parts.items() if value}
         logprobs = self._logprobs(self._without_eos(delta.logprobs, delta.finish), 0)
         if not content and not finish and not delta.logprobs:
             return ""
         return json.dumps(self._chunk(index, content, logprobs, finish), ensure_ascii=False)
 
-    def _parse(self, index: int, text: str, finish: str | None) -> tuple[dict[str, Any], str | None]:
+    def parts(self, index: int, text: str, finish: str | None) -> tuple[dict[str, Any], str | None]:
         """Return new content, reasoning and calls of a choice, and its finish reason."""
+        if not self.parsers:
+            return {"content": text, "reasoning_content": "", "tool_calls": []}, finish
         parser = self.parsers[index]
         first = parser.num_calls
         pieces = parser.add(text, is_last=finish is not None)
@@ -142,7 +154,8 @@ class ResponseBuilder:
         usage = {"usage": None} if self.include_usage else {}
         return {**self._envelope(self._chunk_kind), "choices": [choice], **usage}
 
-    def _usage(self, num_tokens: int) -> dict[str, int]:
+    def usage(self, num_tokens: int) -> dict[str, int]:
+        """Return the numbers of tokens of the response."""
         total = self.prompt_tokens + num_tokens
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": num_tokens, "total_tokens": total}
 

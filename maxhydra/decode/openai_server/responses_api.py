@@ -1,22 +1,32 @@
 """/v1/responses: text and function calls, converted to and from a chat completion. Nothing is stored."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxhydra.decode.openai_server.fields import bad_field, get_typed
 from maxhydra.decode.openai_server.request_schema import parse_object
 
 # Fields that a chat request has too, and those whose only accepted values change nothing.
-SHARED = ("model", "temperature", "top_p", "parallel_tool_calls", "user", "metadata", "safety_identifier", "seed")
+SHARED = (
+    "model",
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "user",
+    "metadata",
+    "safety_identifier",
+    "seed",
+    "stream",
+)
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
     "store": (False, True),
     "background": (False,),
     "truncation": ("disabled",),
     "previous_response_id": (),
     "include": ([],),
     "service_tier": ("auto", "default"),
+    "stream_options": ({"include_obfuscation": False},),
 }
 TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -88,35 +98,61 @@ def _to_tool(path: str, tool: Any) -> dict[str, Any]:
 
 def to_response(completion: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a chat completion to a response."""
-    (choice,), usage = completion["choices"], completion["usage"]
-    id, message = completion["id"].removeprefix("chatcmpl-"), choice["message"]
+    (choice,), id = completion["choices"], completion["id"].removeprefix("chatcmpl-")
+    message = choice["message"]
     output: list[dict[str, Any]] = []
     if reasoning := message.get("reasoning_content"):
-        content = [{"type": "reasoning_text", "text": reasoning}]
-        output.append({"id": f"rs_{id}", "type": "reasoning", "summary": [], "content": content})
+        output.append(text_item(id, "reasoning", reasoning))
     if message["content"] or not message.get("tool_calls"):
-        text: dict[str, Any] = {"type": "output_text", "text": message["content"] or "", "annotations": []}
-        fields = {"role": "assistant", "status": "completed", "content": [text]}
-        output.append({"id": f"msg_{id}", "type": "message", **fields})
-    for number, call in enumerate(message.get("tool_calls", [])):
-        fields = {"call_id": call["id"], "status": "completed", **call["function"]}
-        output.append({"id": f"fc_{number}_{id}", "type": "function_call", **fields})
-    is_complete = choice["finish_reason"] != "length"
+        output.append(text_item(id, "message", message["content"] or ""))
+    output += [call_item(id, number, call) for number, call in enumerate(message.get("tool_calls", []))]
+    status = "incomplete" if choice["finish_reason"] == "length" else "completed"
+    usage, created = completion["usage"], completion["created"]
+    return response_of(id, created, completion["model"], output, status=status, usage=usage)
+
+
+def text_item(id: str, kind: str, text: str | None) -> dict[str, Any]:
+    """The message or the reasoning of a response; without a text, the item that a stream starts with."""
+    if kind == "reasoning":
+        content: list[Any] = [] if text is None else [{"type": "reasoning_text", "text": text}]
+        return {"id": f"rs_{id}", "type": "reasoning", "summary": [], "content": content}
+    content = [] if text is None else [{"type": "output_text", "text": text, "annotations": []}]
+    status = "in_progress" if text is None else "completed"
+    return {"id": f"msg_{id}", "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def call_item(id: str, number: int, call: Mapping[str, Any]) -> dict[str, Any]:
+    """A function call of a response."""
+    fields = {"call_id": call["id"], "status": "completed", **call["function"]}
+    return {"id": f"fc_{number}_{id}", "type": "function_call", **fields}
+
+
+def response_of(
+    id: str,
+    created: int,
+    model: str,
+    output: Sequence[Mapping[str, Any]],
+    *,
+    status: str,
+    usage: Mapping[str, int] | None,
+) -> dict[str, Any]:
+    """A response with these items; `usage` is that of a chat completion, None while it is unknown."""
     return {
         "id": f"resp_{id}",
         "object": "response",
-        "created_at": completion["created"],
-        "model": completion["model"],
-        "status": "completed" if is_complete else "incomplete",
-        "incomplete_details": None if is_complete else {"reason": "max_output_tokens"},
+        "created_at": created,
+        "model": model,
+        "status": status,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "error": None,
-        "output": output,
+        "output": list(output),
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "tools": [],
-        "usage": {
+        "usage": usage
+        and {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],

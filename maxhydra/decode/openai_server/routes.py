@@ -2,16 +2,17 @@
 
 import asyncio
 import dataclasses
-import hmac
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from importlib import resources
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from maxhydra.decode.grammar import GrammarError
+from maxhydra.decode.openai_server.access import Access
 from maxhydra.decode.openai_server.adapter_routes import LOAD_ADAPTER, UNLOAD_ADAPTER, AdapterRoutes
 from maxhydra.decode.openai_server.chat_turns import ChatTurns
 from maxhydra.decode.openai_server.delta_queue import DeltaQueue, Mailbox
@@ -19,6 +20,7 @@ from maxhydra.decode.openai_server.fields import bad_field
 from maxhydra.decode.openai_server.http11 import JSON_TYPE, RETRY, Connection, HttpError, RequestHead, dump_slices
 from maxhydra.decode.openai_server.metrics import format_metrics
 from maxhydra.decode.openai_server.parser_process import ParserProcess
+from maxhydra.decode.openai_server.pooling_routes import EMBEDDINGS, SCORE, PoolingRoutes
 from maxhydra.decode.openai_server.request_schema import (
     CompletionRequest,
     ServerDefaults,
@@ -27,41 +29,11 @@ from maxhydra.decode.openai_server.request_schema import (
 )
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder, echo_prompt
 from maxhydra.decode.openai_server.responses_api import to_chat_request, to_response
+from maxhydra.decode.openai_server.responses_stream import ResponseStream
 from maxhydra.decode.openai_server.tokenize import detokenize, tokenize
 from maxhydra.decode.request import Completion, Delta, Engine, RequestRejectedError, UnknownAdapterError
 from maxhydra.decode.sampling_params import PromptEncoder, make_requests
-from maxhydra.record.loopback import is_allowed_host
 from maxhydra.runtime.profiler import Profiler
-
-
-class Access:
-    """Accepts clients with the API key; without a key, local clients that address a loopback name.
-
-    Web pages in a browser can send requests to this machine too. They cannot send JSON to another origin without a CORS
-    preflight, and DNS rebinding shows in the Host header.
-    """
-
-    def __init__(self, key: str | None, *, is_local: bool):
-        """`is_local`: the server listens on a loopback address."""
-        self._key, self._is_local = None if key is None else key.encode(), is_local
-
-    def check(self, head: RequestHead) -> None:
-        """Raise HttpError if the request is not allowed."""
-        if head.path == "/health" or (head.path == "/" and self._key is not None):
-            # The page itself is public; its requests send the key that the user enters.
-            return
-        if self._key is not None:
-            kind, _, key = head.headers.get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
-                message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
-                raise HttpError(401, message, code="invalid_api_key")
-        elif self._is_local and not is_allowed_host(head.headers.get("host", "localhost")):
-            message = "the Host header is not a loopback name; set task.host or task.api_key_env to allow others"
-            raise HttpError(403, message)
-        content_type = head.headers.get("content-type", "").partition(";")[0].strip()
-        if head.method == "POST" and content_type != "application/json":
-            raise HttpError(415, "the body must be JSON: send the header Content-Type: application/json")
-
 
 T = TypeVar("T")
 Route = Callable[[RequestHead, bytes, Connection, ExitStack], Coroutine[Any, Any, None]]
@@ -104,9 +76,11 @@ class Service:
         seed: int,
         profiler: Profiler | None = None,
         adapters: AdapterRoutes | None = None,
+        pooling: PoolingRoutes | None = None,
     ):
         """`max_sequences`: running and queued sequences; further requests get status 429. `adapters`: None if
-        requests cannot name adapters."""
+        requests cannot name adapters. `pooling`: None without embeddings; of a reward model, the only route."""
+        self._pooling, self._num_pooling = pooling, 0
         self._adapters = adapters
         self._profiler = profiler
         self._engine, self._prompts, self._defaults = engine, prompts, defaults
@@ -116,6 +90,7 @@ class Service:
         self._statuses: dict[int, int] = {}
         self._finishes: dict[str, int] = {}
         self._pool, self._logprobs_pool = ThreadPoolExecutor(THREADS, "server"), ThreadPoolExecutor(THREADS, "logprobs")
+        self._pooling_pool = ThreadPoolExecutor(1, "pooling")
         self._parser = ParserProcess(prompts, defaults)
         self._mailbox = Mailbox()
         self._turns = ChatTurns(prompts)
@@ -135,6 +110,11 @@ class Service:
             "/metrics": ("GET", self._metrics),
             "/profile": ("POST", self._profile),
         }
+        if pooling is not None:
+            self._paths |= dict.fromkeys((EMBEDDINGS, SCORE), ("POST", self._pool_texts))
+        if pooling is not None and pooling.is_reward_model:
+            removed = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/", EMBEDDINGS)
+            self._paths = {path: route for path, route in self._paths.items() if path not in removed}
         if adapters is not None and adapters.is_live:
             self._paths |= dict.fromkeys((LOAD_ADAPTER, UNLOAD_ADAPTER), ("POST", self._change_adapters))
 
@@ -171,6 +151,7 @@ class Service:
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
         self._logprobs_pool.shutdown(cancel_futures=True)
+        self._pooling_pool.shutdown(cancel_futures=True)
         self._parser.close()
 
     async def _health(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
@@ -212,6 +193,20 @@ class Service:
         convert = tokenize if head.path == "/tokenize" else detokenize
         value = await self._in_thread(lambda: convert(body, self._prompts, self._defaults))
         await connection.send_json(200, value, headers={})
+
+    async def _pool_texts(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
+        """Embed or score texts, in a thread that waits for the engine."""
+        assert self._pooling is not None
+        if self._num_pooling >= self._max_sequences:
+            reason = f"{self._num_pooling} requests wait for embeddings; retry later"
+            raise HttpError(429, reason, code="queue_full", headers=RETRY)
+        self._num_pooling += 1
+        try:
+            work = partial(self._pooling.respond, head.path, body)
+            response = await asyncio.get_running_loop().run_in_executor(self._pooling_pool, work)
+        finally:
+            self._num_pooling -= 1
+        await connection.send_json(200, response, headers={})
 
     async def _metrics(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
         """Send counters in the Prometheus text format."""
@@ -268,7 +263,7 @@ class Service:
             )
         try:
             await (
-                self._send_stream(head, connection, queue, builder)
+                self._send_stream(head, connection, queue, ResponseStream(builder) if is_response else builder)
                 if request.stream
                 else self._send_complete(connection, queue, builder, to_response if is_response else None)
             )
@@ -351,25 +346,23 @@ class Service:
         await connection.send(200, body, headers=JSON_TYPE)
 
     async def _send_stream(
-        self, head: RequestHead, connection: Connection, queue: DeltaQueue, builder: ResponseBuilder
+        self, head: RequestHead, connection: Connection, queue: DeltaQueue, builder: ResponseBuilder | ResponseStream
     ) -> None:
         await connection.start_events(head)
-        openings = [builder.opening(index) for index in range(len(queue.handles))]
-        await connection.send_events([chunk for chunk in openings if chunk is not None])
+        await connection.send_events([each for index in range(len(queue.handles)) for each in builder.opening(index)])
         sent, num_tokens = [0] * len(queue.handles), 0
         while queue.num_unfinished:
-            events = []
+            events: list[Any] = []
             for index, delta in await queue.take():
                 try:
                     _raise_failure(delta)
                 except HttpError as error:
                     # The status was sent already, so the stream ends without [DONE].
-                    await connection.send_events([error.body()])
+                    await connection.send_events([builder.failure(error)])
                     await connection.end_events()
                     return
                 if delta.text or delta.finish or delta.logprobs:
-                    event = builder.chunk_text(index, delta, sent[index])
-                    events += [event] if event else []
+                    events += builder.chunks(index, delta, sent[index])
                 sent[index] += len(delta.text)
                 num_tokens += len(delta.tokens)
             await connection.send_events(events)

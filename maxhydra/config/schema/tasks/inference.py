@@ -7,7 +7,7 @@ from typing import Any
 
 from maxhydra.config.declare import MAX_WIDTH, Schema, option, schema, section
 from maxhydra.config.errors import Problem
-from maxhydra.config.schema.decode import Engine, Sampling
+from maxhydra.config.schema.decode import Engine, Pooling, Sampling
 from maxhydra.config.schema.model import Dtype, Mixer, Model
 from maxhydra.config.schema.run import Progress, Task
 from maxhydra.config.values import HUB_NAME, regex_problems
@@ -121,6 +121,8 @@ class ServeTask(Task):
     adapters: dict[str, str] = option({})
     """LoRA adapters by name, each a PEFT folder or a run: a request whose `model` is the name uses the adapter."""
     lora: LoraSlots = section(LoraSlots)
+    pooling: Pooling = Pooling.last
+    """Embedding of a text: the hidden state of its last token, or the mean over its tokens; normalized to length 1."""
     sampling: Sampling = section(Sampling)
     engine: Engine = section(Engine)
 

@@ -1,0 +1,77 @@
+"""train.evals: benchmarks during training, against task=eval of the checkpoint, on a mesh, and after a resume."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import SMALL, run, run_ok
+
+EVALS = ["train.evals.tasks=[cloze,arithmetic]", "train.evals.limit=3", "train.evals.shots=0", "train.eval_batches=1"]
+FIXED = ["optimizer/schedule=constant", "checkpoint.every=1", "train.eval_every=1"]
+TRAIN = [*SMALL, "model.dtypes.compute=float32", *FIXED, *EVALS, "train.steps=2"]
+
+
+def evaluations(path: Path) -> dict[int, dict[str, float]]:
+    """Metrics of evaluations by step."""
+    rows = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
+    return {row.pop("step"): row for row in rows if any(name.startswith("eval/") for name in row)}
+
+
+@pytest.mark.slow
+def test_metrics_equal_those_of_task_eval_after_a_resume_and_on_a_mesh(tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    best = ["checkpoint.keep_best=1", "checkpoint.best_metric=eval/cloze/error", "objective=eval/arithmetic/error"]
+    run_ok(*TRAIN, *best, "run.name=whole", cwd=tmp_path)
+    whole = evaluations(outputs / "whole")
+    assert {"eval/cloze/acc", "eval/cloze/error", "eval/arithmetic/acc", "eval/loss"} <= whole[1].keys()
+
+    run_ok(*TRAIN, "train.steps=1", "run.name=parts", cwd=tmp_path)
+    run_ok(*TRAIN, "run.name=parts", cwd=tmp_path)
+    assert evaluations(outputs / "parts") == whole and whole.keys() == {1, 2}
+
+    command = [*SMALL[:6], "model.dtypes.compute=float32", "task=eval", "checkpoint.load_parameters=outputs/whole"]
+    same = ["task.tasks=[cloze,arithmetic]", "task.limit=3", "task.shots=0", "task.engine.max_context=32"]
+    run_ok(*command, *same, "run.name=after", cwd=tmp_path)
+    stored = json.loads((outputs / "after" / "eval.json").read_text())["2"]
+    for task in ("cloze", "arithmetic"):
+        for metric, value in stored[task]["metrics"].items():
+            assert whole[2][f"eval/{task}/{metric}"] == pytest.approx(value, abs=1e-6)
+
+    mesh = ["mesh=fsdp", "train.per_device_batch_size=4", "train.evals.every=2"]
+    run_ok(*TRAIN, *mesh, "run.name=mesh", devices=2, cwd=tmp_path)
+    sharded = evaluations(outputs / "mesh")
+    assert {name for name in sharded[1] if name.count("/") > 1} == set()
+    for name, value in whole[2].items():
+        assert sharded[2][name] == pytest.approx(value, rel=1e-3), name
+    assert "whole" in run_ok("runs", "best", "--metric", "eval/cloze/error", cwd=tmp_path).stdout
+
+
+@pytest.mark.slow
+def test_early_stopping_by_a_benchmark(tmp_path: Path) -> None:
+    stop = ["train.early_stop.metric=eval/plays/bpb", "train.early_stop.patience=1", "train.early_stop.min_delta=100"]
+    only = ["train.evals.tasks=[plays]", "train.evals.limit=1", "train.eval_batches=0", "train.steps=9"]
+    run_ok(*SMALL, *only, *stop, "train.eval_every=1", "run.name=x", cwd=tmp_path)
+    reason = json.loads((tmp_path / "outputs" / "x" / "run.json").read_text())["reason"]
+    assert "eval/plays/bpb did not improve" in reason
+    assert evaluations(tmp_path / "outputs" / "x").keys() == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.evals.tasks=[x.yaml]"], "train.evals.tasks=x.yaml: names a file"),
+        (["train.evals.tasks=[cloze,cloze]"], "train.evals.tasks=[cloze,cloze]: names cloze more than once"),
+        (["train.evals.tasks=[cloze]", "train.evals.every=3", "train.eval_every=2"], "multiple of eval_every=2"),
+        (["train.evals.tasks=[cloze]", "objective=eval/cloze/acc", "task=reward_model"], "task=reward_model"),
+        (["train.evals.limit=3"], "needs train.evals.tasks"),
+        (
+            ["train.evals.tasks=[cloze]", "train.early_stop.metric=eval/plays/bpb", "train.early_stop.patience=1"],
+            "train.early_stop.metric",
+        ),
+        (["objective=eval/cloze/error"], "objective"),
+    ],
+)
+def test_mistakes_are_reported_before_training(overrides: list[str], message: str, tmp_path: Path) -> None:
+    done = run(*SMALL, *overrides, cwd=tmp_path)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
