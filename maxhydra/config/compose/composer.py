@@ -136,6 +136,8 @@ class Composer:
         merge.problems += parsed.problems
         usable = [override for override in parsed.overrides if self._is_usable(override, merge)]
         defaults = self._select(usable, merge)
+        values = [override for override in usable if not self.groups.is_choice(override)]
+        merge.set_option_types(self.loader.option_types(values, defaults.defaults if defaults else []))
         folder = self.loader.folder(usable, defaults.defaults if defaults else [])
         for default in defaults.defaults if defaults else []:
             self._merge_default(default, merge)
@@ -289,7 +291,10 @@ def _without_hydra(choices: Mapping[Any, Any]) -> list[tuple[str, str]]:
     return sorted((group, option) for group, option in choices.items() if option and not group.startswith("hydra/"))
 
 
-SCHEMAS: dict[str, type] = {"schema/config": Config} | {f"schema/task/{n}": cls for n, cls in task_schemas().items()}
+SCHEMAS: dict[str, type] = {
+    hydra_loader.ROOT_SCHEMA: Config,
+    **{f"schema/task/{name}": cls for name, cls in task_schemas().items()},
+}
 
 
 @cache

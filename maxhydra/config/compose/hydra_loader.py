@@ -39,8 +39,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from maxhydra.config.compose.overrides import parse
 from maxhydra.config.compose.provenance import COMMAND_LINE, read_yaml
+from maxhydra.config.declare import Options
 from maxhydra.config.errors import Problem, did_you_mean, options_shown
 from maxhydra.config.migrations import renamed_option
+from maxhydra.config.plug_ins import nested, option_types, set_section_type
 from maxhydra.config.registry import OPTION_SOURCES, groups
 from maxhydra.config.yaml_files import display_path
 
@@ -145,6 +147,7 @@ __all__ = ["BASIC_LAUNCHER", "BASIC_SWEEPER", "DefaultsList", "Groups", "Hydra",
 BASIC_LAUNCHER = f"{BasicLauncher.__module__}.{BasicLauncher.__qualname__}"
 BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
 FOLDER_KEY = "model.path"
+ROOT_SCHEMA = "schema/config"
 FOLDER_OPTION = "model/from_hf"
 
 
@@ -274,6 +277,15 @@ class Loader(ConfigLoaderImpl):
         super().__init__(config_search_path)
         self.repository = Repository(config_search_path)
         self._file_values: dict[tuple[str, str], Any] = {}
+        self._types: dict[str, type] = {}
+
+    def option_types(
+        self, overrides: Sequence[Override], defaults: Sequence[ResultDefault]
+    ) -> dict[str, type[Options] | Problem]:
+        """Return the classes of sections that belong to objects of the user; see config/plug_ins.py."""
+        files = [(default.package or "", self._plain_values(default.config_path or "")) for default in defaults]
+        given = [(o.key_or_group, o.value()) for o in overrides if not (o.is_delete() or o.is_sweep_override())]
+        return option_types(nested(package, values) for package, values in [*files, *given])
 
     def folder(self, overrides: Sequence[Override], defaults: Sequence[ResultDefault]) -> str | None:
         """Return `model.path` from the command line, or else from the last option file that sets it."""
@@ -300,6 +312,8 @@ class Loader(ConfigLoaderImpl):
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: Any) -> DictConfig:
         self._folder = self.folder(self._overrides, defaults)
+        types = self.option_types(self._overrides, defaults)
+        self._types = {path: cls for path, cls in types.items() if not isinstance(cls, Problem)}
         composed: DictConfig = super()._compose_config_from_defaults_list(defaults, repo)
         return composed
 
@@ -318,6 +332,14 @@ class Loader(ConfigLoaderImpl):
             self._file_values[name, key] = OmegaConf.select(result.config, key) if result and is_option else None
         return self._file_values[name, key]
 
+    def _plain_values(self, name: str) -> Any:
+        """Return the values of an option file; None for schemas and Hydra's own options."""
+        if (name, "") not in self._file_values:
+            result = None if name.startswith(("hydra/", "schema/")) else self.repository.load_config(name)
+            values = None if result is None else OmegaConf.to_container(result.config, resolve=False)
+            self._file_values[name, ""] = values
+        return self._file_values[name, ""]
+
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
         result: ConfigResult = super()._load_single_config(default, repo)
         if not default.package:
@@ -325,6 +347,10 @@ class Loader(ConfigLoaderImpl):
             # following merge would modify.
             result = copy.copy(result)
             result.config = copy.deepcopy(result.config)
+        if default.config_path == ROOT_SCHEMA:
+            for path, cls in self._types.items():
+                assert isinstance(result.config, DictConfig)
+                set_section_type(result.config, path, cls)
         if values := source_values(self._folder, default.config_path or ""):
             merged = OmegaConf.merge(result.config, values)
             assert isinstance(merged, DictConfig)
