@@ -111,8 +111,8 @@ FIXED_KEYS = (
     *("task.rounds", "task.importance_cap", "task.iterations", "task.off_policy_steps", "task.max_staleness"),
     *("task.engine.cache_dtype", "task.engine.deterministic"),
     "task.teacher.align",
-    # Objects of the user and their settings; their code is compared by content.
-    *("*.options.*", "train.loss.function", "optimizer.function"),
+    # Objects of the user, whose code is compared by content; their settings, the sections `options`, are fixed too.
+    *("train.loss.function", "optimizer.function"),
     *("task.teacher.model", "task.teacher.overrides", "task.divergence", "task.alpha", "task.alpha_end"),
     *("task.beta_end", "task.temperature", "task.temperature_end", "task.course", "task.features.*"),
     *("task.init_layers", "task.on_policy.fraction", "task.on_policy.max_tokens", "task.on_policy.temperature"),

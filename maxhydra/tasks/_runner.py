@@ -281,8 +281,6 @@ def _run_recorded(job: Job, config_dir: str | None, task: Any) -> Result:
             job.run.finish("preempted", reason := signals.reason())
             return _result(job, Outcome("preempted", reason), path=job.run.path)
         is_recorded.set()
-        if getattr(task, "TRAINS", False):
-            track_outcome(job.config, job.run, status=outcome.status, facts=outcome.facts)
         result = _result(job, outcome, path=job.run.path)
         objective = {"name": job.config.objective, "value": result.objective}
         job.run.finish(outcome.status, outcome.reason, objective=objective, metrics=outcome.metrics, **outcome.facts)
@@ -321,9 +319,11 @@ def _run_task(job: Job, task: Any) -> Outcome:
     try:
         with explain_out_of_memory(suggest_less_memory(job.config)), peers.naming_lost_processes():
             outcome: Outcome = task.run(job)
-            return outcome
     except OutOfMemoryError as error:
-        return Outcome("failed", str(error))
+        outcome = Outcome("failed", str(error))
+    if getattr(task, "TRAINS", False):
+        track_outcome(job.config, job.run, status=outcome.status, facts=outcome.facts)
+    return outcome
 
 
 def _result(job: Job, outcome: Outcome, *, path: Path | None) -> Result:

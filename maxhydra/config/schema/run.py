@@ -14,6 +14,7 @@ from typing import ClassVar
 from maxhydra.config.declare import MAX_CONTEXT, Options, PlugInUse, Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.schema.model import Model
+from maxhydra.config.schema.plug_in import PlugIn
 from maxhydra.record.log import printable
 from maxhydra.record.storage import is_remote, read_only_reason, unsupported_reason, working_copy
 
@@ -144,16 +145,6 @@ def control_problems(path: str, texts: Iterable[str], *, keep: str = "") -> Iter
     for text in texts:
         if printable(text, keep=keep) != text:
             yield Problem(path, "contains control characters", value=printable(text, keep=""), accepted="plain text")
-
-
-@schema
-class PlugIn(Schema):
-    """An object of yours. train.loss: `function(model, sharder, train)` returns the loss of training steps of
-    task=pretrain and sft in place of the next-token loss; evaluations keep that one. train.callbacks.*: a class."""
-
-    function: str | None = option(None, plug_in=PlugInUse.here)
-    """`package.module:object`, called with the settings in options if it has a parameter of that name. null: none."""
-    options: Options = section(Options)
 
 
 @schema
