@@ -148,6 +148,7 @@ BASIC_LAUNCHER = f"{BasicLauncher.__module__}.{BasicLauncher.__qualname__}"
 BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
 FOLDER_KEY = "model.path"
 ROOT_SCHEMA = "schema/config"
+MODEL, RECIPE, PACKAGED = "model", "recipe", "maxhydra.conf"
 FOLDER_OPTION = "model/from_hf"
 
 
@@ -236,7 +237,24 @@ class Repository(ConfigRepository):
         super().initialize_sources(config_search_path)
         self._loaded: dict[str, ConfigResult | None] = {}
 
+    def inherited(self, name: str) -> str:
+        """Return the recipe that a model of the user inherits: its own, or that of the model it is derived from.
+
+        Models of the package have only recipes of their own, so that commands of older runs compose as before.
+        """
+        group, _, option = name.partition("/")
+        if group != RECIPE or self._find_object_source(name, ObjectType.CONFIG) is not None:
+            return name
+        source = self._find_object_source(f"{MODEL}/{option}", ObjectType.CONFIG)
+        if source is None or source.path == PACKAGED or source.scheme() not in ("pkg", "file"):
+            return name
+        content = read_yaml(source_file(source.scheme(), source.path, f"{MODEL}/{option}")).plain
+        parents = content.get("defaults", []) if isinstance(content, dict) else []
+        found = (self.inherited(f"{RECIPE}/{parent}") for parent in parents if isinstance(parent, str))
+        return next((recipe for recipe in found if self._find_object_source(recipe, ObjectType.CONFIG)), name)
+
     def load_config(self, config_path: str) -> ConfigResult | None:
+        config_path = self.inherited(config_path)
         if config_path not in self._loaded:
             source = self._find_object_source(config_path, ObjectType.CONFIG)
             # Schemas have no file, and Hydra's own options need no check.
@@ -284,8 +302,11 @@ class Loader(ConfigLoaderImpl):
     ) -> dict[str, type[Options] | Problem]:
         """Return the classes of sections that belong to objects of the user; see config/plug_ins.py."""
         files = [(default.package or "", self._plain_values(default.config_path or "")) for default in defaults]
-        given = [(o.key_or_group, o.value()) for o in overrides if not (o.is_delete() or o.is_sweep_override())]
-        return option_types(nested(package, values) for package, values in [*files, *given])
+        set_values = [override for override in overrides if not (override.is_delete() or override.is_sweep_override())]
+        given = [(override.key_or_group, override.value()) for override in set_values]
+        # A text at the root chooses an option: data=demo.
+        given = [(key, value) for key, value in given if "." in key or isinstance(value, dict)]
+        return option_types(nested(path, values) for path, values in [*files, *given])
 
     def folder(self, overrides: Sequence[Override], defaults: Sequence[ResultDefault]) -> str | None:
         """Return `model.path` from the command line, or else from the last option file that sets it."""
