@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from maxhydra.config.registry import CONF, defaults, description, groups, is_overlay
+from maxhydra.config.registry import CONF, defaults, description, groups, is_overlay, project_folders
 from maxhydra.config.schema.config import Config
 
 COMMANDS = Path(__file__).parent / "commands"
@@ -50,7 +50,7 @@ def docstrings(folder: Path) -> dict[str, str]:
 
 def help_text(arguments: list[str]) -> str:
     """Return the help text, including the options of `--config-dir`."""
-    options = groups((CONF, *_config_dirs(arguments)))
+    options = groups((CONF, *project_folders(), *_config_dirs(arguments)))
     overlays = {group: paths for group, paths in options.items() if is_overlay(paths[0])}
     sections = {group: paths for group, paths in options.items() if group not in overlays}
     lines = [

@@ -46,6 +46,16 @@ def execute(
 
 def _report(result: Result, folder: RunDirectory, config: Config, *, is_single: bool) -> None:
     """Write report.html, and print how the run ended and, for a single run, what to run next."""
+    write_run_report(result)
+    lines = [*_outcome(result, folder, config)]
+    lines += _next_steps(result, folder, config) if is_single else []
+    print("\n".join(lines), flush=True)
+
+
+def write_run_report(result: Result) -> None:
+    """Write report.html; a failure is printed and does not change the result."""
+    assert result.path is not None
+    folder = RunDirectory(result.path, writes=False)
     try:
         write_report(folder)
         if result.url is not None:
@@ -54,9 +64,6 @@ def _report(result: Result, folder: RunDirectory, config: Config, *, is_single: 
         print(f"maxhydra: report.html could not be written: {error.strerror}", file=sys.stderr)
     except StorageError as error:
         print(f"maxhydra: report.html could not be uploaded: {error}", file=sys.stderr)
-    lines = [*_outcome(result, folder, config)]
-    lines += _next_steps(result, folder, config) if is_single else []
-    print("\n".join(lines), flush=True)
 
 
 @contextmanager

@@ -7,12 +7,21 @@ import dataclasses
 import inspect
 import textwrap
 from collections.abc import Iterator
+from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, dataclass_transform
 
 from maxhydra.config.errors import Problem
 
 T = TypeVar("T")
+
+
+class PlugInUse(Enum):
+    """Where an object of the user is called: by this process, or by separate worker processes."""
+
+    here = "here"
+    worker = "worker"
+
 
 # OmegaConf's marker of a required value, without importing OmegaConf, so that the schema imports in milliseconds.
 MISSING: Any = "???"
@@ -31,9 +40,13 @@ def option(
     le: float | None = None,
     lt: float | None = None,
     one_of: str | None = None,
+    plug_in: PlugInUse | None = None,
 ) -> Any:
-    """Declare a field with a default and accepted values: numeric bounds, or the modules of a package (`one_of`)."""
-    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt, "one_of": one_of}
+    """Declare a field with a default and accepted values: numeric bounds, or the modules of a package (`one_of`).
+
+    `plug_in`: the value can be `package.module:object`; the section `options` next to it holds the object's settings.
+    """
+    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt, "one_of": one_of, "plug_in": plug_in}
     metadata = {name: bound for name, bound in bounds.items() if bound is not None}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
@@ -62,6 +75,15 @@ class Schema:
 def schema(cls: type[T]) -> type[T]:
     """Declare a schema class (which derives from `Schema`)."""
     return dataclasses.dataclass(kw_only=True)(cls)
+
+
+@schema
+class Options(Schema):
+    """Base of the settings of an object of yours, which a config key names as `package.module:object`.
+
+    A schema class that derives from it and annotates the parameter `options` of the object defines the keys of the
+    section `options` next to that config key.
+    """
 
 
 @cache

@@ -33,6 +33,8 @@ def reference() -> str:
 def _section(path: str, cls: type) -> Iterator[str]:
     """Yield the table of a section's keys, then its subsections."""
     keys = [field for field in fields(cls).values() if not field.spec.is_section]
+    if not fields(cls):
+        return
     if path:
         yield f"## `{path}`\n"
         yield f"{' '.join((cls.__doc__ or '').split())}\n"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -11,12 +12,14 @@ from typing import Any
 
 from omegaconf import BooleanNode, EnumNode, FloatNode, IntegerNode, StringNode, ValidationError, ValueNode
 
-from maxhydra.config.declare import Schema, field_docs
+from maxhydra.config.declare import PlugInUse, Schema, field_docs
 from maxhydra.config.errors import show
 from maxhydra.config.registry import modules
 
 NODES: dict[type, Callable[[], ValueNode]] = {bool: BooleanNode, int: IntegerNode, float: FloatNode, str: StringNode}
 NOUNS: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+# Path of an object of the user.
+PLUG_IN_FORM, PLUG_IN = "package.module:object", re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 COMPARISONS = {
     "ge": ("{} or more", lambda value, bound: value >= bound),
     "gt": ("over {}", lambda value, bound: value > bound),
@@ -37,6 +40,11 @@ class FieldType:
     @property
     def is_section(self) -> bool:
         return issubclass(self.type, Schema)
+
+    @property
+    def plug_in(self) -> PlugInUse | None:
+        """Where the object is called that a value, or an item of a list, may name; None if it cannot name one."""
+        return self.bounds.get("plug_in") if self.item is None else self.item.plug_in
 
     @property
     def names(self) -> list[str]:
@@ -66,7 +74,9 @@ class FieldType:
             return f"a mapping of names to {self.item.accepted}"
         null = ", or null" if self.optional else ""
         if self.names or "one_of" in self.bounds:
-            return ", ".join(self.names) + null
+            return ", ".join([*self.names, *([PLUG_IN_FORM] if self.plug_in else [])]) + null
+        if self.plug_in:
+            return PLUG_IN_FORM + null
         limits = [
             COMPARISONS[name][0].format(f"{bound:g}" if isinstance(bound, float) else bound)
             for name, bound in self.bounds.items()
@@ -88,8 +98,12 @@ class FieldType:
             converted = node.validate_and_convert(value)
         except ValidationError:
             return "is not one of the accepted names" if self.names else f"is not {NOUNS[self.type]}"
+        if self.plug_in and ":" in converted:
+            return "" if PLUG_IN.fullmatch(converted) else "is not the path of an object"
         if "one_of" in self.bounds:
             return "" if converted in self.names else "is not one of the accepted names"
+        if self.plug_in:
+            return "is not the path of an object"
         if isinstance(converted, float) and not math.isfinite(converted):
             return "is not finite"
         within = all(COMPARISONS[name][1](converted, bound) for name, bound in self.bounds.items())

@@ -4,9 +4,12 @@ Nothing is imported and no YAML is parsed, so that `maxhydra --help` is fast.
 """
 
 import importlib
+import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib import resources
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from maxhydra.config.schema.run import Task
 PACKAGE = Path(__file__).resolve().parent.parent
 CONF = PACKAGE / "conf"
 GLOBAL = "@package _global_"
+# Entry points through which an installed project adds its options: package names, such as my_project.conf.
+PROJECTS = "maxhydra.conf"
 
 
 OptionSource = Callable[[str, str], dict[str, Any]]
@@ -47,6 +52,24 @@ def task_schemas() -> dict[str, type[Task]]:
             if isinstance(cls, type) and issubclass(cls, Task) and cls is not Task:
                 schemas[re.sub(r"(?<!^)([A-Z])", r"_\1", cls.__name__.removesuffix("Task")).lower()] = cls
     return schemas
+
+
+def project_packages() -> tuple[str, ...]:
+    """Return the packages of options that installed projects declare as entry points of the group `maxhydra.conf`."""
+    return tuple(sorted(entry.value for entry in entry_points(group=PROJECTS) if _is_package(entry.value)))
+
+
+def project_folders() -> list[Path]:
+    """Return the folders of the options of installed projects."""
+    return [Path(str(resources.files(package))) for package in project_packages()]
+
+
+def _is_package(name: str) -> bool:
+    """Return whether a package can be imported; an entry point may remain of a project that was deleted."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
 
 
 def groups(folders: tuple[Path, ...] = (CONF,)) -> dict[str, list[Path]]:

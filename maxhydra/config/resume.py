@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from maxhydra.config.declare import MISSING, Schema
+from maxhydra.config.declare import MISSING, Options, Schema
 from maxhydra.config.errors import Problem, did_you_mean, show
 from maxhydra.config.fields import Field, fields, walk
 from maxhydra.config.migrations import migrate_config
@@ -30,7 +30,7 @@ _LOADER: type[yaml.CSafeLoader] | type[yaml.SafeLoader] = yaml.CSafeLoader if ya
 FREE_KEYS = (
     # Name, place and description of the run.
     *("run.name", "run.outputs", "run.staging", "run.tags", "run.notes", "run.accept_changed_*"),
-    *("tracker.*", "objective"),
+    *("tracker.*", "objective", "train.callbacks*"),
     # Length, and the lengths in the learning rate schedule that follow from it.
     *("train.steps", "train.epochs", "optimizer.schedule.warmup_steps", "optimizer.schedule.decay_steps"),
     *("optimizer.schedule.steps", "optimizer.schedule.restarts"),
@@ -111,6 +111,8 @@ FIXED_KEYS = (
     *("task.rounds", "task.importance_cap", "task.iterations", "task.off_policy_steps", "task.max_staleness"),
     *("task.engine.cache_dtype", "task.engine.deterministic"),
     "task.teacher.align",
+    # Objects of the user, whose code is compared by content; their settings, the sections `options`, are fixed too.
+    *("train.loss.function", "optimizer.function"),
     *("task.teacher.model", "task.teacher.overrides", "task.divergence", "task.alpha", "task.alpha_end"),
     *("task.beta_end", "task.temperature", "task.temperature_end", "task.course", "task.features.*"),
     *("task.init_layers", "task.on_policy.fraction", "task.on_policy.max_tokens", "task.on_policy.temperature"),
@@ -183,6 +185,7 @@ def unknown_keys(names: Iterable[str], config: Config) -> Iterator[Problem]:
     """Yield a problem for each name in run.accept_changed_config that is not a key or section of the config."""
     task = [(path, field) for path, field in walk(type(config.task), "task")]
     known = [path for path, _ in [*walk(Config), *task]]
+    known += [f"{path}.*" for path, field in walk(Config) if field.spec.type is Options]
     for name in names:
         if not any(fnmatch(name, path) for path in known):
             hint = did_you_mean(name, known) or "name keys as on the command line"
@@ -191,11 +194,13 @@ def unknown_keys(names: Iterable[str], config: Config) -> Iterator[Problem]:
 
 def _section_changes(schema: type, before: Any, now: Any, path: str) -> list[ConfigChange]:
     """Compare the plain values of two sections. A key that an older version did not store has its default."""
-    before, now = (values if isinstance(values, Mapping) else {} for values in (before, now))
+    before, now = _mapping(before), _mapping(now)
     changes: list[ConfigChange] = []
     for name, field in fields(schema).items():
         key = f"{path}.{name}" if path else name
-        if field.spec.is_section:
+        if field.spec.type is Options:
+            changes += _option_changes(_mapping(before.get(name)), _mapping(now.get(name)), key)
+        elif field.spec.is_section:
             changes += _section_changes(field.spec.type, before.get(name), now.get(name), key)
         elif field.spec.item is not None and field.spec.item.is_section:
             changes += _entry_changes(field, before.get(name) or {}, now.get(name) or {}, key)
@@ -204,6 +209,17 @@ def _section_changes(schema: type, before: Any, now: Any, path: str) -> list[Con
             if values[0] != values[1]:
                 changes.append(ConfigChange(key, *values))
     return changes
+
+
+def _option_changes(before: Mapping[str, Any], now: Mapping[str, Any], path: str) -> list[ConfigChange]:
+    """Compare the settings of an object of the user, whose class another version of its code may have changed."""
+    names = dict.fromkeys([*before, *now])
+    changes = [ConfigChange(f"{path}.{name}", before.get(name), now.get(name)) for name in names]
+    return [change for change in changes if change.before != change.now]
+
+
+def _mapping(values: Any) -> Mapping[str, Any]:
+    return values if isinstance(values, Mapping) else {}
 
 
 def _entry_changes(field: Field, before: Mapping[str, Any], now: Mapping[str, Any], path: str) -> list[ConfigChange]:

@@ -13,6 +13,7 @@ from maxhydra.config.compose.validate import Validator
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.fields import walk
 from maxhydra.config.migrations import RULES_PATH, migrate_config, migrate_value, migrated_entries
+from maxhydra.config.plug_ins import option_types
 from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema.config import Config
 from maxhydra.config.yaml_files import dump_yaml
@@ -98,6 +99,13 @@ def _merge(text: str, source: str, *, is_run: bool) -> ConfigMerge:
     name = task.value.get("name") if task is not None and isinstance(task.value, dict) else None
     if name is not None and name.value in task_schemas():
         merge.set_type("task", task_schemas()[name.value])
+    types = option_types([content.plain])
+    if not is_run:
+        # A run can be read without the packages of its objects; a task that needs one reports it.
+        unknown = {path for path, cls in types.items() if isinstance(cls, Problem)}
+        types = {path: cls for path, cls in types.items() if path not in unknown}
+        content = _without(content, unknown)
+    merge.set_option_types(types)
     merge.set_value("", content)
     merge.check_required()
     for path, field in walk(Config):
@@ -107,6 +115,15 @@ def _merge(text: str, source: str, *, is_run: bool) -> ConfigMerge:
             for key in set(field.default) - set(entries.value if entries else {}):
                 merge.remove(f"{path}.{key}")
     return merge
+
+
+def _without(values: SourcedValue, paths: set[str], path: str = "") -> SourcedValue:
+    """Return nested values without those at some paths."""
+    if not paths or not isinstance(values.value, dict):
+        return values
+    entries = {(f"{path}.{key}" if path else key): (key, item) for key, item in values.value.items()}
+    remaining = {key: _without(item, paths, here) for here, (key, item) in entries.items() if here not in paths}
+    return SourcedValue(remaining, values.source)
 
 
 def _validate(merge: ConfigMerge) -> Config:

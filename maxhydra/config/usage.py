@@ -11,9 +11,10 @@ from fnmatch import fnmatch
 from typing import Any
 
 from maxhydra.config.errors import UNSET, Problem
+from maxhydra.config.plug_ins import is_plug_in
 from maxhydra.config.registry import modules
 from maxhydra.config.schema.checkpoint import SaveMode
-from maxhydra.config.schema.config import DESCRIBING_TASKS, ENGINE_TASKS, TRAINING_TASKS, Config
+from maxhydra.config.schema.config import DESCRIBING_TASKS, ENGINE_TASKS, NEXT_TOKEN_TASKS, TRAINING_TASKS, Config
 from maxhydra.config.schema.data import READY_ROWS, Corpus, PackingMethod
 from maxhydra.config.schema.kernels import AttentionBackend
 from maxhydra.config.schema.model import Dtype
@@ -45,6 +46,7 @@ TASKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("run.accept_changed_*", OF_TRAINING),
     ("checkpoint.load_parameters", WITH_WEIGHTS),
     ("checkpoint.*", OF_TRAINING),
+    ("train.loss.*", (*NEXT_TOKEN_TASKS, *MEASURING_TASKS, *DESCRIBING_TASKS)),
     ("train.seq_len", WITH_WEIGHTS),
     ("train.per_device_batch_size", (*OF_TRAINING, "teacher_logits", "score")),
     ("train.loss_chunk", (*OF_TRAINING, "teacher_logits", "score")),
@@ -68,8 +70,12 @@ class Condition:
 
 
 CONDITIONS = (
+    Condition(("tracker.entity", "tracker.mode"), lambda c: "wandb" in c.tracker.backends, "tracker=wandb"),
+    Condition(("tracker.uri",), lambda c: "mlflow" in c.tracker.backends, "tracker=mlflow"),
     Condition(
-        ("tracker.project", "tracker.entity", "tracker.mode"), lambda c: "wandb" in c.tracker.backends, "tracker=wandb"
+        ("tracker.project",),
+        lambda c: bool({"wandb", "mlflow", "trackio"} & {*c.tracker.backends}),
+        "tracker=wandb, mlflow or trackio",
     ),
     Condition(
         ("checkpoint.every*", "checkpoint.keep*", "checkpoint.first_minutes", "checkpoint.best_metric"),
@@ -171,7 +177,7 @@ def unused_problems(config: Config, given: Iterable[tuple[str, Any]]) -> Iterato
     task = config.task.name
     for key, value in given:
         tasks = using_tasks(key)
-        if task not in tasks:
+        if task not in tasks and not is_plug_in(task):
             shown = [name for name in tasks if name not in (*MEASURING_TASKS, *DESCRIBING_TASKS)]
             accepted = f"task={', '.join(shown)}"
             yield Problem(key, f"has no effect in task={task}", value=_shown(key, value), accepted=accepted)
@@ -179,14 +185,16 @@ def unused_problems(config: Config, given: Iterable[tuple[str, Any]]) -> Iterato
         if (needs := _missing(config, key)) is not None:
             yield Problem(key, "has no effect in this run", value=_shown(key, value), hint=f"needs {needs}")
     keys = [key for key, _ in given]
-    if "objective" in keys and task not in DESCRIBING_TASKS:
+    if "objective" in keys and task not in DESCRIBING_TASKS and not is_plug_in(task):
         yield from unlogged_metric("objective", config.objective, task=task, train=config.train)
 
 
 def unused_keys(config: Config, keys: Iterable[str]) -> set[str]:
     """Return the keys that have no effect in a run, whatever their values."""
     task = config.task.name
-    return {key for key in keys if task not in using_tasks(key) or _missing(config, key) is not None}
+    keys = list(keys)
+    used = [key for key in keys if task in using_tasks(key) or is_plug_in(task)]
+    return {*keys} - {key for key in used if _missing(config, key) is None}
 
 
 def using_tasks(key: str) -> tuple[str, ...]:
@@ -208,7 +216,7 @@ def _missing(config: Config, key: str) -> str | None:
         _, source_name, name = rest.split(".")[:3]
         corpus = config.data.sources.get(source_name, config.data)
     sources = SOURCES.get(name)
-    if sources is None or corpus.source in sources:
+    if sources is None or corpus.source in sources or is_plug_in(corpus.source):
         return None
     return " or ".join(f"source={source}" for source in sources)
 

@@ -1,7 +1,6 @@
 """From a data config to streams of rows: opens the sources and connects readers, tokenizers and packing."""
 
 import dataclasses
-import importlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.config.plug_ins import load_object
 from maxhydra.config.schema.data import Data, OnError, PackingMethod
 from maxhydra.data.packing import plan_rows
 from maxhydra.data.read_ahead import Chunk, Chunks, Encoded, Encoder, IndexedChunks, StreamedChunks, map_ahead
@@ -287,15 +287,7 @@ def _location_by_index(records: Records, payload: Any, at: int) -> str:
 
 def _import_function(path: str | None) -> Callable[[Record], Record] | None:
     """Import the function at `package.module:function`."""
-    if path is None:
-        return None
-    module, name = path.split(":")
-    try:
-        function: Callable[[Record], Record] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        hint = "check the name, and that its folder is on PYTHONPATH"
-        raise ConfigError(Problem("data.formatting", str(error), value=path, hint=hint)) from None
-    return function
+    return None if path is None else load_object(path, key="data.formatting")
 
 
 # State of a worker process: how to open the pipeline, then the pipeline and its encoders.

@@ -21,7 +21,7 @@ from maxhydra.measure.record import (
 )
 from maxhydra.runtime import Machine
 from maxhydra.sharding import Sharder
-from maxhydra.train import LoaderBatches, TrainingSetup, next_token_loss, plan_batches, plan_states
+from maxhydra.train import LoaderBatches, TrainingSetup, plan_batches, plan_states, training_loss
 from maxhydra.train.compile import compile_step, reserve_gpu_headroom
 
 log = logging.getLogger("maxhydra")
@@ -64,7 +64,7 @@ def plan(config: Config) -> tuple[TrainingSetup, data.Loader]:
     states = plan_states(config, sharder)
     spec = plan_batches(config, sharder)
     loader = data.train_loader(config.data, spec)
-    loss = next_token_loss(states.model, sharder, config.train)
+    loss = training_loss(states.model, sharder, config.train)
     return TrainingSetup(states, loss, spec, LoaderBatches(loader), evaluate=None), loader
 
 

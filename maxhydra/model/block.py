@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxhydra.config.plug_ins import call_plug_in
 from maxhydra.config.schema import model as config
+from maxhydra.config.schema.plug_in import PlugIn
 from maxhydra.kernels.attention.spec import CHECKPOINT_NAME, EXCHANGE_NAME
 from maxhydra.layers import (
     AttentionSpec,
@@ -52,6 +54,27 @@ FEED_FORWARDS: dict[config.FeedForward, type[MlpSpec] | type[MoeSpec]] = {
 }
 
 
+def _mixer_spec(model: config.Model, kind: config.Kind, name: str) -> MixerSpec:
+    if kind.mixer is not config.Mixer.own_mixer:
+        return MIXERS[kind.mixer].of(model, kind)
+    spec: MixerSpec = _own_spec(kind.own_mixer, model, kind, key=f"model.kinds.{name}.own_mixer.function")
+    return spec
+
+
+def _feed_forward_spec(model: config.Model, kind: config.Kind, name: str) -> FeedForwardSpec:
+    if kind.feed_forward is not config.FeedForward.own_feed_forward:
+        return FEED_FORWARDS[kind.feed_forward].of(model, kind)
+    key = f"model.kinds.{name}.own_feed_forward.function"
+    spec: FeedForwardSpec = _own_spec(kind.own_feed_forward, model, kind, key=key)
+    return spec
+
+
+def _own_spec(layer: PlugIn, model: config.Model, kind: config.Kind, *, key: str) -> Any:
+    """The spec of a layer mechanism of the user."""
+    assert layer.function is not None
+    return call_plug_in(layer.function, model, kind, options=layer.options, key=key)
+
+
 class BlockOutput(NamedTuple):
     """Everything that one layer returns."""
 
@@ -84,8 +107,8 @@ class BlockSpec:
         kind = model.kinds[name]
         return cls(
             name=name,
-            mixer=MIXERS[kind.mixer].of(model, kind),
-            feed_forward=FEED_FORWARDS[kind.feed_forward].of(model, kind),
+            mixer=_mixer_spec(model, kind, name),
+            feed_forward=_feed_forward_spec(model, kind, name),
             parallel_moe=ParallelMoeSpec.of(model, kind),
             per_layer=PerLayerSpec.of(model),
             is_scaled=kind.is_scaled,

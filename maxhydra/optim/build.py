@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from maxhydra.config.plug_ins import call_plug_in
 from maxhydra.config.schema.optimizer import MomentFormat, OptimizerKind
 from maxhydra.config.schema.optimizer import Optimizer as OptimizerConfig
 from maxhydra.config.values import matches_any
@@ -283,6 +284,11 @@ def _schedule_free(config: OptimizerConfig, axes: Axes) -> optax.GradientTransfo
     return optax.scale_by_rms(decay=config.b2, eps=config.eps, eps_in_sqrt=False, bias_correction=True)
 
 
+def _function(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
+    assert config.function is not None
+    return call_plug_in(config.function, options=config.options, key="optimizer.function")
+
+
 def _mu_dtype(config: OptimizerConfig) -> str | None:
     return config.mu_dtype.value if config.mu_dtype else None
 
@@ -294,6 +300,7 @@ _SCALINGS: dict[OptimizerKind, Callable[[OptimizerConfig, Axes], optax.GradientT
     OptimizerKind.muon: _muon,
     OptimizerKind.lion: _lion,
     OptimizerKind.schedule_free: _schedule_free,
+    OptimizerKind.function: _function,
 }
 
 

@@ -16,8 +16,10 @@ This module does not import jax: environments run in separate processes (environ
 import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
+from maxhydra.config.plug_ins import bind_options, load_object
 from maxhydra.config.schema.reward import Environment as Config
 from maxhydra.config.schema.reward import EnvironmentKind
 from maxhydra.rl.tools import Tool, load_tool
@@ -154,11 +156,9 @@ def _load_openenv(config: Config) -> Callable[[], Environment]:
 
 def _load_function(config: Config) -> Callable[[], Environment]:
     assert config.function is not None
-    module, name = config.function.split(":")
-    factory: Callable[[], Environment] = getattr(importlib.import_module(module), name)
-    if not callable(factory):
-        raise TypeError(f"{config.function} is not a class or function")
-    return factory
+    key = "environment.function"
+    factory = load_object(config.function, key=key)
+    return partial(factory, **bind_options(factory, config.options, key=key))
 
 
 LOADERS: dict[EnvironmentKind, Callable[[Config], Callable[[], Environment]]] = {

@@ -7,13 +7,14 @@ not import jax, so that the processes start quickly.
 """
 
 import dataclasses
-import importlib
 import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+from maxhydra.config.plug_ins import bind_options, load_object
 from maxhydra.config.schema.reward import RewardKind, Scope, Term
 from maxhydra.rl.judge import Judge
 
@@ -134,9 +135,10 @@ def _overlong(term: Term) -> Score:
 def _function(term: Term) -> UnitScore:
     """A user-defined reward function, `module:function`."""
     assert term.function is not None
-    module, name = term.function.split(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    is_async = inspect.iscoroutinefunction(function)
+    key = "reward.terms.*.function"
+    plug_in = load_object(term.function, key=key)
+    is_async = inspect.iscoroutinefunction(plug_in)
+    function = partial(plug_in, **bind_options(plug_in, term.options, key=key))
     if is_async != (term.concurrency is not None):
         raise TypeError(
             "is async, so concurrency must be a number of calls"

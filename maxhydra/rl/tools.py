@@ -1,7 +1,6 @@
 """Tools that a model may call: functions with a JSON schema, built in or of the user."""
 
 import ast
-import importlib
 import inspect
 import json
 import operator
@@ -9,6 +8,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from maxhydra.config.plug_ins import load_object
 from maxhydra.rl.sandbox import Sandbox
 
 # Characters of a result that the model gets to read.
@@ -49,8 +49,7 @@ def load_tool(name: str, *, timeout: float, memory_limit_gib: float | None) -> T
             return sandbox.run(code)
 
         return Tool(python)
-    module, function = name.split(":")
-    return Tool(getattr(importlib.import_module(module), function))
+    return Tool(load_object(name, key="environment.tools"))
 
 
 def json_schema(function: Callable[..., Any]) -> dict[str, Any]:

@@ -12,17 +12,21 @@ import dataclasses
 import importlib
 import logging
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from jax.experimental import multihost_utils
 
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.plug_ins import bind_options, is_plug_in, load_object
 from maxhydra.config.schema.run import new_name_problem
 from maxhydra.config.serialize import stored_secrets, stored_values, to_stored_yaml
 from maxhydra.measure.record import OutOfMemoryError, explain_out_of_memory, require_memory, suggest_less_memory
@@ -34,11 +38,14 @@ from maxhydra.runtime import Machine, alerts, peers, signals
 from maxhydra.tasks._resume import Session, prepare_session
 from maxhydra.tasks._storage import check_reachable, stored_run
 from maxhydra.train.batches import resolve_epochs
+from maxhydra.train.trackers import track_outcome
 
 log = logging.getLogger("maxhydra")
 
 # Tasks that measure training steps.
 MEASURED = ("bench", "tune")
+# Constants of a task that the module of a user's task leaves out.
+USUAL = {"NEEDS_DEVICES": True, "KEEPS_RUN": True, "TRAINS": False, "COMPILES": False}
 SECRET_WARNING = (
     "%s looks like a secret and is stored as ***; pass it by a variable, %s='${oc.env:NAME}', to resume without it"
 )
@@ -76,6 +83,7 @@ class Result:
     objective: float | None
     writes: bool
     """Whether this process is the one that writes the folder."""
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     url: str | None = None
     """Where the folder was uploaded to; None if run.outputs is a local folder."""
 
@@ -87,7 +95,7 @@ def run(
 
     `overrides` and `config_dir` are recorded with the run, so that it can be started again.
     """
-    task = importlib.import_module(f"maxhydra.tasks.{config.task.name}")
+    task = _find_task(config)
     if path is None and task.KEEPS_RUN and config.run.name is not None:
         _check_name(config.run.folder(), config.run.name)
     if path is None and task.KEEPS_RUN:
@@ -100,9 +108,20 @@ def run(
         return _run_on(machine, task, config, choices, overrides=overrides, path=path, config_dir=config_dir)
 
 
+def _find_task(config: Config) -> Any:
+    """The module of a task, or the same names for a function of the user and the constants of its module."""
+    name = config.task.name
+    if not is_plug_in(name):
+        return importlib.import_module(f"maxhydra.tasks.{name}")
+    function = load_object(name, key="task.name")
+    module, options = sys.modules[function.__module__], bind_options(function, config.task.options, key="task.name")
+    constants = {constant: getattr(module, constant, usual) for constant, usual in USUAL.items()}
+    return SimpleNamespace(run=partial(function, **options), **constants)
+
+
 def _run_on(
     machine: Machine,
-    task: ModuleType,
+    task: Any,
     config: Config,
     choices: dict[str, str],
     *,
@@ -144,7 +163,7 @@ def _choose_remat(machine: Machine, config: Config) -> tuple[Machine, Config]:
     return dataclasses.replace(machine, notes=(*machine.notes, note)), dataclasses.replace(config, model=chosen)
 
 
-def _run_stored(job: Job, config_dir: str | None, task: ModuleType) -> Result:
+def _run_stored(job: Job, config_dir: str | None, task: Any) -> Result:
     """Run the task with its folder mirrored to the URL in run.outputs, if it is one."""
     is_main, result = job.machine.process_index == 0, None
     try:
@@ -182,7 +201,7 @@ def _check_name(outputs: Path, name: str) -> None:
         raise ConfigError(Problem("run.name", reason, name, hint=f"choose another name, or {name}/NAME"))
 
 
-def _run_with_alerts(job: Job, config_dir: str | None, task: ModuleType) -> Result:
+def _run_with_alerts(job: Job, config_dir: str | None, task: Any) -> Result:
     """Run the task, and send an alert about how it ended."""
     facts = {"run": job.run.path.name, "path": str(job.run.path), "task": job.config.task.name}
     with alerts.attached(job.config.alerts, facts, is_main=job.run.writes):
@@ -208,7 +227,7 @@ def _with_alert(event: str, record: Callable[[str], None]) -> Callable[[str], No
     return record_and_send
 
 
-def _run_recorded(job: Job, config_dir: str | None, task: ModuleType) -> Result:
+def _run_recorded(job: Job, config_dir: str | None, task: Any) -> Result:
     """Run the task in a session of its run, and record how it ended."""
     machine, stored_run = job.machine, stored_values(job.config)["run"]
     session = Session(job.config, {})
@@ -294,15 +313,17 @@ def _finished_before(job: Job) -> Result | None:
     )
 
 
-def _run_task(job: Job, task: ModuleType) -> Outcome:
+def _run_task(job: Job, task: Any) -> Outcome:
     """Run the task; too little memory is an outcome with a suggestion, not a traceback."""
     require_memory(job.config, job.machine)
     try:
         with explain_out_of_memory(suggest_less_memory(job.config)), peers.naming_lost_processes():
             outcome: Outcome = task.run(job)
-            return outcome
     except OutOfMemoryError as error:
-        return Outcome("failed", str(error))
+        outcome = Outcome("failed", str(error))
+    if getattr(task, "TRAINS", False):
+        track_outcome(job.config, job.run, status=outcome.status, facts=outcome.facts)
+    return outcome
 
 
 def _result(job: Job, outcome: Outcome, *, path: Path | None) -> Result:
@@ -312,6 +333,7 @@ def _result(job: Job, outcome: Outcome, *, path: Path | None) -> Result:
         reason=outcome.reason,
         objective=outcome.metrics.get(job.config.objective),
         writes=job.machine.process_index == 0,
+        metrics=outcome.metrics,
         url=None if path is None else job.config.run.url(path),
     )
 
@@ -336,4 +358,4 @@ def _default_name(config: Config, choices: dict[str, str]) -> str:
     """TASK-MODEL-TIME; the time is that of process 0, so that all processes agree on the folder."""
     seconds = int(multihost_utils.broadcast_one_to_all(np.int64(time.time())))
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
-    return f"{config.task.name}-{choices.get('model', 'run')}-{stamp}"
+    return f"{config.task.name.rpartition(':')[2]}-{choices.get('model', 'run')}-{stamp}"

@@ -13,6 +13,7 @@ from maxhydra.train import (
     plan_batches,
     plan_states,
     train,
+    training_loss,
 )
 
 NEEDS_DEVICES = KEEPS_RUN = TRAINS = True
@@ -29,7 +30,7 @@ def run(job: Job) -> Outcome:
     states = plan_states(config, sharder)
     loss = next_token_loss(states.model, sharder, config.train)
     # A step runs on one DiLoCo replica at a time, an evaluation on all devices.
-    step_loss = next_token_loss(states.model, sharder.inside_replica(), config.train)
+    step_loss = training_loss(states.model, sharder.inside_replica(), config.train)
     training = TrainingSetup(
         states=states,
         loss=step_loss,

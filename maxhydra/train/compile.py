@@ -24,7 +24,7 @@ from maxhydra.sharding import Sharder
 from maxhydra.train.batches import plan_batches
 from maxhydra.train.diloco import make_diloco_step
 from maxhydra.train.executable import load_executable
-from maxhydra.train.loss import Batch, LossFn, next_token_loss
+from maxhydra.train.loss import Batch, LossFn, training_loss
 from maxhydra.train.state import StateFactory, TrainState, plan_states
 from maxhydra.train.step import Metrics, StepFn, make_step, sequences_in
 
@@ -239,7 +239,7 @@ def trace_pretraining_step(config: Config, sharder: Sharder, *, segments: bool =
     shape = (spec.batch, spec.rows.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=spec.sharding) for name, dtype in COLUMNS.items()}
     batch = batch if segments else {name: column for name, column in batch.items() if name != "segments"}
-    loss = next_token_loss(states.model, sharder.inside_replica(), config.train)
+    loss = training_loss(states.model, sharder.inside_replica(), config.train)
     return trace_step(states, loss, config.train, batch)
 
 

@@ -20,6 +20,7 @@ from maxhydra.runtime import peers, signals
 from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.watchdog import Watchdog
 from maxhydra.train.batches import BatchSource, LoaderBatches
+from maxhydra.train.callbacks import Callbacks
 from maxhydra.train.checkpoint import NO_LOCAL_TIER, Checkpointer, SaveFailed, saved_trees
 from maxhydra.train.local_tier import LocalTier
 from maxhydra.train.loss import Batch
@@ -59,6 +60,7 @@ class LoopContext:
     watchdog: Watchdog
     profiler: Profiler
     statistics: StatisticsLogger
+    callbacks: Callbacks
     local: LocalTier = NO_LOCAL_TIER
     """Checkpoints on the disks of the hosts."""
 
@@ -75,6 +77,7 @@ def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signal
     `deferral` starts with the first step: until then a signal ends the session at once, because nothing is lost.
     """
     loop, steps = _Loop(context, start), context.train.steps
+    context.callbacks.begin()
     if is_evaluation_missing(context.train, context.history, evaluates=context.evaluate is not None):
         loop.evaluate(start, state)
         if start and (reason := end_reason(context.train, context.history, start)):
@@ -156,6 +159,7 @@ class _Loop:
     def __init__(self, context: LoopContext, start: int):
         self._context = context
         self._saved_step = start
+        self._pending_save: int | None = None
         self.step = context.step
         self._schedule = SaveSchedule(
             context.checkpoint, is_saving=lambda: context.checkpointer.is_saving() or context.local.is_saving()
@@ -256,10 +260,11 @@ class _Loop:
                 if status != "failed" and self._saved_step != step:
                     self._wait_for_previous_save()
                     self._write(step, state)
-                context.checkpointer.wait()
+                self._complete_save()
         except SaveFailed as failure:
             status, reason = "failed", str(failure)
         context.metrics.record_spent()
+        context.callbacks.end(status, step, metrics)
         signals.set_phase(f"at step {step}")
         self._worker.shutdown(wait=False)
         return TrainResult(status, reason, step, state, metrics)
@@ -267,11 +272,18 @@ class _Loop:
     def _wait_for_previous_save(self) -> None:
         """Wait for the previous save; if it failed, log that and still try the next."""
         try:
-            self._context.checkpointer.wait()
+            self._complete_save()
         except SaveFailed as failure:
             log.error("%s; training continues", failure)
+
+    def _complete_save(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        step, self._pending_save = self._pending_save, None
+        self._context.checkpointer.wait()
+        if step is not None:
+            self._context.callbacks.save(step)
 
     def _write(self, step: int, state: TrainState) -> None:
         metrics: Mapping[str, float] = self._context.history.evaluations.get(step, {})
         self._context.checkpointer.save(step, state, self._context.batches.state(), metrics)
-        self._saved_step = step
+        self._saved_step = self._pending_save = step

@@ -101,12 +101,12 @@ class MetricsLogger:
         *,
         run: RunDirectory,
         writer: MetricsWriter,
-        tracker: Tracker,
+        trackers: Sequence[Tracker],
         progress: StepProgress,
         usage: UsageSampler,
         step: int,
     ):
-        self._cost, self._run, self._writer, self._tracker, self._progress = cost, run, writer, tracker, progress
+        self._cost, self._run, self._writer, self._trackers, self._progress = cost, run, writer, trackers, progress
         self._usage = usage
         self._pending: _LoggedStep | None = None
         self._last_completed, self.last_step = time.perf_counter(), step
@@ -207,7 +207,8 @@ class MetricsLogger:
 
     def _publish(self, step: int, values: Mapping[str, float]) -> None:
         self._writer.write(step, values)
-        self._tracker.log(step, values)
+        for tracker in self._trackers:
+            tracker.log(step, values)
         self._progress.update(step, values)
         self._run.heartbeat(end_step=step, last=values)
         self.record_spent()

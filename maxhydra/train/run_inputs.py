@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.config import Config, Problem
+from maxhydra.config.plug_ins import used_objects
 from maxhydra.config.schema.data import Fingerprint as FingerprintMethod
+from maxhydra.config.schema.run import INPUT_KINDS
 from maxhydra.config.schema.tasks.distill import DistillTask
 from maxhydra.config.schema.tasks.training import DpoTask, GrpoTask, Reference
 from maxhydra.convert.adapter_lineage import describe_weights_change, find_pinned, weights_record
@@ -24,6 +26,7 @@ from maxhydra.record.fingerprint import describe_change, fingerprint_files, is_u
 
 PARAMETERS, FULL_STATE, TEACHER = "checkpoint.load_parameters", "checkpoint.load_full_state", "task.teacher.weights"
 REWARD = "reward.terms.{}.weights"
+OBSERVERS = ("tracker.", "train.callbacks.", "data.eval_sets.")
 ACCEPT_INPUTS = "run.accept_changed_inputs"
 # Record types that are rendered with a chat template.
 TEMPLATED = ("chat", "preference", "labeled", "scored", "prompts")
@@ -104,7 +107,7 @@ class InputChange:
 
 def list_inputs(config: Config) -> list[FileInput | WeightsInput]:
     """All inputs of a training config."""
-    return [*_weights(config), *_data(config), *_tokenizer(config), *_rewards(config)]
+    return [*_weights(config), *_data(config), *_tokenizer(config), *_user_code(config)]
 
 
 def record_inputs(config: Config) -> Records:
@@ -189,8 +192,6 @@ def _data(config: Config) -> Iterator[FileInput]:
         prefix = f"data.sources.{name}" if name else "data"
         for field, paths in corpus_files(corpus, data).items():
             yield FileInput("data", f"{prefix}.{field}", str(getattr(corpus, field)), paths, is_full)
-        if corpus.formatting is not None:
-            yield _code("data", f"{prefix}.formatting", corpus.formatting)
 
 
 def _tokenizer(config: Config) -> Iterator[FileInput]:
@@ -203,12 +204,12 @@ def _tokenizer(config: Config) -> Iterator[FileInput]:
         yield FileInput("template", "data.tokenizer.chat_template", location, files)
 
 
-def _rewards(config: Config) -> Iterator[FileInput]:
-    for name, term in config.reward.terms.items():
-        if term.function is not None:
-            yield _code("reward", f"reward.terms.{name}.function", term.function)
-    if config.environment.function is not None:
-        yield _code("environment", "environment.function", config.environment.function)
+def _user_code(config: Config) -> Iterator[FileInput]:
+    """The modules of objects of the user, except those that only observe the run."""
+    for key, path in used_objects(config):
+        section = key.partition(".")[0]
+        if not key.startswith(OBSERVERS):
+            yield _code(section if section in INPUT_KINDS else "code", key, path)
     for tool in config.environment.tools:
         if ":" in tool:
             yield _code("environment", "environment.tools", tool)

@@ -27,6 +27,7 @@ from maxhydra.runtime.progress import open_step_progress
 from maxhydra.runtime.usage import UsageSampler
 from maxhydra.runtime.watchdog import Watchdog
 from maxhydra.train.batches import BatchSource
+from maxhydra.train.callbacks import Callbacks
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.compile import CompiledSteps, RampedStep, compile_step, hlo_text, obtain_steps, reserve_gpu_headroom
 from maxhydra.train.evaluate import Evaluate
@@ -192,8 +193,9 @@ def _loop_context(
     )
     # Only process 0 logs metrics.
     usage = stack.enter_context(closing(UsageSampler(config.statistics.system_seconds if is_main else None)))
+    callbacks = Callbacks(config, run, start=start.step)
     metrics = MetricsLogger(
-        cost, run=run, writer=writer, tracker=tracker, progress=progress, usage=usage, step=start.step
+        cost, run=run, writer=writer, trackers=[tracker, callbacks], progress=progress, usage=usage, step=start.step
     )
     open_writer = partial(_statistics_writer, run, start=start.step, is_main=is_main)
     statistics = StatisticsLogger(config.statistics.every, steps.with_statistics, open_writer, config.model)
@@ -210,4 +212,5 @@ def _loop_context(
         watchdog=stack.enter_context(closing(Watchdog(config.watchdog, run.path, process=machine.process_index))),
         profiler=stack.enter_context(closing(profiler)),
         statistics=stack.enter_context(closing(statistics)),
+        callbacks=callbacks,
     )

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 import maxhydra.convert  # noqa: F401  registers model=from_hf
 from maxhydra.config import Config, ConfigError
-from maxhydra.config.compose.composer import CONFIG_NAME, MODULE, Composer, compose, register
-from maxhydra.config.compose.hydra_loader import LONGEST, job_folder
+from maxhydra.config.compose.composer import CONFIG_NAME, Composer, compose, register
+from maxhydra.config.compose.hydra_loader import LONGEST, PACKAGED, job_folder
 from maxhydra.config.compose.overrides import parse
 from maxhydra.config.errors import quoted, unquoted
 from maxhydra.config.fields import walk
@@ -34,7 +34,7 @@ def composer() -> Composer:
 def by_hydra(overrides: list[str]) -> Config:
     """The reference: Hydra's public API and OmegaConf's own instantiation."""
     register()
-    with hydra.initialize_config_module(MODULE, version_base="1.3"):
+    with hydra.initialize_config_module(PACKAGED, version_base="1.3"):
         node = hydra.compose(CONFIG_NAME, overrides)
     config = OmegaConf.to_object(node)
     assert isinstance(config, Config)

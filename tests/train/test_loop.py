@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxhydra.config import ConfigError
+from maxhydra.config import Config, ConfigError
 from maxhydra.config.schema.checkpoint import Checkpoint
 from maxhydra.config.schema.health import Profile
 from maxhydra.config.schema.health import Watchdog as WatchdogSettings
@@ -30,6 +30,7 @@ from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.progress import open_step_progress
 from maxhydra.runtime.usage import UsageSampler
 from maxhydra.runtime.watchdog import Watchdog
+from maxhydra.train.callbacks import Callbacks
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.evaluate import held_out_loss
 from maxhydra.train.loop import LoopContext, TrainResult, end_reason, fit, is_evaluation_missing
@@ -39,7 +40,7 @@ from maxhydra.train.save_schedule import SaveSchedule, Tier
 from maxhydra.train.state import Guard, TrainState
 from maxhydra.train.statistics import StatisticsLogger
 from maxhydra.train.step import make_step
-from maxhydra.train.trackers import _Trackers
+from maxhydra.train.trackers import Trackers
 
 OPTIMIZER = Optimizer(transform=optax.sgd(0.1), schedule=lambda step: 0.1)
 
@@ -96,6 +97,7 @@ def run_loop(
     progress = open_step_progress(Progress.none, total=train.steps, start=0, shown=False)
     cost = StepCost(tokens=1, flops=2.0, devices=1, peak_tflops=1.0)
     checkpointer = open_checkpointer(run.checkpoints, checkpoint, history.evaluations)
+    callbacks = Callbacks(Config(train=train), run, start=start)
     step_fn = step_fn or jax.jit(make_step(loss_fn, OPTIMIZER, train))
     context = LoopContext(
         train=train,
@@ -109,7 +111,7 @@ def run_loop(
             cost,
             run=run,
             writer=writer,
-            tracker=_Trackers(),
+            trackers=[Trackers(), callbacks],
             progress=progress,
             usage=UsageSampler(0.01, sample=lambda: {"system/cpu_share": 0.5}),
             step=start,
@@ -118,6 +120,7 @@ def run_loop(
         watchdog=Watchdog(WatchdogSettings(factor=None), run.path),
         profiler=profiler or Profiler(Profile(), run.path),
         statistics=StatisticsLogger(None, None, lambda: writer, Model()),
+        callbacks=callbacks,
     )
     with signals.Deferral() as deferral:
         result = fit(context, state, start=start, deferral=deferral)

@@ -36,14 +36,13 @@ from maxhydra.config.compose.overrides import apply_override, parse, replaced_ke
 from maxhydra.config.compose.provenance import SourcedValue, locate, read_yaml
 from maxhydra.config.compose.validate import UNSURE, Validator
 from maxhydra.config.errors import UNSET, ConfigError, Problem
-from maxhydra.config.registry import task_schemas
+from maxhydra.config.registry import project_packages, task_schemas
 from maxhydra.config.schema.config import Config
 from maxhydra.config.serialize import origin_to_show
 from maxhydra.config.usage import unused_problems
 from maxhydra.config.yaml_files import display_path
 
 CONFIG_NAME = "config"
-MODULE = "maxhydra.conf"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +95,12 @@ def find_composer(
 ) -> "Composer":
     """Return a composer; the one over the packaged options, which do not change while a process runs, is shared."""
     is_default = config_dir is None and config_name == CONFIG_NAME and not searchpath
-    return _default_composer() if is_default else Composer(config_dir, config_name, searchpath)
+    return _default_composer(project_packages()) if is_default else Composer(config_dir, config_name, searchpath)
 
 
 @cache
-def _default_composer() -> "Composer":
+def _default_composer(projects: tuple[str, ...]) -> "Composer":
+    """Return the composer over the packaged options and those of installed projects."""
     return Composer()
 
 
@@ -110,8 +110,10 @@ class Composer:
     def __init__(self, config_dir: str | None = None, config_name: str = CONFIG_NAME, searchpath: Iterable[str] = ()):
         register()
         self.config_name = config_name
-        search_path = create_config_search_path(f"pkg://{MODULE}")
+        search_path = create_config_search_path(f"pkg://{hydra_loader.PACKAGED}")
         schema = search_path.get_path().pop()  # Hydra requires the schemas at the end of the search path
+        for package in project_packages():
+            search_path.append(package, f"pkg://{package}")
         self.config_dir = config_dir
         if config_dir is not None:
             folder = Path(config_dir).expanduser().absolute()
@@ -136,6 +138,7 @@ class Composer:
         merge.problems += parsed.problems
         usable = [override for override in parsed.overrides if self._is_usable(override, merge)]
         defaults = self._select(usable, merge)
+        merge.set_option_types(self.loader.option_types(usable, defaults.defaults if defaults else []))
         folder = self.loader.folder(usable, defaults.defaults if defaults else [])
         for default in defaults.defaults if defaults else []:
             self._merge_default(default, merge)
@@ -243,6 +246,7 @@ class Composer:
 
     def file(self, name: str) -> Path | None:
         """Return the YAML file of a config, from the first folder of the search path that has it."""
+        name = self.loader.repository.inherited(name)
         for source in self.loader.get_sources():
             if source.scheme() in ("pkg", "file") and source.is_config(name):
                 return source_file(source.scheme(), source.path, name)
@@ -289,7 +293,10 @@ def _without_hydra(choices: Mapping[Any, Any]) -> list[tuple[str, str]]:
     return sorted((group, option) for group, option in choices.items() if option and not group.startswith("hydra/"))
 
 
-SCHEMAS: dict[str, type] = {"schema/config": Config} | {f"schema/task/{n}": cls for n, cls in task_schemas().items()}
+SCHEMAS: dict[str, type] = {
+    hydra_loader.ROOT_SCHEMA: Config,
+    **{f"schema/task/{name}": cls for name, cls in task_schemas().items()},
+}
 
 
 @cache

@@ -39,8 +39,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from maxhydra.config.compose.overrides import parse
 from maxhydra.config.compose.provenance import COMMAND_LINE, read_yaml
+from maxhydra.config.declare import Options
 from maxhydra.config.errors import Problem, did_you_mean, options_shown
 from maxhydra.config.migrations import renamed_option
+from maxhydra.config.plug_ins import nested, option_types, set_section_type
 from maxhydra.config.registry import OPTION_SOURCES, groups
 from maxhydra.config.yaml_files import display_path
 
@@ -145,6 +147,8 @@ __all__ = ["BASIC_LAUNCHER", "BASIC_SWEEPER", "DefaultsList", "Groups", "Hydra",
 BASIC_LAUNCHER = f"{BasicLauncher.__module__}.{BasicLauncher.__qualname__}"
 BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
 FOLDER_KEY = "model.path"
+ROOT_SCHEMA = "schema/config"
+MODEL, RECIPE, PACKAGED = "model", "recipe", "maxhydra.conf"
 FOLDER_OPTION = "model/from_hf"
 
 
@@ -233,7 +237,24 @@ class Repository(ConfigRepository):
         super().initialize_sources(config_search_path)
         self._loaded: dict[str, ConfigResult | None] = {}
 
+    def inherited(self, name: str) -> str:
+        """Return the recipe that a model of the user inherits: its own, or that of the model it is derived from.
+
+        Models of the package have only recipes of their own, so that commands of older runs compose as before.
+        """
+        group, _, option = name.partition("/")
+        if group != RECIPE or self._find_object_source(name, ObjectType.CONFIG) is not None:
+            return name
+        source = self._find_object_source(f"{MODEL}/{option}", ObjectType.CONFIG)
+        if source is None or source.path == PACKAGED or source.scheme() not in ("pkg", "file"):
+            return name
+        content = read_yaml(source_file(source.scheme(), source.path, f"{MODEL}/{option}")).plain
+        parents = content.get("defaults", []) if isinstance(content, dict) else []
+        found = (self.inherited(f"{RECIPE}/{parent}") for parent in parents if isinstance(parent, str))
+        return next((recipe for recipe in found if self._find_object_source(recipe, ObjectType.CONFIG)), name)
+
     def load_config(self, config_path: str) -> ConfigResult | None:
+        config_path = self.inherited(config_path)
         if config_path not in self._loaded:
             source = self._find_object_source(config_path, ObjectType.CONFIG)
             # Schemas have no file, and Hydra's own options need no check.
@@ -274,6 +295,18 @@ class Loader(ConfigLoaderImpl):
         super().__init__(config_search_path)
         self.repository = Repository(config_search_path)
         self._file_values: dict[tuple[str, str], Any] = {}
+        self._types: dict[str, type] = {}
+
+    def option_types(
+        self, overrides: Sequence[Override], defaults: Sequence[ResultDefault]
+    ) -> dict[str, type[Options] | Problem]:
+        """Return the classes of sections that belong to objects of the user; see config/plug_ins.py."""
+        files = [(default.package or "", self._plain_values(default.config_path or "")) for default in defaults]
+        set_values = [override for override in overrides if not (override.is_delete() or override.is_sweep_override())]
+        given = [(override.key_or_group, override.value()) for override in set_values]
+        # A text at the root chooses an option: data=demo.
+        given = [(key, value) for key, value in given if "." in key or isinstance(value, dict)]
+        return option_types(nested(path, values) for path, values in [*files, *given])
 
     def folder(self, overrides: Sequence[Override], defaults: Sequence[ResultDefault]) -> str | None:
         """Return `model.path` from the command line, or else from the last option file that sets it."""
@@ -300,6 +333,8 @@ class Loader(ConfigLoaderImpl):
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: Any) -> DictConfig:
         self._folder = self.folder(self._overrides, defaults)
+        types = self.option_types(self._overrides, defaults)
+        self._types = {path: cls for path, cls in types.items() if not isinstance(cls, Problem)}
         composed: DictConfig = super()._compose_config_from_defaults_list(defaults, repo)
         return composed
 
@@ -318,6 +353,14 @@ class Loader(ConfigLoaderImpl):
             self._file_values[name, key] = OmegaConf.select(result.config, key) if result and is_option else None
         return self._file_values[name, key]
 
+    def _plain_values(self, name: str) -> Any:
+        """Return the values of an option file; None for schemas and Hydra's own options."""
+        if (name, "") not in self._file_values:
+            result = None if name.startswith(("hydra/", "schema/")) else self.repository.load_config(name)
+            values = None if result is None else OmegaConf.to_container(result.config, resolve=False)
+            self._file_values[name, ""] = values
+        return self._file_values[name, ""]
+
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
         result: ConfigResult = super()._load_single_config(default, repo)
         if not default.package:
@@ -325,6 +368,10 @@ class Loader(ConfigLoaderImpl):
             # following merge would modify.
             result = copy.copy(result)
             result.config = copy.deepcopy(result.config)
+        if default.config_path == ROOT_SCHEMA:
+            for path, cls in self._types.items():
+                assert isinstance(result.config, DictConfig)
+                set_section_type(result.config, path, cls)
         if values := source_values(self._folder, default.config_path or ""):
             merged = OmegaConf.merge(result.config, values)
             assert isinstance(merged, DictConfig)

@@ -5,6 +5,7 @@ set, leaves out a value that does not fit, and continues, so that one error mess
 """
 
 import copy
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from maxhydra.config.declare import MISSING
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.fields import FieldType, fields, is_open, walk
 from maxhydra.config.migrations import migrate_key
+from maxhydra.config.plug_ins import set_section_type
 from maxhydra.config.registry import GLOBAL, groups, task_schemas
 from maxhydra.config.schema.config import Config
 
@@ -40,6 +42,15 @@ class ConfigMerge:
     def set_type(self, path: str, cls: type) -> None:
         """Give the section at `path` the fields of a subclass of its declared type."""
         self._types[path] = cls
+
+    def set_option_types(self, types: Mapping[str, type | Problem]) -> None:
+        """Give sections the fields of objects of the user; the keys of one that cannot be imported are not checked."""
+        for path, cls in types.items():
+            if isinstance(cls, Problem):
+                self.problems.append(cls)
+                self.unsure.add(path)
+            else:
+                self.set_type(path, cls)
 
     def set_value(self, path: str, sourced: SourcedValue) -> None:
         """Set a value, or every value of a section, over the current one."""
@@ -233,9 +244,8 @@ class ConfigMerge:
 @cache
 def _defaults(types: tuple[tuple[str, type], ...]) -> DictConfig:
     """Return the schema defaults with these section types; cached, because OmegaConf is slow to build them."""
-    node = OmegaConf.structured(Config)
+    node: DictConfig = OmegaConf.structured(Config)
     for path, cls in types:
         if path:
-            OmegaConf.update(node, path, OmegaConf.structured(cls))
-    assert isinstance(node, DictConfig)
+            set_section_type(node, path, cls)
     return node

@@ -37,6 +37,8 @@ DILOCO_TASKS = ("pretrain", "sft", "plan")
 TRAINING_TASKS = ("pretrain", "sft", "dpo", "reward_model", "grpo", "distill")
 # Tasks that read the rows of their data in epochs, or describe one that does.
 EPOCH_TASKS = ("pretrain", "sft", "dpo", "reward_model", "distill", "plan", "inspect", "inspect_data")
+# Tasks with the next-token loss, which train.loss replaces.
+NEXT_TOKEN_TASKS = ("pretrain", "sft")
 # Tasks of models with a score head.
 SCORE_TASKS = ("reward_model", "convert", "inspect", "serve")
 # Tasks whose engine can be profiled.
@@ -140,6 +142,9 @@ class Config(Schema):
             yield Problem("model.head", reason, value=self.model.head, accepted="score")
         for problem in self.task.check_model(self.model):
             yield dataclasses.replace(problem, path=f"task.{problem.path}")
+        if self.train.loss.function is not None and name in TRAINING_TASKS and name not in NEXT_TOKEN_TASKS:
+            reason, accepted = f"is not used by task={name}, which has its own loss", "null, or task=pretrain, sft"
+            yield Problem("train.loss.function", reason, self.train.loss.function, accepted=accepted)
         yield from self._optimizer_problems()
 
     def _optimizer_problems(self) -> Iterator[Problem]:

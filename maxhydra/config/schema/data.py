@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.declare import Options, PlugInUse, Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.values import ACCEPTED, matches, nearby_files, parts
 from maxhydra.record.storage import is_remote
@@ -102,11 +102,13 @@ class FileFormat(Enum):
 class Corpus(Schema):
     """A source of records."""
 
-    source: str = option("demo", one_of="maxhydra.data.sources")
+    source: str = option("demo", one_of="maxhydra.data.sources", plug_in=PlugInUse.here)
     """demo: plays of Shakespeare, included in the package; text: your own UTF-8 files; grain: files of records; hf:
     Hugging Face datasets; tfds: TensorFlow Datasets builds; c4_mlperf: C4 as MLPerf uses it; olmo: token shards
     with an index; arithmetic: generated problems with answers; reasoning_gym: generated problems of its tasks;
-    synthetic: random tokens; mixture: several of these."""
+    synthetic: random tokens; mixture: several of these; package.module:function: a source of yours, called as
+    function(corpus, data, spec) with its options."""
+    options: Options = section(Options)
     path: str | None = None
     """text, grain, hf, olmo (index): a file, folder or glob pattern, several separated by `;`, local or any fsspec
     URL such as gs://bucket/x-*.array_record."""
@@ -149,7 +151,7 @@ class Corpus(Schema):
     labeled (prompt, completion, label); prompts (prompt, answer); teacher (tokens with a teacher's top logits)."""
     columns: dict[str, str] = option({})
     """Column names that differ from the role, such as text: content."""
-    formatting: str | None = None
+    formatting: str | None = option(None, plug_in=PlugInUse.worker)
     """Function `package.module:function` that converts a record (dict) to one of record_type."""
 
     def check(self) -> Iterator[Problem]:
@@ -172,8 +174,6 @@ class Corpus(Schema):
         if (self.remap_from is None) != (self.remap_to is None):
             missing = "remap_from" if self.remap_from is None else "remap_to"
             yield Problem(missing, "is needed, because the other one is set", value=None)
-        if self.formatting is not None and self.formatting.count(":") != 1:
-            yield Problem("formatting", "is not a function", value=self.formatting, accepted="package.module:function")
 
     @property
     def has_text(self) -> bool:

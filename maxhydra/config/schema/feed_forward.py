@@ -18,6 +18,11 @@ class MlpKind(Enum):
     plain = "plain"
 
 
+class ParallelMoe(Enum):
+    none = "none"
+    moe = "moe"
+
+
 @schema
 class Mlp(Schema):
     """Feed-forward, gated (Shazeer, 2020: SwiGLU with silu, GeGLU with gelu or gelu_tanh) or plain."""

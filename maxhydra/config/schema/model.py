@@ -41,6 +41,7 @@ from maxhydra.config.schema.feed_forward import (
     MlpKind,
     Moe,
     Mtp,
+    ParallelMoe,
     PerLayer,
     Positions,
     Router,
@@ -104,6 +105,7 @@ __all__ = [
     "Temperature",
     "ValueSource",
 ]
+from maxhydra.config.schema.plug_in import PlugIn
 from maxhydra.config.schema.transfer import Transfer
 
 
@@ -143,16 +145,13 @@ class Mixer(Enum):
     attention = "attention"
     delta = "delta"
     mla = "mla"
+    own_mixer = "own_mixer"
 
 
 class FeedForward(Enum):
     mlp = "mlp"
     moe = "moe"
-
-
-class ParallelMoe(Enum):
-    none = "none"
-    moe = "moe"
+    own_feed_forward = "own_feed_forward"
 
 
 @schema
@@ -162,20 +161,24 @@ class Kind(Schema):
     norms: Norms = Norms.pre
     """Norm placement: on the input of mixer and feed-forward (pre), on their output (post), or both (sandwich)."""
     mixer: Mixer = Mixer.attention
-    """Token mixer; configured in the section of the same name."""
+    """Token mixer; configured in the section of the same name. own_mixer: one of yours."""
     attention: Attention = section(Attention)
     delta: Delta = section(Delta)
     mla: Mla = section(Mla)
+    own_mixer: PlugIn = section(PlugIn)
     feed_forward: FeedForward = FeedForward.mlp
-    """Per-token layer; configured in the section of the same name."""
+    """Per-token layer; configured in the section of the same name. own_feed_forward: one of yours."""
     mlp: Mlp = section(Mlp)
     moe: Moe = section(Moe)
+    own_feed_forward: PlugIn = section(PlugIn)
     parallel_moe: ParallelMoe = ParallelMoe.none
     """moe: a mixture of experts (section moe) in parallel with feed_forward=mlp, each followed by its own norm."""
     is_scaled: bool = False
     """Multiply the layer's output by a per-layer constant that is loaded with the weights and not trained."""
 
     def check(self) -> Iterator[Problem]:
+        yield from self.own_mixer.check_use("own_mixer", self.mixer)
+        yield from self.own_feed_forward.check_use("own_feed_forward", self.feed_forward)
         is_mixture = self.feed_forward is FeedForward.moe or self.parallel_moe is ParallelMoe.moe
         if is_mixture and self.moe.experts is None:
             user = "feed_forward" if self.feed_forward is FeedForward.moe else "parallel_moe"

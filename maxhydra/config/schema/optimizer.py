@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from enum import Enum
 from itertools import pairwise
 
-from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.declare import Options, PlugInUse, Schema, option, schema, section
 from maxhydra.config.errors import Problem
 from maxhydra.config.schema.model import Dtype
 
@@ -16,6 +16,7 @@ class OptimizerKind(Enum):
     muon = "muon"
     lion = "lion"
     schedule_free = "schedule_free"
+    function = "function"
 
 
 class MomentFormat(Enum):
@@ -106,6 +107,7 @@ USES: dict[OptimizerKind, tuple[str, ...]] = {
     OptimizerKind.muon: ("b1", "b2", "eps", "eps_root", "momentum", "newton_schulz_steps", "mu_dtype", *MUON_OPTIONAL),
     OptimizerKind.lion: ("b1", "b2", "mu_dtype"),
     OptimizerKind.schedule_free: ("b1", "b2", "eps"),
+    OptimizerKind.function: ("function",),
 }
 OPTIONAL = ("mu_dtype", "moments", "eps_root", *MUON_OPTIONAL)
 # In bfloat16, subtracting less than 1/256 of a number leaves it unchanged.
@@ -117,8 +119,12 @@ class Optimizer(Schema):
     """Optimizer. Its option in conf/optimizer sets the fields that the kind uses and leaves the others null."""
 
     kind: OptimizerKind = OptimizerKind.adamw
-    """adamw, adafactor, sgd, muon (matrices of the layers; adamw for the rest), lion or schedule_free (AdamW at a
-    constant rate; the average of its iterates is evaluated, saved and exported)."""
+    """adamw, adafactor, sgd, muon (matrices of the layers; adamw for the rest), lion, schedule_free (AdamW at a
+    constant rate; the average of its iterates is evaluated, saved and exported) or function (one of yours)."""
+    function: str | None = option(None, plug_in=PlugInUse.here)
+    """function: `package.module:function`, called with its options; returns the optax transformation of clipped
+    gradients into updates, before weight decay and learning rate, such as optax.scale_by_adam()."""
+    options: Options = section(Options)
     learning_rate: float = option(3e-4, gt=0)
     """Peak learning rate."""
     schedule: Schedule = section(Schedule)

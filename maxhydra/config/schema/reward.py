@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from enum import Enum
 
-from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.declare import Options, PlugInUse, Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
 
 OnFault = Enum("OnFault", ["zero", "raise"])
@@ -110,10 +110,11 @@ class Term(Schema):
     overlong: number of tokens from which the score is -1."""
     buffer: int | None = option(None, ge=1)
     """overlong: length of the interval before target in which the score falls linearly from 0 to -1."""
-    function: str | None = None
+    function: str | None = option(None, plug_in=PlugInUse.worker)
     """function: `package.module:function`, called in a separate process. With scope=completion as function(text,
     prompt=, answer=, expected=, record=) -> number, otherwise with a list in place of each value: function(texts,
-    prompts=, answers=, expected=, records=) -> one number per text."""
+    prompts=, answers=, expected=, records=) -> one number per text; with options= if it has such a parameter."""
+    options: Options = section(Options)
     weights: str | None = None
     """model: run of task=reward_model, its checkpoint, or Hugging Face folder of a sequence classifier with one label.
     It must have the tokenizer of the policy, whose token ids it scores, at the last token of the completion."""
@@ -136,8 +137,6 @@ class Term(Schema):
                 yield Problem(field, f"is not used by kind={self.kind.value}", value=value, accepted="null")
         if self.buffer is not None and self.target is not None and self.buffer > self.target:
             yield Problem("buffer", f"is over target={self.target}", value=self.buffer, accepted=f"1 to {self.target}")
-        if self.function is not None and self.function.count(":") != 1:
-            yield Problem("function", "is not a function", value=self.function, accepted="package.module:function")
         scopes = {RewardKind.function: tuple(Scope), RewardKind.judge: (Scope.completion, Scope.group)}
         if self.scope not in (accepted := scopes.get(self.kind, (Scope.completion,))):
             accepted_names = ", ".join(scope.value for scope in accepted)
@@ -206,9 +205,11 @@ class Environment(Schema):
     kind: EnvironmentKind = EnvironmentKind.none
     """none: one completion per prompt; tools: the model may call functions; reasoning_gym: further attempts at a
     problem of data=reasoning_gym, with feedback; openenv: a server of OpenEnv; function: an environment of yours."""
-    function: str | None = None
-    """function: `package.module:name`, a class or function that is called without arguments for each episode and
-    returns an object with reset(record) -> messages and step(message) -> (messages, reward, done)."""
+    function: str | None = option(None, plug_in=PlugInUse.worker)
+    """function: `package.module:name`, a class or function that is called for each episode, with options= if it has
+    such a parameter, and returns an object with reset(record) -> messages and step(message) -> (messages, reward,
+    done)."""
+    options: Options = section(Options)
     tools: list[str] = option([])
     """tools: calculator, python (in a sandbox), and functions of yours as `package.module:function`, whose annotations
     and docstring describe them to the model."""
@@ -239,8 +240,6 @@ class Environment(Schema):
                 yield Problem(field, f"is not used by kind={self.kind.value}", value=value)
         if self.url is not None and not re.match(HTTP_ADDRESS, self.url):
             yield Problem("url", "is not an HTTP address", value=self.url, accepted="such as http://localhost:8000")
-        if self.function is not None and self.function.count(":") != 1:
-            yield Problem("function", "is not an object", value=self.function, accepted="package.module:name")
         for tool in self.tools:
             if tool not in BUILT_IN_TOOLS and tool.count(":") != 1:
                 accepted = f"{', '.join(BUILT_IN_TOOLS)}, or package.module:function"

@@ -11,15 +11,16 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import ClassVar
 
-from maxhydra.config.declare import MAX_CONTEXT, Schema, option, schema, section
+from maxhydra.config.declare import MAX_CONTEXT, Options, PlugInUse, Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.schema.benchmarks import TrainEvals
 from maxhydra.config.schema.model import Model
+from maxhydra.config.schema.plug_in import PlugIn
 from maxhydra.record.log import printable
 from maxhydra.record.storage import is_remote, read_only_reason, unsupported_reason, working_copy
 
 # Kinds of inputs that a run records and compares when it resumes.
-INPUT_KINDS = ("base", "teacher", "reference", "data", "tokenizer", "template", "reward", "environment")
+INPUT_KINDS = ("base", "teacher", "reference", "data", "tokenizer", "template", "reward", "environment", "code")
 # Kinds of train.checks.
 CHECKS = ("index", "nan", "div")
 # Largest train.loss_chunk that an error suggests.
@@ -58,8 +59,10 @@ def new_name_problem(name: str) -> Problem | None:
 class Task(Schema):
     """What the command does. A task with additional fields has a subclass in maxhydra/config/schema/tasks."""
 
-    name: str = option("pretrain", one_of="maxhydra.tasks")
-    """Module of maxhydra.tasks to run."""
+    name: str = option("pretrain", one_of="maxhydra.tasks", plug_in=PlugInUse.here)
+    """Module of maxhydra.tasks to run, or `package.module:function` of yours, called as function(job) with its options;
+    its module has the constants of our tasks."""
+    options: Options = section(Options)
 
     trains_mtp: ClassVar[bool] = True
     """Whether the loss of the task includes that of multi-token prediction layers."""
@@ -98,7 +101,7 @@ class Run(Schema):
     """Free text about the run."""
     accept_changed_inputs: list[str] = option([])
     """Kinds of inputs that may differ from the run's last session: base, teacher, reference, data, tokenizer, template,
-    reward, environment. Otherwise a run whose files have changed does not resume."""
+    reward, environment, code. Otherwise a run whose files have changed does not resume."""
     accept_changed_config: list[str] = option([])
     """Keys or sections that may differ from the run's last session, or, in a new run, from the run whose weights it
     loads, such as model.kinds.layer.attention.rope.theta."""
@@ -259,6 +262,10 @@ class Train(Schema):
     checks: list[str] = option([])
     """Checks of every operation of a step: index (out of bounds), nan (a NaN result), div (by zero). The first that
     fails ends the run as failed, with the operation and its source line. One device; compiling and steps are slow."""
+    loss: PlugIn = section(PlugIn)
+    callbacks: dict[str, PlugIn] = option({})
+    """Observers of the run by a name of your choice: classes whose methods begin, step, evaluation, save and end are
+    called with copies of what the run logs."""
     progress: Progress = Progress.auto
     """bar, lines or none; auto shows a bar on a terminal and lines otherwise."""
     sample: Sample = section(Sample)
@@ -270,6 +277,9 @@ class Train(Schema):
 
     def check(self) -> Iterator[Problem]:
         yield from self.evals.check_interval(self.eval_every)
+        for name, callback in self.callbacks.items():
+            if callback.function is None:
+                yield Problem(f"callbacks.{name}.function", "is needed", value=None, accepted="package.module:object")
         if self.epochs is not None and self.elastic:
             yield Problem("elastic", "is not supported with train.epochs", value=True, accepted="false, or train.steps")
         if self.ramp.start is not None and self.elastic:
@@ -291,14 +301,28 @@ class Train(Schema):
 class Tracker(Schema):
     """Trackers that receive metrics in addition to metrics.jsonl."""
 
-    backends: list[str] = option([], one_of="maxhydra.train.trackers")
-    """tensorboard, wandb, both or none."""
+    backends: list[str] = option([], one_of="maxhydra.train.trackers", plug_in=PlugInUse.here)
+    """Any of tensorboard, wandb, mlflow and trackio, and at most one `package.module:object` of yours, called as
+    object(session) with its options."""
+    options: Options = section(Options)
     project: str = "maxhydra"
-    """wandb: project."""
+    """wandb, trackio: project; mlflow: experiment."""
     entity: str | None = None
     """wandb: team or user."""
     mode: TrackerMode = TrackerMode.online
     """wandb: online uploads during the run, offline writes files for `wandb sync`."""
+    uri: str | None = None
+    """mlflow: tracking server or local store, such as http://localhost:5000, or sqlite:///mlflow.db. null: the variable
+    MLFLOW_TRACKING_URI, else mlflow.db in run.outputs."""
+
+    def check(self) -> Iterator[Problem]:
+        own = [backend for backend in self.backends if ":" in backend]
+        if len(own) > 1:
+            yield Problem(
+                "backends", "has several trackers of yours", own, accepted="at most one, with tracker.options"
+            )
+        if len({*self.backends}) < len(self.backends):
+            yield Problem("backends", "has a tracker twice", self.backends, accepted="each at most once")
 
 
 # The metric of train.target_eval_loss, and bits per byte, which evaluations of data with text report.

@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from maxhydra.config.plug_ins import call_plug_in, is_plug_in
 from maxhydra.config.schema.data import ROLES, Corpus, Data
 from maxhydra.data.files import find_files
 from maxhydra.data.record_types import RecordType
@@ -42,11 +43,15 @@ class StreamSource:
     evaluation: RecordStream
 
 
+SOURCE_KEY = "data.source"
 Source = RowSource | RecordSource | StreamSource
 
 
 def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> Source:
     """Open the source that a corpus names."""
+    if is_plug_in(corpus.source):
+        own: Source = call_plug_in(corpus.source, corpus, data, spec, options=corpus.options, key=SOURCE_KEY)
+        return own
     opened: Source = importlib.import_module(f"{__name__}.{corpus.source}").open_source(corpus, data, spec)
     return opened
 
@@ -54,8 +59,11 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> Source:
 def input_files(corpus: Corpus, data: Data) -> dict[str, list[Path]]:
     """Files that a corpus reads, by the field that names them; empty for generated and remote data.
 
-    A module that reads files has a function `input_files(corpus, data)` of its own.
+    A module that reads files has a function `input_files(corpus, data)` of its own. A source of the user reads those in
+    path and eval_path.
     """
+    if is_plug_in(corpus.source):
+        return named_files(corpus, data, ("",))
     module = importlib.import_module(f"{__name__}.{corpus.source}")
     find: Callable[[Corpus, Data], dict[str, list[Path]]] = getattr(module, "input_files", lambda corpus, data: {})
     return find(corpus, data)

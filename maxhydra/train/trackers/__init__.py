@@ -1,28 +1,52 @@
 """Experiment trackers that receive metrics in addition to metrics.jsonl.
 
-A backend is a module of this package with a function `open_tracker`, chosen by its name in `tracker.backends`.
+A backend is a module of this package with a function `open_tracker`, chosen by its name in `tracker.backends`, or an
+object of the user. Each works in a thread of its own, so that one that fails or hangs does not stop the run.
 """
 
 import dataclasses
-import functools
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.plug_ins import call_plug_in, is_plug_in
 from maxhydra.config.schema.run import Tracker as TrackerConfig
 from maxhydra.config.serialize import stored_values
 from maxhydra.record import RunDirectory
 from maxhydra.record.redact import is_secret
+from maxhydra.record.rollout_store import search
+from maxhydra.record.rollouts import FOLDER, KINDS, Query
 
 log = logging.getLogger("maxhydra")
+
+# Seconds that a tracker may take to start and to send what is queued at the end, and calls that are queued at most.
+OPEN_SECONDS, CLOSE_SECONDS, QUEUED_CALLS = 180.0, 60.0, 10_000
+# Rollouts of each kind that are sent at the end of a session.
+NUM_ROLLOUTS = 50
 
 
 class Tracker(Protocol):
     """Receives the metrics of a run when they are logged."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackedOutcome:
+    """How a session ended: status of the run, last step, the sample, and rollouts by kind, newest last."""
+
+    status: str
+    step: int
+    sample: str | None
+    rollouts: Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+class Backend(Tracker, Protocol):
+    """A tracker that is closed at the end; one that can show text and tables also has `log_outcome(outcome)`."""
 
     def close(self) -> None: ...
 
@@ -40,47 +64,141 @@ class TrackedSession:
         """The values of config.yaml, without secrets."""
         return stored_values(self.config)
 
+    def facts(self, backend: str) -> dict[str, Any]:
+        """What earlier sessions of the run recorded about a backend in run.json."""
+        return dict(self.run.read().get("trackers", {}).get(backend, {}))
 
-def open_trackers(tracker: TrackerConfig, *, run: RunDirectory, config: Config, resumed_from: int) -> Tracker:
+    def record(self, backend: str, **facts: Any) -> None:
+        """Record in run.json what the next session of the run needs to continue."""
+        self.run.update(trackers={backend: facts})
+
+
+def open_trackers(tracker: TrackerConfig, *, run: RunDirectory, config: Config, resumed_from: int) -> "Trackers":
     """All backends of `tracker.backends` as one tracker; a no-op without any and on processes that do not write."""
     session = TrackedSession(run, config, resumed_from)
-    for name in ("project", "entity") if tracker.backends else ():
+    for name in ("project", "entity", "uri") if tracker.backends else ():
         if is_secret(name, getattr(tracker, name) or ""):
-            reason, hint = "looks like a key, and would be shown", "log in with `wandb login`, or WANDB_API_KEY"
+            reason, hint = "looks like a key, and would be shown", "use the login of the tracker, or its variables"
             raise ConfigError(Problem(f"tracker.{name}", reason, hint=hint))
-    trackers = _Trackers()
+    trackers = Trackers()
     try:
         for backend in tracker.backends if run.writes else ():
-            module = importlib.import_module(f"maxhydra.train.trackers.{backend}")
-            trackers.add(backend, module.open_tracker(tracker, session))
+            trackers.add(backend, session)
     except BaseException:
         trackers.close()
         raise
     return trackers
 
 
-class _Trackers:
+def track_outcome(config: Config, run: RunDirectory, *, status: str, facts: Mapping[str, Any]) -> None:
+    """Send the status, the sample and the newest rollouts of a session to its trackers, which were closed before."""
+    if not (config.tracker.backends and run.writes):
+        return
+    pages = {kind: search(run.path / FOLDER, Query(kind=kind, limit=NUM_ROLLOUTS)).records for kind in KINDS}
+    rollouts = {kind: records[::-1] for kind, records in pages.items() if records}
+    outcome = TrackedOutcome(status, facts.get("end_step", 0), facts.get("sample"), rollouts)
+    try:
+        trackers = open_trackers(config.tracker, run=run, config=config, resumed_from=outcome.step)
+    except ConfigError as error:
+        log.warning("the end of the run was not tracked: %s", error)
+        return
+    trackers.log_outcome(outcome)
+    trackers.close()
+
+
+def missing_package(error: ImportError, backend: str, tracker: TrackerConfig) -> ConfigError:
+    """The error of a backend whose package is not installed."""
+    reason, hint = f"{backend} is not installed ({error})", f"pip install 'maxhydra[{backend}]'"
+    return ConfigError(Problem("tracker.backends", reason, value=tracker.backends, hint=hint))
+
+
+def _open(backend: str, session: TrackedSession) -> Backend:
+    tracker = session.config.tracker
+    if is_plug_in(backend):
+        own: Backend = call_plug_in(backend, session, options=tracker.options, key="tracker.backends")
+        return own
+    opened: Backend = importlib.import_module(f"{__name__}.{backend}").open_tracker(tracker, session)
+    return opened
+
+
+class Trackers:
     """Several trackers as one. An error in one is logged once and affects neither the others nor the run."""
 
     def __init__(self) -> None:
-        self._trackers: dict[str, Tracker] = {}
-        self._failed: set[str] = set()
+        self._threads: list[_TrackerThread] = []
 
-    def add(self, name: str, tracker: Tracker) -> None:
-        self._trackers[name] = tracker
+    def add(self, backend: str, session: TrackedSession) -> None:
+        """Start a backend; raises ConfigError if it does not start."""
+        self._threads.append(_TrackerThread(backend, session))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, tracker in self._trackers.items():
-            self._try(name, functools.partial(tracker.log, step, metrics))
+        for thread in self._threads:
+            thread.send(lambda tracker: tracker.log(step, metrics))
+
+    def log_outcome(self, outcome: TrackedOutcome) -> None:
+        """Send the end of a session to the trackers that can show it."""
+        for thread in self._threads:
+            thread.send(lambda tracker: tracker.log_outcome(outcome) if hasattr(tracker, "log_outcome") else None)
 
     def close(self) -> None:
-        for name, tracker in self._trackers.items():
-            self._try(name, tracker.close)
+        for thread in self._threads:
+            thread.close()
 
-    def _try(self, name: str, action: Callable[[], None]) -> None:
+
+class _TrackerThread:
+    """A tracker and the thread that opens it, calls it and closes it."""
+
+    def __init__(self, backend: str, session: TrackedSession):
+        self._backend, self._session = backend, session
+        self._calls: queue.Queue[Callable[[Any], None] | None] = queue.Queue(QUEUED_CALLS)
+        self._is_open, self._is_warned = threading.Event(), False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name=f"tracker-{backend}", daemon=True)
+        self._thread.start()
+        if not self._is_open.wait(OPEN_SECONDS):
+            reason = f"{backend} did not start within {OPEN_SECONDS:g} seconds"
+            raise ConfigError(Problem("tracker.backends", reason, hint="check its server, or leave it out"))
+        if isinstance(self._error, ConfigError):
+            raise self._error
+        if self._error is not None:
+            reason = f"{backend} did not start: {type(self._error).__name__}: {self._error}"
+            raise ConfigError(Problem("tracker.backends", reason, value=session.config.tracker.backends))
+
+    def send(self, call: Callable[[Any], None]) -> None:
         try:
-            action()
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._warn("does not respond")
+
+    def close(self) -> None:
+        """Wait for queued calls, but not for a tracker that hangs."""
+        try:
+            self._calls.put_nowait(None)
+        except queue.Full:
+            return
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._warn(f"did not end within {CLOSE_SECONDS:g} seconds")
+
+    def _work(self) -> None:
+        try:
+            tracker = _open(self._backend, self._session)
+        except BaseException as error:
+            self._error = error
+            return
+        finally:
+            self._is_open.set()
+        while (call := self._calls.get()) is not None:
+            self._try(call, tracker)
+        self._try(lambda tracker: tracker.close(), tracker)
+
+    def _try(self, call: Callable[[Any], None], tracker: Backend) -> None:
+        try:
+            call(tracker)
         except Exception as error:
-            if name not in self._failed:
-                self._failed.add(name)
-                log.warning("%s rejected metrics: %s; metrics.jsonl has them all", name, error or repr(error))
+            self._warn(f"rejected metrics: {error or repr(error)}")
+
+    def _warn(self, message: str) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            log.warning("%s %s; metrics.jsonl has them all", self._backend, message)

@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 
-from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.run import Tracker as TrackerConfig
 from maxhydra.record.atomic_io import to_json
-from maxhydra.train.trackers import TrackedSession, Tracker
+from maxhydra.train.trackers import Backend, TrackedOutcome, TrackedSession, missing_package
 
 # A killed run can lose this many seconds of its curves here; metrics.jsonl loses nothing.
 FLUSH_SECONDS = 10
@@ -23,20 +22,35 @@ class _TensorBoard:
             # File names contain the time in seconds; two sessions within one second would overwrite each other.
             filename_suffix=f".{len(session.run.read()['sessions'])}",
         )
-        code = to_json(session.config_dict, indent=2).replace("\n", "\n    ")
-        self._writer.add_text("config", f"    {code}", session.resumed_from)
+        self._writer.add_text("config", _code(to_json(session.config_dict, indent=2)), session.resumed_from)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
+    def log_outcome(self, outcome: TrackedOutcome) -> None:
+        for name, text in texts(outcome).items():
+            self._writer.add_text(name, text, outcome.step)
+
     def close(self) -> None:
         self._writer.close()
 
 
-def open_tracker(tracker: TrackerConfig, session: TrackedSession) -> Tracker:
+def texts(outcome: TrackedOutcome) -> dict[str, str]:
+    """The sample and the rollouts of a session as Markdown."""
+    rollouts = {
+        f"rollouts/{kind}": "\n\n".join(_code(to_json(row, indent=2)) for row in rows)
+        for kind, rows in outcome.rollouts.items()
+    }
+    return {**({} if outcome.sample is None else {"sample": _code(outcome.sample)}), **rollouts}
+
+
+def _code(text: str) -> str:
+    return "    " + text.replace("\n", "\n    ")
+
+
+def open_tracker(tracker: TrackerConfig, session: TrackedSession) -> Backend:
     try:
         return _TensorBoard(session)
-    except ImportError as missing:
-        reason, hint = f"tensorboard is not installed ({missing})", "pip install 'maxhydra[tensorboard]'"
-        raise ConfigError(Problem("tracker.backends", reason, value=tracker.backends, hint=hint)) from None
+    except ImportError as error:
+        raise missing_package(error, "tensorboard", tracker) from None

@@ -9,32 +9,39 @@ from typing import Any
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.run import Tracker as TrackerConfig
 from maxhydra.record import redact_argv
-from maxhydra.train.trackers import TrackedSession, Tracker
+from maxhydra.train.trackers import Backend, TrackedOutcome, TrackedSession, missing_package
 
 
 class _Wandb:
-    def __init__(self, run: Any):
-        self._run = run
+    def __init__(self, run: Any, table: Any):
+        self._run, self._table = run, table
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         # W&B ignores steps that it already has. After a resume they have the same values, so nothing is lost.
         self._run.log(dict(metrics), step=step)
 
+    def log_outcome(self, outcome: TrackedOutcome) -> None:
+        if outcome.sample is not None:
+            self._run.summary["sample"] = outcome.sample
+        for kind, rows in outcome.rollouts.items():
+            columns = list(dict.fromkeys(name for row in rows for name in row))
+            data = [[str(row.get(name, "")) for name in columns] for row in rows]
+            self._run.log({f"rollouts/{kind}": self._table(columns=columns, data=data)}, step=outcome.step + 1)
+
     def close(self) -> None:
         self._run.finish()
 
 
-def open_tracker(tracker: TrackerConfig, session: TrackedSession) -> Tracker:
+def open_tracker(tracker: TrackerConfig, session: TrackedSession) -> Backend:
     """Start W&B with the id that the run's first session recorded in run.json."""
     try:
         import wandb  # noqa: PLC0415
-    except ImportError as missing:
-        reason, hint = f"wandb is not installed ({missing})", "pip install 'maxhydra[wandb]'"
-        raise ConfigError(Problem("tracker.backends", reason, value=tracker.backends, hint=hint)) from None
+    except ImportError as error:
+        raise missing_package(error, "wandb", tracker) from None
 
     facts = session.run.read()
-    identity = facts.get("trackers", {}).get("wandb", {}).get("id") or uuid.uuid4().hex[:12]
-    session.run.update(trackers={"wandb": {"id": identity}})
+    identity = session.facts("wandb").get("id") or uuid.uuid4().hex[:12]
+    session.record("wandb", id=identity)
     git = facts.get("git") or {}
     settings = wandb.Settings(
         # W&B would upload uncommitted changes unredacted; the run directory has them with secrets removed.
@@ -65,8 +72,8 @@ def open_tracker(tracker: TrackerConfig, session: TrackedSession) -> Tracker:
         raise ConfigError(
             Problem("tracker.mode", f"W&B did not start: {error}", value=tracker.mode.value, hint=hint)
         ) from None
-    session.run.update(trackers={"wandb": {"id": identity, "project": tracker.project, "url": run.url}})
-    return _Wandb(run)
+    session.record("wandb", id=identity, project=tracker.project, url=run.url)
+    return _Wandb(run, wandb.Table)
 
 
 @contextlib.contextmanager
