@@ -71,6 +71,7 @@ def torch_scores(net: Any) -> Any:
     return net(input_ids=torch.tensor(padded).long(), attention_mask=torch.tensor(padded != 0).long()).logits[:, 0]
 
 
+@pytest.mark.slow
 def test_scores_loss_and_gradients_equal_those_of_transformers_and_trl(classifier: tuple[Any, Path]) -> None:
     net, folder = classifier
     decoder, weights = load(folder, FLOAT32)

@@ -124,6 +124,7 @@ def check(reference: object, prompt: list[int], completion: Completion) -> None:
     np.testing.assert_allclose(found, expected.max(-1), atol=2e-4)
 
 
+@pytest.mark.slow
 def test_eight_adapters_in_one_batch_equal_their_merged_models(engine: Engine, folders: dict[str, Path]) -> None:
     names: list[str | None] = [None, *ADAPTERS]
     for prompt in PROMPTS:
@@ -134,6 +135,7 @@ def test_eight_adapters_in_one_batch_equal_their_merged_models(engine: Engine, f
             check(merged(folders.get(name or "")), prompt, completion)
 
 
+@pytest.mark.slow
 def test_the_prefix_cache_separates_adapters(engine: Engine, folders: dict[str, Path]) -> None:
     """The same prompt again, with cached pages of its own adapter only."""
     prompt = [7, 1, 7, 2, 7, 3, 7, 4, 7, 5, 7, 6]

@@ -44,6 +44,7 @@ def check_schemas(engine: Engine, seeds: range) -> None:
         jsonschema.validate(json.loads(completion.text), schema)
 
 
+@pytest.mark.slow
 def test_completions_validate_with_their_schemas(engine):
     check_schemas(engine, range(8))
 

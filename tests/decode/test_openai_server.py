@@ -496,6 +496,7 @@ def test_a_hostile_request_takes_little_time(name: str) -> None:
     assert time.process_time() - began < 1
 
 
+@pytest.mark.slow
 def test_small_requests_pass_hostile_ones(prompts: PromptEncoder) -> None:
     with running(prompts, max_body=2**22) as server, ThreadPoolExecutor(4) as pool:
         until = time.monotonic() + 2
@@ -566,6 +567,7 @@ def test_too_many_large_bodies_are_rejected(server: RunningServer, monkeypatch: 
     assert server.post(data, TEXT)[0] == 200 and server.service._parser._pending == 0
 
 
+@pytest.mark.slow
 def test_large_bodies_are_tokenized_with_the_files_that_the_server_read(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     data = compose([f"data.tokenizer.chat_template={tmp_path / 't.jinja'}"]).config.data

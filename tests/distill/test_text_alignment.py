@@ -77,6 +77,7 @@ def test_a_character_of_several_tokens_ends_once() -> None:
     assert token_ends(BYTES, BYTES.encode("aé日")) == [1, None, 2, None, None, 3]
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_merged_log_probs(teacher_folder: Path) -> None:
     """In NumPy, span by span, from the log-probs of each model on its own tokens."""
     teacher = load(teacher_folder)

@@ -251,6 +251,7 @@ def test_all_gather_sends_tokens_in_bfloat16():
     assert sent == [gathered, gathered, summed, summed]
 
 
+@pytest.mark.slow
 def test_arrays_of_a_device_do_not_grow_with_the_number_of_devices():
     """Only the loads do, devices * experts integers."""
 

@@ -228,7 +228,8 @@ def program(kind: QuantizationKind) -> Any:
 def trained(kind: QuantizationKind, params: Any, first: int) -> tuple[Any, float]:
     """Weights after STEPS steps, and the mean loss of the last 20."""
     key = jax.random.key_data(jax.random.key(1))
-    state = TrainState(jnp.zeros((), jnp.int32), params, {}, OPTIMIZER.transform.init(params), key, Guard.fresh())
+    moments = jax.jit(OPTIMIZER.transform.init)(params)
+    state = TrainState(jnp.zeros((), jnp.int32), params, {}, moments, key, Guard.fresh())
     state, metrics = program(kind)(state, text(STEPS, 32, first=first))
     return state.params, float(np.mean(metrics["loss"][-20:]))
 
@@ -257,13 +258,14 @@ def held_out(own: Any, params: Any) -> float:
 def test_int8_training_converges_and_qat_reduces_the_int4_loss() -> None:
     """On real text, int8 ends within 2 % of float32, and int4 costs less after quantization-aware training."""
     kinds = QuantizationKind
-    start = model(Quantization()).init(jax.random.key(0))
+    start = jax.jit(model(Quantization()).init)(jax.random.key(0))
     plain, in_int8 = ([start, 0.0] for _ in range(2))
     for first in (0, 1):
         plain, in_int8 = trained(kinds.none, plain[0], first), trained(kinds.int8, in_int8[0], first)
     assert plain[1] < 3 and abs(in_int8[1] / plain[1] - 1) < 0.02, (plain[1], in_int8[1])
 
     packed = model(Quantization(kind=kinds.int4_weights, targets=LAYERS))
-    ends = [trained(kind, with_outliers(plain[0]), 2)[0] for kind in (kinds.none, kinds.qat_int4)]
-    rounded, trained_for = (held_out(packed, map_leaves(params, partial(store_weight, packed))) for params in ends)
+    ends = [trained(kind, jax.jit(with_outliers)(plain[0]), 2)[0] for kind in (kinds.none, kinds.qat_int4)]
+    pack = jax.jit(lambda params: map_leaves(params, partial(store_weight, packed)))
+    rounded, trained_for = (held_out(packed, pack(params)) for params in ends)
     assert trained_for < rounded - 0.05, (trained_for, rounded)

@@ -30,6 +30,7 @@ PROMPTS = [tuple(b"a long prompt of two chunks"), tuple(b"short")]
 TASK = GrpoTask(name="grpo", router_replay=True, mask_degenerate=False)
 
 
+@functools.cache
 def moe_model() -> ModelDef:
     """One dense layer, and three with experts whose choice a bias shifts without an effect on the gates."""
     moe = config.Moe(experts=8, top_k=TOP_K, router=config.Router(bias_rate=0.001))
@@ -100,34 +101,40 @@ def sampled_batch(*, devices: int, burst: int) -> dict[str, jax.Array]:
     return {name: jnp.asarray(column) for name, column in columns([group], TASK, SEQ + 2).items()}
 
 
-def errors(model: ModelDef, weights: Any, batch: dict[str, jax.Array]) -> np.ndarray:
+@functools.cache
+def compiled_scorer() -> Any:
+    scorer = Scorer(moe_model(), Sharder.single(), 0)
+    return jax.jit(lambda weights, batch: scorer(weights, batch, None, is_adapted=True))
+
+
+def errors(weights: Any, batch: dict[str, jax.Array]) -> np.ndarray:
     """Differences between the log-probs of trainer and sampler, of the sampled tokens."""
-    logprobs = Scorer(model, Sharder.single(), 0)(weights, batch, None, is_adapted=True)
+    logprobs = compiled_scorer()(weights, batch)
     return np.abs(logprobs - batch["sampled_logprobs"])[np.asarray(batch["weights"]) > 0]
 
 
 # The standard weight layout, in which layers are stacked, is that of several devices.
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "burst"), [(1, 1), (1, 4), (2, 1)])
 def test_trainer_and_sampler_agree_although_routers_do_not(devices: int, burst: int) -> None:
-    model = moe_model()
-    weights = random_weights(model)
+    weights = random_weights(moe_model())
     batch = sampled_batch(devices=devices, burst=burst)
     assert batch[EXPERTS].shape == (2, SEQ + 2, LAYERS, TOP_K) and batch["weights"].sum() == 2 * 18
     without = {name: column for name, column in batch.items() if name != EXPERTS}
-    assert errors(model, weights, without).max() < 1e-4
-    assert errors(model, with_other_choices(weights), without).max() > 0.1
-    assert errors(model, with_other_choices(weights), batch).max() < 1e-4
+    assert errors(weights, without).max() < 1e-4
+    assert errors(with_other_choices(weights), without).max() > 0.1
+    assert errors(with_other_choices(weights), batch).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_the_gradient_of_replayed_routers_is_that_of_their_own_choice() -> None:
     """It flows through the gates; dense layers and tokens without known experts are left alone."""
-    model = moe_model()
-    weights = random_weights(model)
+    weights = random_weights(moe_model())
     batch = sampled_batch(devices=1, burst=1)
-    scorer = Scorer(model, Sharder.single(), 0)
 
+    @jax.jit
     def gradient(weights: Any, batch: Any) -> Any:
-        total = jax.grad(lambda w: jnp.sum(scorer(w, batch, None, is_adapted=True) * batch["weights"]))
+        total = jax.grad(lambda w: jnp.sum(compiled_scorer()(w, batch) * batch["weights"]))
         return total(weights)["pattern"]["0"]["mlp"]
 
     own = gradient(weights, {name: column for name, column in batch.items() if name != EXPERTS})
@@ -135,4 +142,4 @@ def test_the_gradient_of_replayed_routers_is_that_of_their_own_choice() -> None:
     assert np.abs(own["router"]["kernel"]).max() > 1e-3
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), replayed, own)
     unknown = {**batch, EXPERTS: jnp.full_like(batch[EXPERTS], -1)}
-    assert errors(model, weights, unknown).max() < 1e-4
+    assert errors(weights, unknown).max() < 1e-4

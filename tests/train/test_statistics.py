@@ -38,9 +38,20 @@ def batch(sharder: Sharder) -> dict[str, jax.Array]:
     return {name: jax.device_put(x, sharder.sharding(("act_batch", None))) for name, x in arrays.items()}
 
 
+# Fresh states as NumPy arrays, by the shapes of their arrays: a mesh changes none of them.
+CREATED: dict[str, TrainState] = {}
+
+
+def create(states: StateFactory) -> TrainState:
+    shapes = str([(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(states.abstract())])
+    if shapes not in CREATED:
+        CREATED[shapes] = jax.device_get(states.create(0))
+    return CREATED[shapes]
+
+
 def initial(states: StateFactory) -> TrainState:
     """A state in which some units of the last layer's MLP are dead, and all parameters are nonzero otherwise."""
-    state = states.create(0)
+    state = create(states)
     params = jax.tree.map(lambda x: np.asarray(x) if x.ndim > 2 else np.asarray(x) + 0.01, state.params)
     up = params["pattern"]["0"].get("mlp", {}).get("up", {})
     if "kernel" in up:
@@ -77,7 +88,7 @@ def test_parameters_gradients_and_updates() -> None:
         sums = loss(params, data, None)
         return sums["loss"] / sums["weight"]
 
-    trees = {"weight": before.params, "grad": jax.grad(mean)(before.params)}
+    trees = {"weight": before.params, "grad": jax.jit(jax.grad(mean))(before.params)}
     trees["update"] = jax.tree.map(lambda new, old: np.asarray(new) - np.asarray(old), after.params, before.params)
     for name, tree in trees.items():
         for part in ("attention", "mlp"):

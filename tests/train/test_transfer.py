@@ -31,6 +31,7 @@ def deviations(states):
     return {path_of(keys): float(np.std(leaf)) for keys, leaf in leaves}
 
 
+@pytest.mark.slow
 def test_initial_values_and_rates_follow_the_tables():
     wide, config = plan(*WIDE, *TRANSFER)
     base, _ = plan()
