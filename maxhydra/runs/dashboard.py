@@ -62,24 +62,26 @@ class Dashboard:
         """Runs that changed since a token; all runs if the token is unknown."""
         with self._lock:
             self._refresh()
-            registry = self.registry
-            runs, token = registry.runs(), registry.token
+            runs, token = self.registry.runs(), self.registry.token
             epoch, _, change = since.partition("-")
             is_known = token.startswith(f"{epoch}-") and change.isdigit()
             known_change = int(change) if is_known else -1
             # A process can die without a change of its files.
             changed = [run for run in runs if run.change > known_change or run.status in ("running", "lost")]
-            values = {name: registry.metric(name) for name in TABLE_METRICS}
-            steps = registry.setting("train.steps")
-            return {
-                "token": token,
-                "whole": not is_known,
-                "count": len(runs),
-                "faults": registry.read_errors(),
-                "runs": [
-                    _row(run, steps.get(run.id), {n: v.get(run.id) for n, v in values.items()}) for run in changed
-                ],
-            }
+            return {"token": token, "whole": not is_known, "count": len(runs), **self._rows_of(changed)}
+
+    def newest_runs(self, limit: int) -> dict[str, Any]:
+        """The newest runs of the last refresh, which a page shows while it waits for all of them."""
+        with self._lock:
+            runs = self.registry.runs(limit)
+            return {"token": "", "whole": False, "count": self.registry.count(), **self._rows_of(runs)}
+
+    def _rows_of(self, runs: Sequence[Run]) -> dict[str, Any]:
+        """Rows of the list of runs, and unreadable files."""
+        values = {name: self.registry.metric(name) for name in TABLE_METRICS}
+        steps = self.registry.setting("train.steps", {run.id for run in runs})
+        rows = [_row(run, steps.get(run.id), {name: v.get(run.id) for name, v in values.items()}) for run in runs]
+        return {"runs": rows, "faults": self.registry.read_errors()}
 
     def select(self, conditions: Sequence[str]) -> dict[str, Any]:
         """Paths of the runs that match the conditions (command-line syntax), or a description of the problem."""

@@ -1,7 +1,7 @@
 """The registry of runs under a folder: list them, read their settings and metrics, and resolve names."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,13 +84,22 @@ class Registry:
         ((epoch, change),) = self._index.rows("SELECT epoch, change FROM counter")
         return f"{epoch}-{change}"
 
-    def runs(self) -> list[Run]:
-        """All runs, newest first."""
-        rows = self._index.rows("SELECT entry, id, path, change, step FROM run WHERE entry IS NOT NULL")
+    def runs(self, limit: int | None = None) -> list[Run]:
+        """All runs, or at most `limit` of them, newest first."""
+        query = "SELECT entry, id, path, change, step FROM run WHERE entry IS NOT NULL"
+        if limit is not None:
+            # SQLite sorts ten thousand entries ten times as fast as they are parsed here.
+            query += f" ORDER BY json_extract(entry, '$.created') DESC, path DESC LIMIT {limit:d}"
+        rows = self._index.rows(query)
         # A single json.loads call is faster than thousands.
         entries = json.loads(f"[{','.join(row[0] for row in rows)}]")
         runs = [_run(entry, *row[1:]) for entry, row in zip(entries, rows, strict=True)]
         return sorted(runs, key=lambda run: (run.created, run.path), reverse=True)
+
+    def count(self) -> int:
+        """Number of runs."""
+        ((count,),) = self._index.rows("SELECT COUNT(*) FROM run WHERE entry IS NOT NULL")
+        return int(count)
 
     def read_errors(self) -> list[str]:
         """Files and lines that could not be read, except the last line of a running run, which may be incomplete."""
@@ -130,12 +139,13 @@ class Registry:
             raise ConfigError(self._unknown(name))
         return values
 
-    def setting(self, key: str) -> dict[int, Cell]:
-        """Values of a config key or group, by run id."""
+    def setting(self, key: str, ids: Collection[int] | None = None) -> dict[int, Cell]:
+        """Values of a config key or group, by run id; of all runs, or of the given ones."""
         values = dict(self._index.rows("SELECT id, value FROM setting WHERE key = ?", key))
         packed = self._index.rows("SELECT id, settings FROM run") if values else []
+        chosen = packed if ids is None else [row for row in packed if row[0] in ids]
         # A run has at most one value of a key; `filter` searches its setting ids in C.
-        setting_ids = ((id, next(filter(values.__contains__, unpack(numbers)), None)) for id, numbers in packed)
+        setting_ids = ((id, next(filter(values.__contains__, unpack(numbers)), None)) for id, numbers in chosen)
         return {id: values[number] for id, number in setting_ids if number is not None}
 
     def metric(self, name: str) -> dict[int, float | None]:

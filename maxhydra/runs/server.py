@@ -77,7 +77,8 @@ class Server(ThreadingHTTPServer):
         first = {name: values[0] for name, values in query.items()}
         match path:
             case "/api/runs":
-                return dashboard.runs(first.get("since", ""))
+                limit = first.get("newest", "")
+                return dashboard.newest_runs(int(limit)) if limit else dashboard.runs(first.get("since", ""))
             case "/api/select":
                 return dashboard.select(query.get("condition", []))
             case "/api/keys":
@@ -119,6 +120,14 @@ class Server(ThreadingHTTPServer):
         thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
         thread.start()
         return thread
+
+
+def _serialize(response: Any) -> str:
+    """JSON of a response. Nearly all are plain values, for which the conversion of `to_json` would take most time."""
+    try:
+        return json.dumps(response, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError):
+        return to_json(response)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -180,7 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_json(self, respond: Callable[[], Any]) -> None:
         try:
-            content = to_json(respond())
+            content = _serialize(respond())
         except (KeyError, ValueError, TypeError):
             self._send(HTTPStatus.NOT_FOUND, b'{"problem": "not found"}', "application/json")
         except ConfigError as error:

@@ -13,6 +13,8 @@ const byId = (id) => document.getElementById(id);
 const short = (path) => path.slice(path.lastIndexOf("/") + 1);
 const runs = new Map(), content = byId("content");
 let token = "", shownTab = "";
+// Runs of the first request, which is fast, however many there are.
+const FIRST_RUNS = 200;
 
 // Choosing runs.
 const choose = (paths, tab = view.tab) => change({ run: paths.slice(-MAX_CHOSEN), tab, ...(tab === "sweep" ? {} : { sweep: "" }) });
@@ -133,8 +135,18 @@ listen((names) => {
   if (!names.length || names.some((name) => !["search", "column", "status", "sort", "up", "open", "flat"].includes(name))) refreshLater();
 });
 
+// The newest runs, before all of them are there.
+async function showNewest() {
+  const { runs: newest, count } = await request("runs", [["newest", FIRST_RUNS]]);
+  for (const run of newest) runs.set(run.path, run);
+  table.show(runs, count);
+  statuses();
+  if (!view.run.length && !(view.tab === "sweep" && view.sweep) && newest.length) choose([table.shownRuns()[0].path]);
+}
+
 async function poll() {
   try {
+    if (!runs.size) await showNewest();
     const response = await request("runs", [["since", token]]);
     if (response.whole) runs.clear();
     for (const run of response.runs) runs.set(run.path, run);

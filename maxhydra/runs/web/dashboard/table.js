@@ -42,7 +42,8 @@ const columns = [
 const scroller = document.getElementById("rows"), head = document.getElementById("head"), body = document.getElementById("body");
 // `items` are the rows of the list: runs, and sweeps as { sweep, runs }.
 const state = { words: [], allowed: null, found: [], items: [], here: 0, extra: new Map() };
-let runs = new Map(), events = {};
+// `count` is the number of all runs, also of those that have not arrived yet.
+let runs = new Map(), count = 0, events = {};
 
 // Columns added by the user follow the result.
 const isVisible = (column) => (!column.wide || scroller.clientWidth >= WIDE_MIN_WIDTH) && (!column.narrow || scroller.clientWidth >= NARROW);
@@ -65,7 +66,7 @@ export function arrange() {
   const sorted = keyed.filter(has).sort(([a], [b]) => sign * compare(a, b));
   state.found = [...sorted, ...keyed.filter((entry) => !has(entry))].map(([, run]) => run);
   state.items = fold(state.found);
-  const total = runs.size.toLocaleString("en"), found = state.found.length.toLocaleString("en");
+  const total = count.toLocaleString("en"), found = state.found.length.toLocaleString("en");
   document.getElementById("count").textContent = state.found.length === runs.size ? `${total} runs` : `${found} of ${total} runs`;
   document.getElementById("fold").checked = !view.flat;
   header();
@@ -211,5 +212,5 @@ export function keepColumns(keys) {
 export const hasColumn = (key) => state.extra.has(key);
 export const filter = (words, allowed) => { Object.assign(state, { words, allowed, here: 0 }); arrange(); };
 export const shownRuns = () => state.found;
-export const show = (next) => { runs = next; arrange(); };
+export const show = (next, total = next.size) => { runs = next; count = total; arrange(); };
 export const listenToTable = (handlers) => { events = handlers; };
