@@ -34,6 +34,7 @@ from maxhydra.sweep.search import SearchTrials, distributions, grid_values
 from maxhydra.sweep.table import LiveTable
 from tests.support import cli
 from tests.support.polling import wait_for
+from tests.support.run_folders import write_run
 from tests.support.skips import import_optional
 
 optuna = import_optional("optuna", extra="sweep")
@@ -377,6 +378,20 @@ def test_the_gpus_limit_the_number_of_jobs(
     jobs = LocalJobs(LocalSettings(**settings), make_plan(Path("s"), {}).context)
     assert not list(LocalSettings(**settings).problems()) and jobs.max_jobs == max_jobs
     assert jobs._assign_gpus()[1].get("XLA_PYTHON_CLIENT_MEM_FRACTION") == memory
+
+
+def test_a_report_averages_over_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_grid(tmp_path / "s", ["rate=1"] * 4, LocalSettings())
+    write_plan(plan)
+    assert maxhydra(["sweep", "report", str(plan.folder)]) == 2
+    assert "no job has finished" in capsys.readouterr().err
+    for number, folder in enumerate(plan.folders):
+        write_run(plan.folder / folder, rate=(1e-3, 1e-2)[number // 2], seed=number % 2, status="finished")
+    assert maxhydra(["sweep", "report", str(plan.folder)]) == 0
+    head, best, other, *_ = capsys.readouterr().out.splitlines()
+    assert head.split() == ["optimizer.learning_rate", "eval/loss", "seeds", "best", "run"]
+    assert best.split()[0] == "0.001" and best.split()[2:5] == ["±", "0", "2"]
+    assert other.split()[0] == "0.01" and other.split()[-1] in ("2_job", "3_job")
 
 
 def test_missing_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
