@@ -20,9 +20,10 @@ from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.launch.base import KEY
 from maxhydra.launch.gke.settings import CONFIG
 from maxhydra.record.atomic_io import replace_file
+from maxhydra.record.provenance import REVISION
 from maxhydra.record.redact import redact_text
 
-SOURCE, REVISION, CODE = "/opt/maxhydra", "REVISION", "/code"
+SOURCE, CODE = "/opt/maxhydra", "/code"
 PATCH = "code.patch.gz"
 # File of a sweep's folder, so that all of its jobs run the same code, those of a later `sweep resume` too.
 STORED = ".code.json"
@@ -107,7 +108,7 @@ def init_container(code: Code, image: str) -> dict[str, Any]:
         f"cd {CODE}",
         f"gunzip -c {CONFIG}/{PATCH} > /tmp/code.patch",
         # An empty patch is an error for git apply.
-        "if [ -s /tmp/code.patch ]; then git apply /tmp/code.patch; fi",
+        f"if [ -s /tmp/code.patch ]; then git apply /tmp/code.patch; echo changed >> {REVISION}; fi",
     ]
     return {
         "name": "code",
