@@ -425,17 +425,37 @@ def test_a_terminal_shows_a_live_table(tmp_path: Path) -> None:
     root = str(Path(__file__).parents[2])
     process = subprocess.Popen(controller_command(plan), cwd=root, env=env, stdout=follower)
     os.close(follower)
-    output = b""
-    with contextlib.suppress(OSError):  # The end of a pseudo-terminal is an error.
-        while chunk := os.read(leader, 4096):
-            output += chunk
+    text = read_terminal(leader).decode()
     assert process.wait(10) == 0
-    text = output.decode()
     assert "lr: 2 running, 1 waiting" in text and re.search(r"0_job\s+\d+\s.*gpu 3", text)
     assert re.search(r"1_job\s+\d+\s.*gpu 4", text) and "\033[J" in text
     end = text.rpartition("\033[J")[2]
     assert "best: job 1_job, eval/loss 0" in end and "gpu" not in end
     assert f"more: maxhydra sweep extend {plan.folder} rate=0.173,0.387" in end
+
+
+@pytest.mark.slow
+def test_a_sweep_on_a_terminal_shows_the_table(tmp_path: Path) -> None:
+    """Without a launcher, jobs are processes, whose output does not mix with the table."""
+    leader, follower = os.openpty()
+    arguments = [*cli.SMALL, "train.steps=2", "run.seed=1,2", "run.name=s"]
+    with open(os.devnull) as null, os.fdopen(follower, "w") as terminal:
+        sweep = cli.start("-m", *arguments, cwd=tmp_path, streams=(null, terminal, terminal))
+    output = read_terminal(leader).decode()
+    assert sweep.wait(10) == 0, output
+    assert (
+        "s: 1 running, 1 waiting" in output and "best: job " in output and "step " not in output.rpartition("\033[J")[2]
+    )
+    assert len(list((tmp_path / "outputs" / "s").glob("*/console.txt"))) == 2
+
+
+def read_terminal(leader: int) -> bytes:
+    """All output of a pseudo-terminal, whose end is an error."""
+    output = b""
+    with contextlib.suppress(OSError):
+        while chunk := os.read(leader, 4096):
+            output += chunk
+    return output
 
 
 @pytest.mark.parametrize(
