@@ -27,6 +27,8 @@ SOURCE, CODE = "/opt/maxhydra", "/code"
 PATCH = "code.patch.gz"
 # File of a sweep's folder, so that all of its jobs run the same code, those of a later `sweep resume` too.
 STORED = ".code.json"
+# Folders under version control that .dockerignore keeps out of the image; a patch of them could not be applied.
+NOT_IN_IMAGE = (".ci", "bench", "docs", "tests")
 # A ConfigMap holds 1 MiB, with the job's config.
 LIMIT = 900_000
 GIT_SECONDS = 60
@@ -50,7 +52,9 @@ def read_changes(revision: str, folder: Path | None = None) -> Code:
         index = {"GIT_INDEX_FILE": str(Path(scratch) / "index")}
         _git(top, revision, "read-tree", commit, **index)
         _git(top, revision, "add", "--all", **index)
-        difference = _git(top, revision, "diff", "--cached", "--binary", "--no-ext-diff", "--no-color", commit, **index)
+        excluded = [f":(exclude,top){folder}" for folder in NOT_IN_IMAGE]
+        options = ("--cached", "--binary", "--no-ext-diff", "--no-color")
+        difference = _git(top, revision, "diff", *options, commit, "--", ":(top)", *excluded, **index)
     _check_secrets(difference.decode(errors="replace"), revision)
     # Without the time, equal changes give equal bytes.
     patch = gzip.compress(difference, mtime=0)
