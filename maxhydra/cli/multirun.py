@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from maxhydra.config.compose.composer import Composer, distinct, job_choices
-from maxhydra.config.compose.hydra_loader import BASIC_SWEEPER, Hydra, job_folder
+from maxhydra.config.compose.hydra_loader import BASIC_LAUNCHER, BASIC_SWEEPER, Hydra, job_folder
 from maxhydra.config.compose.overrides import SEARCHPATH, expand, parse
 from maxhydra.config.compose.validate import instantiate
 from maxhydra.config.errors import ConfigError, Problem, quoted
@@ -35,6 +36,8 @@ def run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
         make_backend(plan.launcher, plan.context)
         write_plan(plan)
     fixed = ["hydra.mode=MULTIRUN", *_folder_overrides(controller, parsed)]
+    if plan is not None and _shows_table(controller, overrides):
+        fixed.append("hydra/launcher=local")
     app.multirun(config_name=composer.config_name, task_function=run_sweep_job, overrides=[*overrides, *fixed])
     print(f"sweep: {controller.hydra.sweep.dir}")
     return 0
@@ -95,6 +98,15 @@ def extend_plan(composer: Composer, plan: SweepPlan, overrides: list[str]) -> Sw
     folders = (*plan.folders, *(job_folder(number, job, constant) for number, job in numbered))
     settings = Settings(workers=plan.launcher.grid_workers(len(listed)))
     return dataclasses.replace(plan, listed=listed, folders=folders, settings=settings)
+
+
+def _shows_table(controller: DictConfig, overrides: list[str]) -> bool:
+    """True if jobs become processes, whose progress a table on the terminal shows: unless a launcher is requested.
+
+    Hydra's default launcher runs jobs in this process, which prints their output.
+    """
+    is_requested = any(line.startswith("hydra/launcher=") for line in overrides)
+    return sys.stdout.isatty() and not is_requested and controller.hydra.launcher._target_ == BASIC_LAUNCHER
 
 
 def _canonical(line: str) -> tuple[str, float | str]:

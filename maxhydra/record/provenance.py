@@ -40,6 +40,7 @@ VARIABLES = (
 DIFF_LIMIT = 1_000_000
 UNTRACKED_LIMIT = 50
 GIT_SECONDS = 10
+REVISION = "REVISION"
 
 
 def environment() -> dict[str, Any]:
@@ -61,8 +62,18 @@ def environment() -> dict[str, Any]:
 
 
 def code() -> tuple[dict[str, Any] | None, str]:
-    """Git state of the running code, and the text of its uncommitted changes."""
-    return _git(_repository())
+    """Git state of the running code, and the text of its uncommitted changes; in an image, its revision."""
+    facts, diff = _git(_repository())
+    return facts or image_revision(Path(__file__).resolve().parents[2]), diff
+
+
+def image_revision(source: Path) -> dict[str, Any] | None:
+    """Commit of the source in an image without .git: the first word of the file REVISION, another if it was changed."""
+    path = source / REVISION
+    sha, *changes = path.read_text(encoding="utf-8").split() or ["unknown"] if path.is_file() else ["unknown"]
+    if sha == "unknown":
+        return None
+    return {"sha": sha, "branch": None, "remote": None, "dirty": bool(changes), "untracked": []}
 
 
 def command() -> list[str]:

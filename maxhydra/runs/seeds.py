@@ -19,7 +19,7 @@ CONFIDENCE = 0.95
 class SeedGroup:
     """Runs with the same settings except for seeds."""
 
-    settings: dict[str, Cell]
+    settings: dict[str, Cell | None]
     """Settings that differ between groups."""
     runs: list[Run]
     mean: float
@@ -37,13 +37,13 @@ def group_by_seed(registry: Registry, runs: Sequence[Run], values: Mapping[int, 
     """Group runs by all settings except seeds, in the order of `runs`."""
     settings = registry.settings(run.id for run in runs)
     keys = [key for key in differing_keys(list(settings.values())) if not key.endswith(SEED)]
-    groups: dict[tuple[Cell, ...], list[Run]] = {}
+    groups: dict[tuple[Cell | None, ...], list[Run]] = {}
     for run in runs:
         groups.setdefault(tuple(settings[run.id].get(key) for key in keys), []).append(run)
     return [_group(dict(zip(keys, cells, strict=True)), members, values) for cells, members in groups.items()]
 
 
-def _group(settings: dict[str, Cell], runs: list[Run], values: Mapping[int, float]) -> SeedGroup:
+def _group(settings: dict[str, Cell | None], runs: list[Run], values: Mapping[int, float]) -> SeedGroup:
     found = [values[run.id] for run in runs]
     return SeedGroup(settings, runs, statistics.fmean(found), confidence_margin(found))
 

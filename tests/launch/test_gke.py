@@ -44,6 +44,7 @@ from maxhydra.launch.job_spec import (
 from maxhydra.launch.registry import launcher_from_json
 from maxhydra.record import MetricsWriter, RunDirectory, read_metrics
 from maxhydra.record.metrics import append_streamed_rows
+from maxhydra.record.provenance import image_revision
 from maxhydra.runs import write_report
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.rerun import rerun_arguments, rerun_command
@@ -226,6 +227,8 @@ def test_changes_to_the_code_reach_the_pod(tmp_path: Path, monkeypatch: pytest.M
     (checkout / "a.py").write_text("A = 2\n")
     (checkout / "new.bin").write_bytes(bytes(range(256)))
     (checkout / "gone.py").unlink()
+    (checkout / "tests").mkdir()
+    (checkout / "tests" / "test_a.py").write_text("x\n")
     before = git(checkout, "status", "--porcelain")
     changes = read_changes(built, checkout)
     assert git(checkout, "status", "--porcelain") == before and changes == read_changes(built, checkout)
@@ -242,7 +245,10 @@ def test_changes_to_the_code_reach_the_pod(tmp_path: Path, monkeypatch: pytest.M
     done = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (code / "a.py").read_text() == "A = 2\n" and (code / "new.bin").read_bytes() == bytes(range(256))
-    assert not (code / "gone.py").exists() and not (code / "run.log").exists()
+    assert not any((code / name).exists() for name in ("gone.py", "run.log", "tests"))
+    patched, original, unknown = (image_revision(folder) for folder in (code, image, tmp_path))
+    assert patched is not None and (patched["sha"], patched["dirty"]) == (built, True)
+    assert original is not None and not original["dirty"] and unknown is None
     (image / "REVISION").write_text("other\n")
     done = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True)
     assert done.returncode == 2 and f"revision 'other', but the changes are relative to {built}" in done.stderr

@@ -17,7 +17,7 @@ from maxhydra.config.compose.composer import Composer
 from maxhydra.config.errors import ConfigError
 from maxhydra.launch.base import SweepContext, Trial
 from maxhydra.launch.compose import compose_job
-from maxhydra.launch.gke.code import SOURCE
+from maxhydra.launch.gke.code import NOT_IN_IMAGE, SOURCE
 from maxhydra.launch.job_spec import JobSpec, read_job_spec
 from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import launcher_from_json
@@ -301,4 +301,7 @@ def test_the_image_is_built_from_the_checkout(capsys: pytest.CaptureFixture[str]
     assert [name for name, _ in arguments] == ["EXTRA", "REVISION"] and re.fullmatch("[0-9a-f]{40}", arguments[1][1])
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert {name for name, _ in arguments} == set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE))
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    tracked = [name for name in ignored if subprocess.check_output(["git", "ls-files", name], cwd=ROOT)]
+    assert tuple(tracked) == NOT_IN_IMAGE
     assert SOURCE in dockerfile and push == "push registry/maxhydra:1"

@@ -100,7 +100,7 @@ def test_best_averages_over_seeds(runs, outputs):
     assert code == 0 and group["mean"] == pytest.approx(2.3) and len(group["runs"]) == 3
     assert group["margin"] == pytest.approx(4.302653 * statistics.stdev([2.0, 2.2, 2.7]) / 3**0.5)
     lines = runs("best", "--seeds")[1].splitlines()
-    assert lines[0].split() == ["optimizer.learning_rate", "eval/loss", "seeds", "first", "run"]
+    assert lines[0].split() == ["optimizer.learning_rate", "eval/loss", "seeds", "best", "run"]
     assert lines[1].split()[:5] == ["0.005", "2.300", "±", "0.9", "3"] and lines[-1].startswith("again: ")
     degrees = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622, 10: 2.2281, 30: 2.0423, 200: 1.9719}
     assert {n: round(t_quantile(n), 4) for n in degrees} == degrees

@@ -34,6 +34,7 @@ from maxhydra.sweep.search import SearchTrials, distributions, grid_values
 from maxhydra.sweep.table import LiveTable
 from tests.support import cli
 from tests.support.polling import wait_for
+from tests.support.run_folders import write_run
 from tests.support.skips import import_optional
 
 optuna = import_optional("optuna", extra="sweep")
@@ -379,6 +380,20 @@ def test_the_gpus_limit_the_number_of_jobs(
     assert jobs._assign_gpus()[1].get("XLA_PYTHON_CLIENT_MEM_FRACTION") == memory
 
 
+def test_a_report_averages_over_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_grid(tmp_path / "s", ["rate=1"] * 4, LocalSettings())
+    write_plan(plan)
+    assert maxhydra(["sweep", "report", str(plan.folder)]) == 2
+    assert "no job has finished" in capsys.readouterr().err
+    for number, folder in enumerate(plan.folders):
+        write_run(plan.folder / folder, rate=(1e-3, 1e-2)[number // 2], seed=number % 2, status="finished")
+    assert maxhydra(["sweep", "report", str(plan.folder)]) == 0
+    head, best, other, *_ = capsys.readouterr().out.splitlines()
+    assert head.split() == ["optimizer.learning_rate", "eval/loss", "seeds", "best", "run"]
+    assert best.split()[0] == "0.001" and best.split()[2:5] == ["±", "0", "2"]
+    assert other.split()[0] == "0.01" and other.split()[-1] in ("2_job", "3_job")
+
+
 def test_missing_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(ConfigError, match="more than the 1 GPUs that this machine has"):
@@ -410,17 +425,37 @@ def test_a_terminal_shows_a_live_table(tmp_path: Path) -> None:
     root = str(Path(__file__).parents[2])
     process = subprocess.Popen(controller_command(plan), cwd=root, env=env, stdout=follower)
     os.close(follower)
-    output = b""
-    with contextlib.suppress(OSError):  # The end of a pseudo-terminal is an error.
-        while chunk := os.read(leader, 4096):
-            output += chunk
+    text = read_terminal(leader).decode()
     assert process.wait(10) == 0
-    text = output.decode()
     assert "lr: 2 running, 1 waiting" in text and re.search(r"0_job\s+\d+\s.*gpu 3", text)
     assert re.search(r"1_job\s+\d+\s.*gpu 4", text) and "\033[J" in text
     end = text.rpartition("\033[J")[2]
     assert "best: job 1_job, eval/loss 0" in end and "gpu" not in end
     assert f"more: maxhydra sweep extend {plan.folder} rate=0.173,0.387" in end
+
+
+@pytest.mark.slow
+def test_a_sweep_on_a_terminal_shows_the_table(tmp_path: Path) -> None:
+    """Without a launcher, jobs are processes, whose output does not mix with the table."""
+    leader, follower = os.openpty()
+    arguments = [*cli.SMALL, "train.steps=2", "run.seed=1,2", "run.name=s"]
+    with open(os.devnull) as null, os.fdopen(follower, "w") as terminal:
+        sweep = cli.start("-m", *arguments, cwd=tmp_path, streams=(null, terminal, terminal))
+    output = read_terminal(leader).decode()
+    assert sweep.wait(10) == 0, output
+    assert (
+        "s: 1 running, 1 waiting" in output and "best: job " in output and "step " not in output.rpartition("\033[J")[2]
+    )
+    assert len(list((tmp_path / "outputs" / "s").glob("*/console.txt"))) == 2
+
+
+def read_terminal(leader: int) -> bytes:
+    """All output of a pseudo-terminal, whose end is an error."""
+    output = b""
+    with contextlib.suppress(OSError):
+        while chunk := os.read(leader, 4096):
+            output += chunk
+    return output
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def print_seed_groups(
         [*(format_cell(group.settings[key]) for key in columns), group.value, str(len(group.runs)), _paths(group)[0]]
         for group in groups
     ]
-    print_table([*columns, metric, "seeds", "first run"], rows)
+    print_table([*columns, metric, "seeds", "best run"], rows)
     say(f"\nagain: {rerun_command(registry.facts(groups[0].runs[0]))}")
     print_warnings(registry)
 

@@ -20,12 +20,15 @@ from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.launch.base import KEY
 from maxhydra.launch.gke.settings import CONFIG
 from maxhydra.record.atomic_io import replace_file
+from maxhydra.record.provenance import REVISION
 from maxhydra.record.redact import redact_text
 
-SOURCE, REVISION, CODE = "/opt/maxhydra", "REVISION", "/code"
+SOURCE, CODE = "/opt/maxhydra", "/code"
 PATCH = "code.patch.gz"
 # File of a sweep's folder, so that all of its jobs run the same code, those of a later `sweep resume` too.
 STORED = ".code.json"
+# Folders under version control that .dockerignore keeps out of the image; a patch of them could not be applied.
+NOT_IN_IMAGE = (".ci", "bench", "docs", "tests")
 # A ConfigMap holds 1 MiB, with the job's config.
 LIMIT = 900_000
 GIT_SECONDS = 60
@@ -49,7 +52,9 @@ def read_changes(revision: str, folder: Path | None = None) -> Code:
         index = {"GIT_INDEX_FILE": str(Path(scratch) / "index")}
         _git(top, revision, "read-tree", commit, **index)
         _git(top, revision, "add", "--all", **index)
-        difference = _git(top, revision, "diff", "--cached", "--binary", "--no-ext-diff", "--no-color", commit, **index)
+        excluded = [f":(exclude,top){folder}" for folder in NOT_IN_IMAGE]
+        options = ("--cached", "--binary", "--no-ext-diff", "--no-color")
+        difference = _git(top, revision, "diff", *options, commit, "--", ":(top)", *excluded, **index)
     _check_secrets(difference.decode(errors="replace"), revision)
     # Without the time, equal changes give equal bytes.
     patch = gzip.compress(difference, mtime=0)
@@ -107,7 +112,7 @@ def init_container(code: Code, image: str) -> dict[str, Any]:
         f"cd {CODE}",
         f"gunzip -c {CONFIG}/{PATCH} > /tmp/code.patch",
         # An empty patch is an error for git apply.
-        "if [ -s /tmp/code.patch ]; then git apply /tmp/code.patch; fi",
+        f"if [ -s /tmp/code.patch ]; then git apply /tmp/code.patch; echo changed >> {REVISION}; fi",
     ]
     return {
         "name": "code",
