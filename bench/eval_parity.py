@@ -1,6 +1,6 @@
 """SmolLM2-135M in task=eval and over HTTP against lm-eval's `hf` model and a transformers loop, on the same questions.
 
-python bench/eval_parity.py scores [--questions 16]    lm-eval tasks: multiple choice and generation, with `hf` and maxhydra
+python bench/eval_parity.py scores [--questions 16]    multiple choice and generation, `hf` and maxhydra
 python bench/eval_parity.py server [--questions 16]    lm-eval's local-completions and local-chat-completions clients
 python bench/eval_parity.py bits [--questions 16]      bits per byte of the plays: batch sizes and window lengths
 
