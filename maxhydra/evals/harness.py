@@ -21,7 +21,7 @@ from maxhydra.rl.rollout import unfiltered_sampling
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 GENERATION = ("until", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", *LENGTHS)
 DEFAULT_MAX_TOKENS = 256
-# Shares of correct answers, of which a task has one; `error` is 1 minus that, since sweeps minimize.
+# Accuracies, of which a task has one; `error` is 1 minus that, since sweeps minimize.
 ACCURACIES = ("acc", "exact_match")
 
 

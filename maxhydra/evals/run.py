@@ -127,10 +127,12 @@ def read_task(own: OwnTask, task: Benchmarks, prompts: PromptEncoder) -> OwnQues
         spec, limit = dataclasses.replace(spec, count=min(spec.count, limit)), None
     questions = read_questions(spec, own.folder, lambda text: len(prompts.tokenizer.encode(text)))
     examples = "".join(question.solved for question in questions[: spec.shots])
-    asked = questions[spec.shots :][:limit]
-    if not asked:
+    remaining = questions[spec.shots :][:limit]
+    if not remaining:
         raise ConfigError(Problem(KEY, f"{own.name} has no questions", hint="lower shots, or add questions"))
-    return OwnQuestions(own.name, spec, [dataclasses.replace(item, prompt=examples + item.prompt) for item in asked])
+    return OwnQuestions(
+        own.name, spec, [dataclasses.replace(item, prompt=examples + item.prompt) for item in remaining]
+    )
 
 
 def evaluate(model: EvalModel, own: Sequence[OwnQuestions], tasks: TaskSet, task: Benchmarks) -> dict[str, Result]:

@@ -63,7 +63,7 @@ class TrainingBenchmarks:
 
 
 class NoBenchmarks:
-    """Stands in for TrainingBenchmarks if train.evals has no tasks."""
+    """Null object of TrainingBenchmarks, if train.evals has no tasks."""
 
     def join(self, held_out: Evaluate | None, states: StateFactory) -> Evaluate | None:
         """`held_out` alone."""
@@ -110,7 +110,7 @@ def _inference_model(model: ModelDef) -> ModelDef:
 class WeightsModel(EvalModel):
     """The model that is being trained, with the weights of one evaluation at a time.
 
-    Each evaluation has an engine of its own, whose KV cache is freed afterwards, and in which the batches do not depend
+    Each evaluation has a separate engine, whose KV cache is freed afterwards, and in which the batches do not depend
     on earlier evaluations: a run that resumes repeats an evaluation exactly.
     """
 

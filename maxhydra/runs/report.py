@@ -10,6 +10,7 @@ from maxhydra import __version__
 from maxhydra.record import RunDirectory, read_metrics
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.record.redact import redact_facts
+from maxhydra.runs.benchmarks import benchmarks_section
 from maxhydra.runs.curves import Chart, Line, charts, encode
 from maxhydra.runs.page import (
     Html,
@@ -40,7 +41,16 @@ from maxhydra.runs.summary import (
 )
 
 # Files next to the report that it links to.
-_FILES = ("config.yaml", "metrics.jsonl", "statistics.jsonl", "log.txt", "run.json", "plan.json", "diff.patch")
+_FILES = (
+    "config.yaml",
+    "metrics.jsonl",
+    "statistics.jsonl",
+    "log.txt",
+    "run.json",
+    "plan.json",
+    "eval.json",
+    "diff.patch",
+)
 # Packages that affect results; the others are in a collapsed section.
 _MAIN_PACKAGES = ("maxhydra", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -63,6 +73,7 @@ def report_page(run: RunDirectory) -> str:
         controls=curve_controls(),
         charts=_charts(run_charts),
         plan=plan_section(run.path),
+        benchmarks=benchmarks_section(run.path),
         statistics=statistics_section(run.path),
         profile=profile_section(run.path),
         rollouts=rollouts_section(run.path),

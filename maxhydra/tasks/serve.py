@@ -44,8 +44,9 @@ def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, ServeTask)
     prompts = open_prompts(config)
+    is_reward_model = config.model.head is Head.score
     warms_up = job.machine.hardware.platform is not Platform.cpu if task.engine.warm_up is None else task.engine.warm_up
-    engine_config = dataclasses.replace(task.engine, warm_up=warms_up)
+    engine_config = dataclasses.replace(task.engine, warm_up=warms_up and not is_reward_model)
     if not is_main():
         return _follow(config, engine_config, prompts)
     key = _read_api_key(task)
@@ -61,7 +62,6 @@ def run(job: Job) -> Outcome:
     context = task.engine.max_context or config.model.context_length
     vocab_size = config.model.vocab_size
     defaults = ServerDefaults(name, task.sampling, task.max_samples, vocab_size, context, task.has_adapters)
-    is_reward_model = config.model.head is Head.score
     # An engine of several processes takes part in collective calls only.
     pooling = PoolingRoutes(engine, prompts, defaults, task.pooling, is_reward_model)
     service = Service(

@@ -19,7 +19,7 @@ from maxhydra.config import ConfigError
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.decode import Engine as EngineConfig
-from maxhydra.config.schema.decode import Sampling
+from maxhydra.config.schema.decode import Pooling, Sampling
 from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.convert.hf import hf_source
 from maxhydra.convert.load import load_weights
@@ -86,15 +86,20 @@ def model() -> ModelDef:
     return build(config.Model(**{**vars(described), "dtypes": dtypes}))
 
 
-@pytest.fixture(scope="module")
-def engine(model: ModelDef, folders: dict[str, Path]) -> Iterator[Engine]:
-    weights = load_weights(str(GOLDEN), model, shardings=None, dtype="float32")
-    sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)
+def start(model: ModelDef, folders: dict[str, Path], mesh: Mesh, *, devices: int = 1) -> Engine:
+    sharder = Sharder(build_mesh(mesh, jax.devices()[:devices]), RULES)
+    weights = load_weights(str(GOLDEN), model, shardings=sharder.tree(model.axes), dtype="float32")
     settings = EngineConfig(max_batch=16, cache_tokens=2048, page_size=4, max_context=64)
     made = Engine(model, weights, ByteTokenizer(), settings, sharder=sharder, eos=(), adapters=LIMITS)
     reader = AdapterReader(model, LIMITS)
     for name, folder in folders.items():
         made.load_adapter(name, str(folder), reader.read(KEY, str(folder)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(model: ModelDef, folders: dict[str, Path]) -> Iterator[Engine]:
+    made = start(model, folders, Mesh())
     yield made
     made.close()
 
@@ -133,6 +138,25 @@ def test_eight_adapters_in_one_batch_equal_their_merged_models(engine: Engine, f
         assert len({completion.tokens for completion in completions.values()}) > 4, "the adapters have no effect"
         for name, completion in completions.items():
             check(merged(folders.get(name or "")), prompt, completion)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
+def test_adapters_on_a_mesh_equal_their_merged_models(model: ModelDef, folders: dict[str, Path], axis: str) -> None:
+    names: list[str | None] = [None, "one", "two", "six"]
+    loaded = {name: folders[name] for name in names if name is not None}
+    made = start(model, loaded, Mesh(**{axis: 2}), devices=2)
+    try:
+        handles = made.submit_all(make_request(PROMPTS[1], name) for name in names)
+        for name, handle in zip(names, handles, strict=True):
+            check(merged(None if name is None else folders[name]), PROMPTS[1], handle.result())
+        # Embeddings are those of the model without an adapter.
+        (vector,) = made.pool(PROMPTS[:1], Pooling.last)
+        with torch.no_grad():
+            (hidden,) = merged(None).model(torch.tensor(PROMPTS[:1])).last_hidden_state[:, -1]
+        np.testing.assert_allclose(vector, (hidden / hidden.norm()).numpy(), atol=1e-4)
+    finally:
+        made.close()
 
 
 @pytest.mark.slow

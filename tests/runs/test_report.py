@@ -7,11 +7,13 @@ import json
 import math
 import random
 import re
+from pathlib import Path
 
 import pytest
 
 from maxhydra.record import MetricsWriter, RunDirectory
 from maxhydra.runs import write_report
+from maxhydra.runs.benchmarks import benchmarks_section
 from maxhydra.runs.curves import decimate
 from maxhydra.runs.settings import chosen_options, list_settings
 from maxhydra.runs.summary import format_compact, format_duration, format_number, goodput
@@ -280,3 +282,15 @@ def test_goodput_counts_sessions_that_recorded_it():
     # A session that was killed before its first step wasted its time.
     found = goodput({"sessions": [old, killed, running], "updated": updated})
     assert found.share == pytest.approx(0.5) and found.losses["init"] == pytest.approx(5 / 12)
+
+
+def test_benchmarks_have_a_table_and_a_heat_map(tmp_path: Path) -> None:
+    grid = [[256, 0.0, 1.0], [256, 1.0, 0.5], [512, 0.0, 0.25], [512, 1.0, 0.0]]
+    tasks = {"needle": {"metrics": {"acc": 0.4375, "acc_stderr": 0.1, "error": 0.5625}, "grid": grid}}
+    (tmp_path / "eval.json").write_text(json.dumps({"100": tasks, "200": {"<b>": {"metrics": {"bpb": 2.5}}}}))
+    text = str(benchmarks_section(tmp_path))
+    assert "0.4375 ± 0.1000" in text and "2.5000" in text and "&lt;b&gt;" in text and "0.5625" not in text
+    assert text.count('class="shade4"') == 1 and text.count('class="shade0"') == 1 and '<th scope="row">1</th>' in text
+    for damaged in ("[", "[1]", '{"1": 2}', '{"1": {"a": {}}}'):
+        (tmp_path / "eval.json").write_text(damaged)
+        assert benchmarks_section(tmp_path) == ""

@@ -57,6 +57,35 @@ def test_early_stopping_by_a_benchmark(tmp_path: Path) -> None:
     assert evaluations(tmp_path / "outputs" / "x").keys() == {1, 2}
 
 
+@pytest.mark.slow
+def test_every_training_task_runs_benchmarks(tmp_path: Path) -> None:
+    evals = ["train.evals.tasks=[cloze]", "train.evals.limit=2", "train.eval_batches=0", "train.steps=1"]
+    sizes = [size for size in SMALL if size.startswith("model.")]
+    pairs = [{"prompt": "2+2=", "chosen": f"{number}", "rejected": "no"} for number in range(30)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    commands = {
+        "pretrain": [],
+        "distill": [
+            "task.teacher.weights=outputs/pretrain",
+            "task.teacher.model=tiny",
+            f"task.teacher.overrides={sizes}",
+        ],
+        "dpo": ["data=grain", "data.path=pairs.jsonl", "data.record_type=preference", "adapter=lora"],
+        "grpo": [
+            "data=arithmetic",
+            "data.record_type=prompts",
+            "task.max_tokens=8",
+            "task.group_size=4",
+            "reward=exact",
+        ],
+    }
+    given = ["train.allow_no_learning=true", "train.per_device_batch_size=4"]
+    for task, overrides in commands.items():
+        run_ok(f"task={task}", *SMALL, *evals, *given, *overrides, f"run.name={task}", cwd=tmp_path)
+        (metrics,) = evaluations(tmp_path / "outputs" / task).values()
+        assert {"eval/cloze/acc", "eval/cloze/error"} <= metrics.keys(), task
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -65,6 +94,10 @@ def test_early_stopping_by_a_benchmark(tmp_path: Path) -> None:
         (["train.evals.tasks=[cloze]", "train.evals.every=3", "train.eval_every=2"], "multiple of eval_every=2"),
         (["train.evals.tasks=[cloze]", "objective=eval/cloze/acc", "task=reward_model"], "task=reward_model"),
         (["train.evals.limit=3"], "needs train.evals.tasks"),
+        (
+            ["train.evals.tasks=[cloze]", "train.evals.every=2", "train.eval_every=1", "train.eval_batches=0"],
+            "is not used without held-out batches",
+        ),
         (
             ["train.evals.tasks=[cloze]", "train.early_stop.metric=eval/plays/bpb", "train.early_stop.patience=1"],
             "train.early_stop.metric",

@@ -9,7 +9,7 @@ from maxhydra.config.errors import Problem
 
 @schema
 class Benchmarks(Schema):
-    """Tasks, and how many of their questions are asked."""
+    """Evaluation tasks, and the number of their questions."""
 
     tasks: list[str] = option([])
     """Names of tasks: arithmetic, reasoning_gym, cloze, needle, plays; YAML files of yours; tasks of lm-eval, such as
@@ -37,7 +37,7 @@ class TrainEvals(Benchmarks):
     """Maximum tokens of prompt plus completion; a longer prompt loses its start. null: train.seq_len."""
 
     def metrics(self) -> list[str]:
-        """Patterns of the metrics; a task of lm-eval may be a group, whose tasks have names of their own."""
+        """Patterns of the metrics; a task of lm-eval may be a group, whose tasks have other names."""
         return [f"eval/{PurePath(name).stem}*/*" for name in self.tasks]
 
     def check_interval(self, eval_every: int) -> Iterator[Problem]:

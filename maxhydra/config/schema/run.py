@@ -280,6 +280,9 @@ class Train(Schema):
         for name, callback in self.callbacks.items():
             if callback.function is None:
                 yield Problem(f"callbacks.{name}.function", "is needed", value=None, accepted="package.module:object")
+        if self.evals.every is not None and not self.eval_batches:
+            reason, accepted = "is not used without held-out batches", "null, with train.eval_every"
+            yield Problem("evals.every", reason, value=self.evals.every, accepted=accepted)
         if self.epochs is not None and self.elastic:
             yield Problem("elastic", "is not supported with train.epochs", value=True, accepted="false, or train.steps")
         if self.ramp.start is not None and self.elastic:

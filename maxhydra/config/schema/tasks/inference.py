@@ -8,7 +8,7 @@ from typing import Any
 from maxhydra.config.declare import MAX_WIDTH, Schema, option, schema, section
 from maxhydra.config.errors import Problem
 from maxhydra.config.schema.decode import Engine, Pooling, Sampling
-from maxhydra.config.schema.model import Dtype, Mixer, Model
+from maxhydra.config.schema.model import Dtype, Head, Mixer, Model
 from maxhydra.config.schema.run import Progress, Task
 from maxhydra.config.values import HUB_NAME, regex_problems
 
@@ -151,6 +151,17 @@ class ServeTask(Task):
     def check_model(self, model: Model) -> Iterator[Problem]:
         yield from self.engine.check_model(model)
         kinds = [model.kinds[name] for name in {*model.prefix, *model.pattern}]
+        if model.head is Head.score:
+            reason = "is not used with model.head=score: a reward model only scores completions, at their last token"
+            unused: dict[str, tuple[Any, tuple[Any, ...], str]] = {
+                "engine.warm_up": (self.engine.warm_up, (None, False), "false or null"),
+                "pooling": (self.pooling, (Pooling.last,), "last"),
+                "adapters": (list(self.adapters), ([],), "{}"),
+                "lora.live": (self.lora.live, (False,), "false"),
+            }
+            for path, (value, neutral, accepted) in unused.items():
+                if value not in neutral:
+                    yield Problem(path, reason, value=value, accepted=accepted)
         if self.has_adapters and any(kind.mixer is Mixer.mla for kind in kinds):
             reason = "are not supported with MLA, which decodes with a product of its matrices"
             hint = "merge the adapter: task=convert checkpoint.load_parameters=ADAPTER"
