@@ -59,7 +59,7 @@ def options_class(plug_in: Callable[..., Any], *, key: str) -> type[Options] | N
     if not (isinstance(annotation, type) and issubclass(annotation, Options)):
         reason = "has a parameter `options` whose annotation is not a class of settings"
         hint = "annotate it with a class that is decorated with maxhydra.schema and derives from maxhydra.Options"
-        raise ConfigError(Problem(key, reason, getattr(plug_in, "__qualname__", plug_in), hint=hint))
+        raise ConfigError(Problem(key, reason, f"{plug_in.__module__}:{plug_in.__qualname__}", hint=hint))
     return annotation
 
 
