@@ -1,4 +1,4 @@
-"""`maxhydra new`: a project that installs, runs and passes its tests in a virtual environment of its own."""
+"""`maxhydra new`: a project that installs, runs and passes its tests in a fresh virtual environment."""
 
 import site
 import subprocess

@@ -33,7 +33,7 @@ def test_a_run_of_the_users_objects_is_observed_and_resumes_exactly(tmp_path: Pa
     run_ok(*RUN, "run.name=plain", cwd=tmp_path)
     run_ok(*RUN, *OBSERVED, "train.steps=2", "run.name=observed", cwd=tmp_path)
     run_ok(*RUN, *OBSERVED, "run.name=observed", cwd=tmp_path)
-    # Callbacks that change what they are given, and a resume, change nothing.
+    # Callbacks that clear their arguments, and a resume, change nothing.
     assert losses(observed) == losses(plain) and parameter_hash(observed, 4) == parameter_hash(plain, 4)
     events = lines(observed / "callback.jsonl")
     assert [event[:2] for event in events if event[0] != "evaluation"] == [

@@ -223,7 +223,7 @@ def test_an_unknown_backend_is_rejected_before_anything_opens(tmp_path):
 
 
 class Hanging:
-    """A tracker whose server does not answer."""
+    """A tracker whose server does not respond."""
 
     released = threading.Event()
 
@@ -249,6 +249,7 @@ def test_a_hanging_tracker_does_not_stop_the_run(tmp_path, capsys, monkeypatch):
     with logging_to(None, console=True):
         for step in range(8):
             tracker.log(step, {"loss": float(step)})
+            time.sleep(0.05)
         tracker.close()
     assert time.monotonic() - start < 5
     assert f"{HANGING} does not respond; metrics.jsonl has them all" in capsys.readouterr().err

@@ -240,7 +240,7 @@ class Repository(ConfigRepository):
     def inherited(self, name: str) -> str:
         """Return the recipe that a model of the user inherits: its own, or that of the model it is derived from.
 
-        Models of the package have only recipes of their own, so that commands of older runs compose as before.
+        Models of the package have only their own recipes, so that commands of older runs compose as before.
         """
         group, _, option = name.partition("/")
         if group != RECIPE or self._find_object_source(name, ObjectType.CONFIG) is not None:
