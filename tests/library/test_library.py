@@ -1,9 +1,12 @@
 """maxhydra from Python, as scripts and as a notebook."""
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -48,8 +51,6 @@ def test_compose_reports_every_problem(tmp_path: Path) -> None:
 
 
 def test_only_a_composed_config_runs() -> None:
-    import dataclasses
-
     config = compose(QUICK)
     with pytest.raises(ConfigError, match=r"was not returned by maxhydra\.compose"):
         run(dataclasses.replace(config, objective="loss"))
@@ -78,22 +79,19 @@ def test_runs_are_queried_as_on_the_command_line(outputs: Path) -> None:
 @pytest.mark.slow
 def test_a_loaded_model_gives_the_loss_of_its_run(outputs: Path) -> None:
     """The logits give the eval loss that the run logged, by the formula of the cross-entropy in NumPy."""
-    from maxhydra import data
+    from maxhydra.data import eval_batches
     from maxhydra.train import plan_batches
 
     stored = load_run("first", outputs=outputs)
     loaded = stored.load_model()
-    batches = data.held_out(stored.config.data, plan_batches(stored.config, loaded.sharder), data.local_rows)
     total = weight = 0.0
-    for batch, _ in zip(batches, range(stored.config.train.eval_batches), strict=False):
-        logits = np.asarray(loaded.logits(batch["tokens"]), np.float64)
-        logprobs = (
-            logits
-            - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
-            - logits.max(-1, keepdims=True)
-        )
-        nll = -np.take_along_axis(logprobs, np.asarray(batch["targets"])[..., None], -1)[..., 0]
-        total, weight = total + (nll * batch["weights"]).sum(), weight + np.asarray(batch["weights"]).sum()
+    with closing(eval_batches(stored.config.data, plan_batches(stored.config, loaded.sharder))) as batches:
+        for batch in islice(batches, stored.config.train.eval_batches):
+            logits = np.asarray(loaded.logits(batch["tokens"]), np.float64)
+            normalizer = np.log(np.exp(logits).sum(-1))
+            targets = np.take_along_axis(logits, np.asarray(batch["targets"])[..., None], -1)[..., 0]
+            weights = np.asarray(batch["weights"])
+            total, weight = total + ((normalizer - targets) * weights).sum(), weight + weights.sum()
     assert total / weight == pytest.approx(stored.metrics["eval/loss"].values[-1], rel=1e-4)
     assert loaded.generate("To be", tokens=3, temperature=0).startswith("To be")
     with pytest.raises(ConfigError, match="has no such checkpoint"):
