@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -14,12 +13,11 @@ from omegaconf import BooleanNode, EnumNode, FloatNode, IntegerNode, StringNode,
 
 from maxhydra.config.declare import PlugInUse, Schema, field_docs
 from maxhydra.config.errors import show
+from maxhydra.config.plug_ins import PLUG_IN, PLUG_IN_FORM
 from maxhydra.config.registry import modules
 
 NODES: dict[type, Callable[[], ValueNode]] = {bool: BooleanNode, int: IntegerNode, float: FloatNode, str: StringNode}
 NOUNS: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
-# Path of an object of the user.
-PLUG_IN_FORM, PLUG_IN = "package.module:object", re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 COMPARISONS = {
     "ge": ("{} or more", lambda value, bound: value >= bound),
     "gt": ("over {}", lambda value, bound: value > bound),

@@ -2,26 +2,22 @@
 
 Every key that can name an object is declared with `option(plug_in=...)`, and the section next to it, `options`, belongs
 to the object: if the object has a parameter `options`, the schema class that annotates it defines the keys of the
-section, and they are merged, validated and stored like all others. Objects that this process calls are imported when a
-config is composed; those of worker processes only if the config sets options for them.
+section, and they are merged, validated and stored like all others (option_types.py).
 """
 
-import dataclasses
 import importlib
 import inspect
+import re
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable
 from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
-
-from maxhydra.config.declare import Options, PlugInUse
+from maxhydra.config.declare import Options
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
-from maxhydra.config.fields import PLUG_IN, Field, walk
-from maxhydra.config.schema.config import Config
 
 OPTIONS = "options"
+# Path of an object of the user.
+PLUG_IN_FORM, PLUG_IN = "package.module:object", re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def is_plug_in(value: Any) -> bool:
@@ -59,7 +55,7 @@ def options_class(plug_in: Callable[..., Any], *, key: str) -> type[Options] | N
     if not (isinstance(annotation, type) and issubclass(annotation, Options)):
         reason = "has a parameter `options` whose annotation is not a class of settings"
         hint = "annotate it with a class that is decorated with maxhydra.schema and derives from maxhydra.Options"
-        raise ConfigError(Problem(key, reason, getattr(plug_in, "__qualname__", plug_in), hint=hint))
+        raise ConfigError(Problem(key, reason, f"{plug_in.__module__}:{plug_in.__qualname__}", hint=hint))
     return annotation
 
 
@@ -76,83 +72,3 @@ def call_plug_in(path: str, *arguments: Any, options: Options, key: str, **named
     """Call the object at a path with its options."""
     plug_in = load_object(path, key=key)
     return plug_in(*arguments, **named, **bind_options(plug_in, options, key=key))
-
-
-@cache
-def plug_in_fields() -> dict[str, Field]:
-    """Return the keys that can name an object; `*` in a path is any entry of a dict."""
-    return {path: field for path, field in walk(Config) if field.spec.plug_in is not None}
-
-
-def named_objects(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Field]]:
-    """Yield path, value and field of each key in nested plain values that names an object of the user."""
-    for pattern, field in plug_in_fields().items():
-        for path, value in _find(values, pattern.split(".")):
-            for item in value if isinstance(value, list) else [value]:
-                if is_plug_in(item):
-                    yield path, item, field
-
-
-def _find(values: Any, names: list[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each key that matches a pattern."""
-    if not names:
-        yield prefix, values
-    elif isinstance(values, Mapping):
-        for name in [*values] if names[0] == "*" else [name for name in names[:1] if name in values]:
-            yield from _find(values[name], names[1:], f"{prefix}.{name}" if prefix else str(name))
-
-
-def option_types(layers: Iterable[Mapping[str, Any]]) -> dict[str, type[Options] | Problem]:
-    """Return the class of each section `options` that belongs to an object, or why it is unknown, by path.
-
-    `layers` are nested plain values from the root of the config; later ones override earlier ones.
-    """
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        _merge(merged, layer)
-    types: dict[str, type[Options] | Problem] = {}
-    for key, path, field in named_objects(merged):
-        section = f"{key.rpartition('.')[0]}.{OPTIONS}"
-        values = next(iter(value for _, value in _find(merged, section.split("."))), None)
-        if field.spec.plug_in is PlugInUse.worker and not values:
-            continue
-        try:
-            cls = options_class(load_object(path, key=key), key=key)
-        except ConfigError as error:
-            types[section] = error.problems[0]
-            continue
-        if cls is not None:
-            types[section] = cls
-    return types
-
-
-def _merge(target: dict[str, Any], layer: Mapping[str, Any]) -> None:
-    for name, value in layer.items():
-        if isinstance(value, Mapping):
-            below = target.get(name)
-            target[name] = below if isinstance(below, dict) else {}
-            _merge(target[name], value)
-        else:
-            target[name] = value
-
-
-def nested(path: str, value: Any) -> dict[str, Any]:
-    """Return a value as nested mappings from the root of the config."""
-    for name in reversed(path.split(".") if path else []):
-        value = {name: value}
-    return value if isinstance(value, dict) else {}
-
-
-def set_section_type(node: DictConfig, path: str, cls: type) -> None:
-    """Give the section at a path of a config node the fields of a subclass, and create the dict entries above it."""
-    names, parent = path.split("."), node
-    for depth, name in enumerate(names[:-1]):
-        if name not in parent:
-            OmegaConf.update(node, ".".join(names[:depth]), {name: {}}, merge=True)
-        parent = parent[name]
-    parent[names[-1]] = OmegaConf.structured(cls)
-
-
-def used_objects(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the key and the path of each object of the user in a config."""
-    yield from ((key, path) for key, path, _ in named_objects(dataclasses.asdict(config)))

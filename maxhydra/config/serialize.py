@@ -13,7 +13,7 @@ from maxhydra.config.compose.validate import Validator
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.fields import walk
 from maxhydra.config.migrations import RULES_PATH, migrate_config, migrate_value, migrated_entries
-from maxhydra.config.plug_ins import option_types
+from maxhydra.config.option_types import option_types
 from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema.config import Config
 from maxhydra.config.yaml_files import dump_yaml

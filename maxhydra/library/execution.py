@@ -19,7 +19,7 @@ ORIGIN = "_origin"
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
-    """What a config was composed from, which its run records so that it can be started again."""
+    """Choices and overrides of a config, which its run records so that it can be started again."""
 
     choices: dict[str, str]
     overrides: list[str]
@@ -63,7 +63,7 @@ def run(config: Config | Sequence[str], *, config_dir: str | Path | None = None)
         config = compose(config, config_dir=config_dir)
     origin = getattr(config, ORIGIN, None)
     if origin is None:
-        # Its run could not be started again from what it records.
+        # Its run would record no overrides, so that it could not be started again.
         hint = "change it by overrides: run([*overrides, 'train.steps=100'])"
         raise ConfigError(Problem("config", "was not returned by maxhydra.compose", hint=hint))
     # jax is imported here, after the config is known to be valid.

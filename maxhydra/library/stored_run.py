@@ -55,7 +55,7 @@ class StoredRun:
         """All metrics by name."""
         rows = read_metrics(self._directory.metrics_path)
         names = dict.fromkeys(name for row in rows for name in row if name != "step")
-        return {name: Series(*(np.asarray(side) for side in series(rows, name))) for name in names}
+        return {name: Series(*map(np.asarray, series(rows, name))) for name in names}
 
     def frame(self) -> "pandas.DataFrame":
         """All metrics as a pandas DataFrame with a row per step and a column per metric."""

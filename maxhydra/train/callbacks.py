@@ -1,7 +1,7 @@
 """Callbacks: objects of the user that observe a run, named in `train.callbacks`.
 
 A callback is a class with any of the methods of `Callback`. It is created once per session, on the process that writes
-the run folder, and receives copies of what the run logs: it cannot change the state, the batches or the config, and
+the run folder, and receives copies of the logged metrics: it cannot change the state, the batches or the config, and
 cannot end the run, so that a run with callbacks trains exactly as one without. An exception in a callback fails the
 run. After a kill, the steps since the last checkpoint are trained and reported again.
 """
@@ -18,7 +18,7 @@ from maxhydra.record import RunDirectory
 
 @dataclasses.dataclass(frozen=True)
 class CallbackSession:
-    """What a callback is created with: the run folder, the config, and the step that the session starts from."""
+    """The argument of a callback class: run folder, config, and the step that the session starts from."""
 
     folder: Path
     config: Config

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.config import Config, Problem
-from maxhydra.config.plug_ins import used_objects
+from maxhydra.config.option_types import used_objects
 from maxhydra.config.schema.data import Fingerprint as FingerprintMethod
 from maxhydra.config.schema.run import INPUT_KINDS
 from maxhydra.config.schema.tasks.distill import DistillTask

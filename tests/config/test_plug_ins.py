@@ -9,7 +9,7 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import Composer, compose, find_composer
 from maxhydra.config.declare import Options
-from maxhydra.config.plug_ins import option_types, plug_in_fields, used_objects
+from maxhydra.config.option_types import option_types, plug_in_fields, used_objects
 from maxhydra.config.resume import config_changes, fixed_problems, unknown_keys
 from maxhydra.config.serialize import from_yaml, to_yaml, with_overrides
 

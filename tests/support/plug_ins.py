@@ -232,7 +232,7 @@ class FileTracker:
 
 
 class EventLog:
-    """A callback that writes down every event, changes what it is given and draws random numbers."""
+    """A callback that writes down every event, clears its arguments and seeds the global random generators."""
 
     def __init__(self, session: CallbackSession, options: FileOptions):
         self._path = session.folder / options.file

@@ -82,6 +82,8 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     script.chmod(0o755)
     env = environment(**forked_jobs())
     env["PATH"] = f"{binaries}:{Path(sys.executable).parent}:{env['PATH']}"
+    # `pip install` of a project writes to a folder of the page.
+    env |= {"PIP_TARGET": "site", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONPATH": f"{env['PYTHONPATH']}:site"}
     # The commands set the number of devices themselves.
     env["XLA_FLAGS"] = f"{compiling.xla_flags()} {compiling.SINGLE_THREAD}"
     return env

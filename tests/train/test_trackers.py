@@ -1,10 +1,13 @@
 """Trackers write readable files, keep one identity over sessions, and never fail a run."""
 
+import dataclasses
 import json
 import os
 import struct
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,21 +17,33 @@ from maxhydra.config.schema.model import Model
 from maxhydra.config.schema.run import Run, TrackerMode
 from maxhydra.config.schema.run import Tracker as TrackerConfig
 from maxhydra.record import RunDirectory, logging_to
-from maxhydra.train.trackers import open_trackers
+from maxhydra.record.rollout_store import RolloutWriter
+from maxhydra.train import trackers
+from maxhydra.train.trackers import open_trackers, track_outcome
 
 ROOT = Path(__file__).parents[2]
 SIZES = ("num_layers", "emb_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "context_length")
 
 
-def config():
-    return Config(model=Model(**dict.fromkeys(SIZES, 4)), run=Run(tags=["a", "b"], notes="why"))
+def config(outputs="outputs"):
+    return Config(model=Model(**dict.fromkeys(SIZES, 4)), run=Run(tags=["a", "b"], notes="why", outputs=outputs))
 
 
-def session(path, backends, resumed_from=0):
+def session(path, backends, resumed_from=0, outputs="outputs", **options):
     run = RunDirectory(path)
     run.start("", {})
-    tracker = TrackerConfig(backends=backends, mode=TrackerMode.offline)
-    return run, open_trackers(tracker, run=run, config=config(), resumed_from=resumed_from)
+    tracker = TrackerConfig(backends=backends, mode=TrackerMode.offline, **options)
+    tracked = dataclasses.replace(config(outputs), tracker=tracker)
+    return run, open_trackers(tracker, run=run, config=tracked, resumed_from=resumed_from)
+
+
+def end(run, backends, *, status, outputs):
+    """End a session with a sample and a rollout, as a task does."""
+    row = {"prompt_number": 0, "sample": 0, "reward": 1.0, "tokens": 2, "prompt": "1+1=", "completion": "2"}
+    RolloutWriter(run.path / "rollouts", "train", keep=100).append(2, [row])
+    tracked = dataclasses.replace(config(outputs), tracker=TrackerConfig(backends=backends))
+    track_outcome(tracked, run, status=status, facts={"end_step": 3, "sample": "To be"})
+    run.finish(status)
 
 
 def test_no_backend_does_nothing(tmp_path):
@@ -106,6 +121,67 @@ def test_wandb_offline_keeps_its_id_and_stores_no_secret(tmp_path):
             assert b"hunter" not in path.read_bytes(), path
 
 
+MLFLOW = """
+import sys
+from tests.train.test_trackers import end, session
+for step in (0, 1):
+    run, tracker = session(sys.argv[1] + "/a", ["mlflow"], resumed_from=step, outputs=sys.argv[1])
+    for number in (step + 1, step + 2):
+        tracker.log(number, {"loss": number / 2, "eval/pass@1": float("nan")})
+    tracker.close()
+    end(run, ["mlflow"], status="preempted" if step == 0 else "finished", outputs=sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_mlflow_continues_its_run_in_a_local_database(tmp_path):
+    pytest.importorskip("mlflow", reason="needs the mlflow extra")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": ""}
+    subprocess.run([sys.executable, "-c", MLFLOW, str(tmp_path)], cwd=ROOT, env=environment, check=True, timeout=240)
+    # MLflow's own client reads the database.
+    code = """
+import json, sys
+from mlflow.tracking import MlflowClient
+client = MlflowClient(tracking_uri=f"sqlite:///{sys.argv[1]}/mlflow.db")
+(run,) = client.search_runs([client.get_experiment_by_name("maxhydra").experiment_id])
+history = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "loss")]
+facts = json.load(open(f"{sys.argv[1]}/a/run.json"))
+files = sorted(file.path for file in client.list_artifacts(run.info.run_id))
+sample = open(client.download_artifacts(run.info.run_id, "sample.txt")).read()
+print(json.dumps([history, run.info.run_id == facts["trackers"]["mlflow"]["id"], run.info.status, files, sample,
+                  run.data.params["model.emb_dim"], sorted(run.data.metrics)]))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=tmp_path)
+    history, is_same, status, files, sample, width, names = json.loads(done.stdout.splitlines()[-1])
+    assert history == [[1, 0.5], [2, 1.0], [3, 1.5]], "a repeated step has one value"
+    assert is_same and status == "FINISHED" and sample == "To be" and width == "4"
+    assert files == ["config.yaml", "rollouts_train.json", "sample.txt"] and names == ["eval/pass_at_1", "loss"]
+
+
+TRACKIO = MLFLOW.replace("mlflow", "trackio")
+
+
+@pytest.mark.slow
+def test_trackio_continues_its_run_in_a_local_folder(tmp_path):
+    pytest.importorskip("trackio", reason="needs the trackio extra")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRACKIO_DIR": str(tmp_path / "store")}
+    subprocess.run([sys.executable, "-c", TRACKIO, str(tmp_path)], cwd=ROOT, env=environment, check=True, timeout=240)
+    code = """
+import json, sys, trackio
+(run,) = trackio.Api().runs("maxhydra")
+facts = json.load(open(f"{sys.argv[1]}/a/run.json"))
+rows = trackio.SQLiteStorage.get_logs("maxhydra", run.name)
+print(json.dumps([[(row["step"], row["loss"]) for row in rows if "loss" in row], run.name,
+                  facts["trackers"]["trackio"]["name"], sorted({name for row in rows for name in row})]))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    history, name, recorded, names = json.loads(done.stdout.splitlines()[-1])
+    assert history == [[1, 0.5], [2, 1.0], [3, 1.5]], "a repeated step has one value"
+    assert name == recorded and {"sample", "rollouts/train"} <= {*names}
+
+
 @pytest.mark.slow
 def test_a_missing_package_is_named_with_its_extra(tmp_path):
     """In a separate process, with a path that shadows the package."""
@@ -144,3 +220,52 @@ def test_a_failing_tracker_is_logged_once_and_the_others_continue(tmp_path, caps
 def test_an_unknown_backend_is_rejected_before_anything_opens(tmp_path):
     with pytest.raises((ConfigError, ModuleNotFoundError)):
         session(tmp_path / "a", ["tensorbord"])
+
+
+class Hanging:
+    """A tracker whose server does not respond."""
+
+    released = threading.Event()
+
+    def __init__(self, session):
+        if session.config.tracker.project == "never":
+            self.released.wait(30)
+
+    def log(self, step, metrics):
+        self.released.wait(30)
+
+    def close(self):
+        pass
+
+
+HANGING = "tests.train.test_trackers:Hanging"
+
+
+def test_a_hanging_tracker_does_not_stop_the_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(trackers, "QUEUED_CALLS", 4)
+    start = time.monotonic()
+    run, tracker = session(tmp_path / "a", [HANGING, "tensorboard"])
+    with logging_to(None, console=True):
+        for step in range(8):
+            tracker.log(step, {"loss": float(step)})
+            time.sleep(0.05)
+        tracker.close()
+    assert time.monotonic() - start < 5
+    assert f"{HANGING} does not respond; metrics.jsonl has them all" in capsys.readouterr().err
+    values = [value.simple_value for event in events(run.path / "tensorboard") for value in event.summary.value]
+    assert values.count(7.0) == 1, "the other tracker has every step"
+    Hanging.released.set()
+
+
+def test_a_tracker_that_does_not_start_is_a_clear_error(tmp_path, monkeypatch):
+    Hanging.released.clear()
+    monkeypatch.setattr(trackers, "OPEN_SECONDS", 0.1)
+    with pytest.raises(ConfigError, match=r"Hanging did not start within 0.1 seconds"):
+        session(tmp_path / "a", [HANGING], project="never")
+    Hanging.released.set()
+
+
+def test_an_address_with_a_password_is_rejected(tmp_path):
+    with pytest.raises(ConfigError, match=r"tracker.uri: looks like a key"):
+        session(tmp_path / "a", ["mlflow"], uri="https://user:hunter2hunter2@host/mlflow")

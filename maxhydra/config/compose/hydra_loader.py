@@ -42,7 +42,7 @@ from maxhydra.config.compose.provenance import COMMAND_LINE, read_yaml
 from maxhydra.config.declare import Options
 from maxhydra.config.errors import Problem, did_you_mean, options_shown
 from maxhydra.config.migrations import renamed_option
-from maxhydra.config.plug_ins import nested, option_types, set_section_type
+from maxhydra.config.option_types import nested, option_types, set_section_type
 from maxhydra.config.registry import OPTION_SOURCES, groups
 from maxhydra.config.yaml_files import display_path
 
@@ -240,7 +240,7 @@ class Repository(ConfigRepository):
     def inherited(self, name: str) -> str:
         """Return the recipe that a model of the user inherits: its own, or that of the model it is derived from.
 
-        Models of the package have only recipes of their own, so that commands of older runs compose as before.
+        Models of the package have only their own recipes, so that commands of older runs compose as before.
         """
         group, _, option = name.partition("/")
         if group != RECIPE or self._find_object_source(name, ObjectType.CONFIG) is not None:
@@ -300,7 +300,7 @@ class Loader(ConfigLoaderImpl):
     def option_types(
         self, overrides: Sequence[Override], defaults: Sequence[ResultDefault]
     ) -> dict[str, type[Options] | Problem]:
-        """Return the classes of sections that belong to objects of the user; see config/plug_ins.py."""
+        """Return the classes of sections that belong to objects of the user; see config/option_types.py."""
         files = [(default.package or "", self._plain_values(default.config_path or "")) for default in defaults]
         set_values = [override for override in overrides if not (override.is_delete() or override.is_sweep_override())]
         given = [(override.key_or_group, override.value()) for override in set_values]

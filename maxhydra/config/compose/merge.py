@@ -16,7 +16,7 @@ from maxhydra.config.declare import MISSING
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.fields import FieldType, fields, is_open, walk
 from maxhydra.config.migrations import migrate_key
-from maxhydra.config.plug_ins import set_section_type
+from maxhydra.config.option_types import set_section_type
 from maxhydra.config.registry import GLOBAL, groups, task_schemas
 from maxhydra.config.schema.config import Config
 

@@ -265,7 +265,7 @@ class Train(Schema):
     loss: PlugIn = section(PlugIn)
     callbacks: dict[str, PlugIn] = option({})
     """Observers of the run by a name of your choice: classes whose methods begin, step, evaluation, save and end are
-    called with copies of what the run logs."""
+    called with copies of the logged metrics."""
     progress: Progress = Progress.auto
     """bar, lines or none; auto shows a bar on a terminal and lines otherwise."""
     sample: Sample = section(Sample)

@@ -1,14 +1,16 @@
 """Experiment trackers that receive metrics in addition to metrics.jsonl.
 
 A backend is a module of this package with a function `open_tracker`, chosen by its name in `tracker.backends`, or an
-object of the user. Each works in a thread of its own, so that one that fails or hangs does not stop the run.
+object of the user. Each works in a separate thread, so that one that fails or hangs does not stop the run.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -23,7 +25,7 @@ from maxhydra.record.rollouts import FOLDER, KINDS, Query
 
 log = logging.getLogger("maxhydra")
 
-# Seconds that a tracker may take to start and to send what is queued at the end, and calls that are queued at most.
+# Seconds that a tracker may take to start and to send queued calls at the end, and the maximum number of queued calls.
 OPEN_SECONDS, CLOSE_SECONDS, QUEUED_CALLS = 180.0, 60.0, 10_000
 # Rollouts of each kind that are sent at the end of a session.
 NUM_ROLLOUTS = 50
@@ -69,7 +71,7 @@ class TrackedSession:
         return dict(self.run.read().get("trackers", {}).get(backend, {}))
 
     def record(self, backend: str, **facts: Any) -> None:
-        """Record in run.json what the next session of the run needs to continue."""
+        """Record facts in run.json with which the next session of the run continues."""
         self.run.update(trackers={backend: facts})
 
 
@@ -172,11 +174,10 @@ class _TrackerThread:
 
     def close(self) -> None:
         """Wait for queued calls, but not for a tracker that hangs."""
-        try:
-            self._calls.put_nowait(None)
-        except queue.Full:
-            return
-        self._thread.join(CLOSE_SECONDS)
+        end = time.monotonic() + CLOSE_SECONDS
+        with contextlib.suppress(queue.Full):
+            self._calls.put(None, timeout=CLOSE_SECONDS)
+        self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
             self._warn(f"did not end within {CLOSE_SECONDS:g} seconds")
 
