@@ -35,6 +35,17 @@ os.environ["XLA_FLAGS"] = " ".join(
 # Memory above which compiled programs are dropped: the process gets slower, and two of them fill a small machine.
 max_resident_bytes = 3 * 2**30
 
+# Memory of a worker with its fork server and the commands of a test.
+BYTES_OF_WORKER = 6 * 2**30
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than there are cores, if memory allows: a worker often waits for commands, signals and polls."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return cores + (memory >= (cores + 1) * BYTES_OF_WORKER)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run files with slow tests first, so that no worker is left with one at the end. Files stay whole for fixtures."""

@@ -17,7 +17,8 @@ from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.decode.offline import settings_fingerprint
 from maxhydra.decode.open import check_same_model
-from tests.support.cli import SMALL, command, environment, run_ok, start_silent
+from tests.support import compile_cache, fork_server
+from tests.support.cli import SMALL, command, environment, run, run_ok, start_silent
 from tests.support.skips import import_optional
 
 openai = import_optional("openai", extra="test")
@@ -104,17 +105,16 @@ def test_a_killed_command_resumes_and_completes_each_prompt_once(folder: Path) -
         assert row["finish"] in ("stop", "length") and row["tokens"] <= 5 + row["id"] and row["prompt_tokens"] > 8
     (folder / "in.jsonl").write_text("".join(json.dumps({**record, "prompt": "other"}) + "\n" for record in records))
     with_tilde = [re.sub(r"=(\w+\.jsonl)", r'="~/\1"', override) for override in overrides]
-    env = environment(HOME=str(folder))
-    other = subprocess.run(command(*with_tilde), cwd=folder, env=env, capture_output=True, text=True, check=False)
+    other = run(*with_tilde, cwd=folder, HOME=str(folder))
     assert other.returncode == 2 and "has a completion of record 0 for a different prompt or sampling" in other.stderr
 
 
-def test_the_server_completes_requests_and_stops_on_sigterm(folder: Path) -> None:
+def test_the_server_completes_requests_and_stops_on_sigterm(folder: Path, tmp_path: Path) -> None:
     serve = [override.replace("task=decode", "task=serve") for override in DECODE]
     serve += ["data.tokenizer.chat_template=chat.jinja", "task.port=0", "task.api_key_env=KEY", "task.model_name=mine"]
-    process = subprocess.Popen(
-        command(*serve), cwd=folder, env=environment(KEY="sesame-1234"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    program = str(fork_server.write_script(tmp_path / "maxhydra", compile_cache.PREFIX))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([program, *serve], cwd=folder, env=environment(KEY="sesame-1234"), **pipes)
     assert process.stdout is not None
     line = process.stdout.readline().decode()
     address = re.search(r"serving mine on (http://127\.0\.0\.1:\d+/v1)", line)

@@ -1,5 +1,6 @@
 """Weights laid out for decoding give what the model gives with its own."""
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder
 
 
+@cache
 def model() -> ModelDef:
     sizes = {"num_layers": 5, "emb_dim": 24, "mlp_dim": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
     kinds = {"local": config.Kind(attention=config.Attention(window=3)), "global": config.Kind()}
@@ -24,26 +26,40 @@ def model() -> ModelDef:
 
 def logits(model: ModelDef, params: Any, tokens_BT: np.ndarray) -> np.ndarray:
     """Logits after the tokens, read one by one with a cache."""
+
+    @jax.jit
+    def read(params: Any, tokens_B1: jax.Array, positions_B1: jax.Array, cache: Any) -> Any:
+        context = Context(
+            positions=positions_B1, segments=None, sharder=Sharder.single(), cache=cache, dropout_key=None
+        )
+        hidden, cache = model.hidden(params, tokens_B1, context)
+        return model.logits(params, hidden, Sharder.single()), cache
+
     cache, found = model.empty_cache(DenseCacheSpec(len(tokens_BT), 8)), []
     for position in range(tokens_BT.shape[1]):
-        positions = jnp.full((len(tokens_BT), 1), position)
-        context = Context(positions=positions, segments=None, sharder=Sharder.single(), cache=cache, dropout_key=None)
-        hidden, cache = model.hidden(params, jnp.asarray(tokens_BT[:, position : position + 1]), context)
-        found.append(model.logits(params, hidden, Sharder.single()))
+        column = tokens_BT[:, position : position + 1]
+        last, cache = read(params, jnp.asarray(column), jnp.full(column.shape, position), cache)
+        found.append(last)
     return np.concatenate(found, axis=1)
+
+
+@cache
+def params_tokens_and_logits(rows: int) -> tuple[Any, np.ndarray, np.ndarray]:
+    """Random weights, random tokens, and the logits of the model with its own layout."""
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), model().shapes)
+    tokens = rng.integers(0, 50, (rows, 5))
+    return params, tokens, logits(model(), params, tokens)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_layout_changes_nothing(platform: str, rows: int) -> None:
-    plain = model()
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), plain.shapes)
-    tokens = rng.integers(0, 50, (rows, 5))
-    arranged = choose_weight_layout(plain, Sharder.single(), platform)
+    params, tokens, expected = params_tokens_and_logits(rows)
+    arranged = choose_weight_layout(model(), Sharder.single(), platform)
     found = logits(arranged.model, arranged.use(arranged.keep(params)), tokens)
-    np.testing.assert_allclose(found, logits(plain, params, tokens), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_layers_of_a_stack_share_a_program() -> None:

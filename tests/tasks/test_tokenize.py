@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from maxhydra.data.shards import Shards, open_index
 from maxhydra.data.sources.grain import open_records
 from maxhydra.record import RunDirectory
 from maxhydra.tasks import Job, tokenize
-from tests.support.cli import ROOT, command, environment, run_ok
+from tests.support.cli import ROOT, run_ok, start_silent
 from tests.support.skips import import_optional
 
 datasets = import_optional("datasets", extra="data")
@@ -95,16 +93,16 @@ def test_a_killed_run_is_resumed(texts: Path, tmp_path: Path, monkeypatch: pytes
     """Two of four shards are finished when everything is killed; they are not written again."""
     output, gate = tmp_path / "out", tmp_path / "gate"
     overrides = arguments(texts, output, "task.workers=1", "data.formatting=tests.tasks.test_tokenize:gated")
-    process = subprocess.Popen(command(*overrides), cwd=tmp_path, env=environment(GATE=str(gate)))
+    process = start_silent(*overrides, cwd=tmp_path, GATE=str(gate))
     index = output / "index.json"
     deadline = time.monotonic() + 60
     while not (index.exists() and len(json.loads(index.read_text())["shards"]) == 2):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.is_running() and time.monotonic() < deadline
         time.sleep(0.05)
     while not list(output.glob(".*.partial")):
         time.sleep(0.05)
     assert "is being written by another process" in rejection(texts, output)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     assert not json.loads(index.read_text())["complete"] and len(tokens_in(output)) == 300
     with pytest.raises(ConfigError, match=r"has written only 2 of 4 shards"):
