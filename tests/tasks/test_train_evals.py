@@ -95,6 +95,10 @@ def test_every_training_task_runs_benchmarks(tmp_path: Path) -> None:
         (["train.evals.tasks=[cloze]", "objective=eval/cloze/acc", "task=reward_model"], "task=reward_model"),
         (["train.evals.limit=3"], "needs train.evals.tasks"),
         (
+            ["train.evals.tasks=[plays]", "+data.eval_sets={plays:{source:demo}}"],
+            "has the name of the held-out set plays",
+        ),
+        (
             ["train.evals.tasks=[cloze]", "train.evals.every=2", "train.eval_every=1", "train.eval_batches=0"],
             "is not used without held-out batches",
         ),

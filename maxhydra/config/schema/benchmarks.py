@@ -36,9 +36,13 @@ class TrainEvals(Benchmarks):
     max_context: int | None = option(None, ge=2)
     """Maximum tokens of prompt plus completion; a longer prompt loses its start. null: train.seq_len."""
 
+    def names(self) -> list[str]:
+        """Names of the tasks in metrics."""
+        return [PurePath(name).stem for name in self.tasks]
+
     def metrics(self) -> list[str]:
         """Patterns of the metrics; a task of lm-eval may be a group, whose tasks have other names."""
-        return [f"eval/{PurePath(name).stem}*/*" for name in self.tasks]
+        return [f"eval/{name}*/*" for name in self.names()]
 
     def check_interval(self, eval_every: int) -> Iterator[Problem]:
         """Yield the problem of an interval at which no evaluation takes place; paths are relative to train."""

@@ -231,6 +231,11 @@ class Config(Schema):
         if self.task.name not in (*supported, *DESCRIBING_TASKS):
             reason, accepted = f"is not supported by task={self.task.name}", f"[], or task={', '.join(supported)}"
             yield Problem("train.evals.tasks", reason, value=evals.tasks, accepted=accepted)
+        if shared := sorted({*self.data.held_out_sets()} & {*evals.names()}):
+            reason = f"has the name of the held-out set {shared[0]}, whose metrics are eval/{shared[0]}/* too"
+            yield Problem(
+                "train.evals.tasks", reason, evals.tasks, hint="rename the source or the set of data.eval_sets"
+            )
         if (evals.max_context or 0) > longest:
             reason = f"exceeds model.context_length={longest}"
             yield Problem("train.evals.max_context", reason, value=evals.max_context, accepted=f"2 to {longest}")
