@@ -52,13 +52,8 @@ def write_runs(outputs: Path) -> None:
         )
     for number in range(9):
         rate = (3e-4, 1e-3, 3e-3)[number // 3]
-        _write(
-            outputs / "seeds" / f"{number}",
-            rng,
-            2.5 + (math.log10(rate) + 3) ** 2 + rng.gauss(0, 0.05),
-            rate,
-            number % 3,
-        )
+        floor = 2.5 + (math.log10(rate) + 2.8) ** 2 + rng.gauss(0, 0.05)
+        _write(outputs / "seeds" / f"{number}", rng, floor, rate, number % 3)
     _write(outputs / "baseline", rng, 2.7, 1e-3, 0)
     live = _write(outputs / "long", rng, 2.45, 1e-3, 1, "running")
     (session,) = json.loads((live / "run.json").read_text())["sessions"]

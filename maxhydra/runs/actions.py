@@ -123,7 +123,7 @@ def start_command(arguments: Sequence[str], folder: str) -> tuple[list[str], dic
 
 
 def resume_in_background(registry: Registry, run: Run) -> str:
-    """Resume a run as a process of its own session, which outlives this one; ConfigError if it ends at once."""
+    """Resume a run in a separate session, which outlives this process; ConfigError if it ends at once."""
     if run.status == "running":
         raise ConfigError(Problem(run.path, f"is still running on {run.host}", accepted="a run that has ended"))
     arguments, folder = resume_arguments(registry, run)
@@ -143,7 +143,7 @@ def resume_in_background(registry: Registry, run: Run) -> str:
     try:
         code = process.wait(START_SECONDS)
     except subprocess.TimeoutExpired:
-        # A child that nobody waits for would stay visible as a zombie and look alive.
+        # A child that has ended and was not waited for is a zombie, which looks alive.
         threading.Thread(target=process.wait, daemon=True).start()
         return f"{run.path} resumes; output: {console}"
     if code:
@@ -155,9 +155,9 @@ def resume_in_background(registry: Registry, run: Run) -> str:
 
 
 def cancel_sweep(registry: Registry, name: str) -> str:
-    """Ask the running jobs of a sweep to save and exit: `maxhydra sweep cancel`. Returns what it printed."""
+    """Ask the running jobs of a sweep to save and exit, and return the output of `maxhydra sweep cancel`."""
     folder = registry.root.resolve() / name
-    # A process of its own: the sweep package imports optuna and the clients of schedulers.
+    # A separate process: the sweep package imports optuna and the clients of schedulers.
     command, environment = start_command(["sweep", "cancel", str(folder)], str(folder))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=CANCEL_SECONDS, check=False)
     if done.returncode:

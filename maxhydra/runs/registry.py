@@ -88,7 +88,7 @@ class Registry:
         """All runs, or at most `limit` of them, newest first."""
         query = "SELECT entry, id, path, change, step FROM run WHERE entry IS NOT NULL"
         if limit is not None:
-            # SQLite sorts ten thousand entries ten times as fast as they are parsed here.
+            # SQLite sorts ten thousand entries in a tenth of the time of parsing all of them here.
             query += f" ORDER BY json_extract(entry, '$.created') DESC, path DESC LIMIT {limit:d}"
         rows = self._index.rows(query)
         # A single json.loads call is faster than thousands.

@@ -9,7 +9,7 @@ import pytest
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.server import Server
 from tests.browser.test_browser import chart, check_clean, curve_count, press, set_value, type_into, until
-from tests.support.browser import chromium
+from tests.support.browser import chromium, console_messages, sent_requests
 from tests.support.run_folders import change_facts, write_run
 
 RATES = (3e-4, 1e-3, 3e-3)
@@ -141,7 +141,7 @@ def order(browser):
     return browser.execute_script("return [...document.querySelectorAll('.charts figure')].map(f => f.dataset.metric)")
 
 
-def test_layout_is_kept_in_address_and_storage(window, server):
+def test_layout_is_stored_in_address_and_browser(window, server):
     visit(window, server, "#run=seeds/0")
     until(window, curve_count(window, "loss"))
     assert order(window) == ["eval/loss", "loss"]
@@ -255,3 +255,20 @@ def test_nothing_is_cut_off_on_a_phone(window, server, tab):
     )
     assert unlabelled == []
     check_clean(window, server.url)
+
+
+def test_the_printed_url_opens_a_page_that_needs_a_token(window, outputs):
+    server = Server(Registry(outputs), host="127.0.0.1", port=0, needs_token=True)
+    server.start()
+    try:
+        visit(window, server, "#run=single")
+        until(window, curve_count(window, "loss"))
+        assert window.execute_script("return location.href.includes('token')") is False
+        assert window.execute_script("return document.cookie") == ""
+        window.delete_all_cookies()
+        until(window, "document.querySelector('#live').textContent === 'server unreachable'")
+    finally:
+        server.shutdown()
+        server.server_close()
+    sent_requests(window)
+    console_messages(window)

@@ -9,7 +9,7 @@ function ticks(box, scale, { width, height, vertical }) {
     const share = scale.at(tick);
     return vertical
       ? page.svg("text", { x: box.left - 6, y: box.top + (1 - share) * height + 4, "text-anchor": "end" }, page.cell(tick))
-      : page.svg("text", { x: box.left + share * width, y: box.top + height + 15, "text-anchor": "middle" }, page.cell(tick));
+      : page.svg("text", { x: box.left + share * width, y: box.top + height + 15, "text-anchor": share > 0.9 ? "end" : "middle" }, page.cell(tick));
   });
 }
 
