@@ -34,11 +34,14 @@ class LoadedModel:
 
     def logits(self, tokens: Any) -> jax.Array:
         """Logits [B, T, V] of the next token at every position of token ids [B, T]."""
-        ids = jnp.asarray(tokens, jnp.int32)
+        given = jnp.asarray(tokens, jnp.int32)
+        # All devices that share a batch get the same number of rows.
+        padding = -len(given) % self.sharder.num_shards("act_batch")
+        ids = jnp.pad(given, ((0, padding), (0, 0)))
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
         context = Context(positions=positions, segments=None, sharder=self.sharder, cache=None, dropout_key=None)
         hidden_BTD, _ = self.model.hidden(self.params, ids, context)
-        return self.model.logits(self.params, hidden_BTD, self.sharder)
+        return self.model.logits(self.params, hidden_BTD, self.sharder)[: len(given)]
 
     def generate(self, prompt: str, *, tokens: int = 100, temperature: float = 0.8, seed: int = 0) -> str:
         """Prompt and continuation; for many prompts use task=decode, which batches them."""

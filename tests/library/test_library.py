@@ -94,7 +94,7 @@ def test_a_loaded_model_gives_the_loss_of_its_run(outputs: Path) -> None:
             total, weight = total + ((normalizer - targets) * weights).sum(), weight + weights.sum()
     assert total / weight == pytest.approx(stored.metrics["eval/loss"].values[-1], rel=1e-4)
     assert loaded.generate("To be", tokens=3, temperature=0).startswith("To be")
-    with pytest.raises(ConfigError, match="has no such checkpoint"):
+    with pytest.raises(ConfigError, match="has no checkpoint of step 1"):
         stored.load_model(step=1)
 
 

@@ -20,7 +20,7 @@ OBSERVED = [
     f"+train.callbacks={{log: {{function: '{OBJECTS}:EventLog', options: {{file: callback.jsonl}}}}}}",
     *(f"tracker.backends=[{OBJECTS}:FileTracker]", "tracker.options.file=tracker.jsonl"),
 ]
-RUN = [*SMALL, *OWN, "train.steps=4", "checkpoint.every=2", "checkpoint.keep=5"]
+RUN = [*SMALL, *OWN, "train.steps=4", "optimizer.schedule.steps=4", "checkpoint.every=2", "checkpoint.keep=5"]
 
 
 def lines(path: Path) -> list[list]:

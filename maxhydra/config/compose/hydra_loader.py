@@ -287,6 +287,7 @@ defaults_list._create_interpolation_map = _create_map_if_used
 class Loader(ConfigLoaderImpl):
     """Hydra's loader, which adds the values of option sources and can return a config that was composed before."""
 
+    repository: Repository
     _overrides: Sequence[Override] = ()
     _folder: str | None = None
     _composed: DictConfig | None = None
