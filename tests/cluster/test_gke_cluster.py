@@ -138,7 +138,7 @@ def test_a_detached_sweep_is_monitored_and_resumed(namespace: str, server: Serve
     controller.start()
     finish_job_set(namespace, second, "Failed", "Killed\n", 137, reason="OOMKilled")
     controller.join(60)
-    assert "job 1: found running" in output and output[-1] == "1 finished, 1 failed"
+    assert "job 1: found running" in output and output[-1].startswith("1 finished, 1 failed\n")
     assert any("OOMKilled, exit code 137" in line and "(Failed)" in line for line in output)
     run = RunDirectory(tmp_path / "outputs" / "s" / "0_seed=1", writes=False)
     assert (run.read()["objective"]["value"], run.read()["status"]) == (2.5, "finished")
