@@ -171,7 +171,10 @@ def test_recipe_stays_with_its_model(tmp_path: Path) -> None:
     tiny = compose([]).config
     assert (tiny.train.steps, tiny.train.seq_len, tiny.optimizer.learning_rate) == (300, 128, 3e-3)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "other.yaml").write_text("defaults: [tiny]\ncontext_length: 4096\n")
+    (tmp_path / "model" / "derived.yaml").write_text("defaults: [tiny]\ncontext_length: 4096\n")
+    derived = compose(["model=derived"], config_dir=str(tmp_path)).config
+    assert (derived.train.steps, derived.model.context_length) == (300, 4096), "a derived model keeps the recipe"
+    (tmp_path / "model" / "other.yaml").write_text("defaults: [llama2-tiny]\ncontext_length: 4096\n")
     other = compose(["model=other"], config_dir=str(tmp_path))
     general = Config().train
     assert (other.config.train.steps, other.config.train.seq_len) == (general.steps, general.seq_len)
