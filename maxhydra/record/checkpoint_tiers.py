@@ -47,6 +47,8 @@ class Retention:
     keep_best: int
     best_metric: str
     persist_every: int | None
+    is_maximized: bool = False
+    """Whether larger values of best_metric are better."""
 
     def is_persistent(self, step: int) -> bool:
         return self.persist_every is None or step % self.persist_every == 0
@@ -54,12 +56,13 @@ class Retention:
     def select(self, steps: Collection[int], metrics: Mapping[int, float]) -> set[int]:
         """The newest and the best of these steps."""
         ranked = {step: metrics[step] for step in steps if step in metrics}
-        return {*sorted(steps)[-self.keep :], *best_steps(ranked, self.keep_best)}
+        return {*sorted(steps)[-self.keep :], *best_steps(ranked, self.keep_best, largest=self.is_maximized)}
 
 
-def best_steps(metrics: Mapping[int, float], count: int) -> list[int]:
-    """The steps with the lowest metric, the newest of equal ones. NaN is the worst value."""
-    ranks = {step: (math.inf if math.isnan(value) else value, -step) for step, value in metrics.items()}
+def best_steps(metrics: Mapping[int, float], count: int, *, largest: bool = False) -> list[int]:
+    """The steps with the lowest or largest metric, the newest of equal ones. NaN is the worst value."""
+    sign = -1 if largest else 1
+    ranks = {step: (math.inf if math.isnan(value) else sign * value, -step) for step, value in metrics.items()}
     return sorted(ranks, key=ranks.__getitem__)[:count]
 
 

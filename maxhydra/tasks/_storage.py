@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.schema.run import is_maximized
 from maxhydra.record import RunDirectory, logging_to
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.record.checkpoint_tiers import Retention
@@ -81,7 +82,13 @@ def _close(mirror: Mirror, *, patience: float) -> None:
 
 def _open_mirror(config: Config, run: RunDirectory, url: str) -> Mirror:
     checkpoint = config.checkpoint
-    retention = Retention(checkpoint.keep, checkpoint.keep_best, checkpoint.best_metric, checkpoint.persist_every)
+    retention = Retention(
+        checkpoint.keep,
+        checkpoint.keep_best,
+        checkpoint.best_metric,
+        checkpoint.persist_every,
+        is_maximized(checkpoint.best_metric),
+    )
     with _as_config_errors(config), logging_to(None, console=True):
         mirror = Mirror(url, run.path, retention)
         mirror.open()

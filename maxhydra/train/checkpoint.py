@@ -22,6 +22,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.checkpoint import Checkpoint, SaveMode
+from maxhydra.config.schema.run import is_maximized
 from maxhydra.convert.orbax_io import (
     checkpoint_steps,
     find_checkpoint,
@@ -106,7 +107,7 @@ class NoCheckpointer:
 
 @dataclasses.dataclass(frozen=True)
 class _BestEvaluated:
-    """Orbax policy that preserves the `count` checkpoints with the lowest `metric`, the newest of equal ones.
+    """Orbax policy that preserves the `count` checkpoints with the best `metric`, the newest of equal ones.
 
     Evaluations come from metrics.jsonl: one that a signal interrupted is repeated after its checkpoint was saved.
     """
@@ -118,7 +119,7 @@ class _BestEvaluated:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         metrics = {info.step: self.evaluations.get(info.step) or info.metrics or {} for info in checkpoints}
         ranked = {step: values[self.metric] for step, values in metrics.items() if self.metric in values}
-        best = best_steps(ranked, self.count)
+        best = best_steps(ranked, self.count, largest=is_maximized(self.metric))
         return [info.step in best for info in checkpoints]
 
 

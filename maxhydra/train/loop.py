@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from maxhydra.config.schema.checkpoint import Checkpoint
-from maxhydra.config.schema.run import EVAL_LOSS, Train
+from maxhydra.config.schema.run import EVAL_LOSS, Train, is_maximized
 from maxhydra.runtime import peers, signals
 from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.watchdog import Watchdog
@@ -136,7 +136,9 @@ def end_reason(train: Train, history: MetricsHistory, step: int) -> str | None:
     if EVAL_LOSS in metrics and train.target_eval_loss is not None and metrics[EVAL_LOSS] <= train.target_eval_loss:
         return f"eval loss {metrics[EVAL_LOSS]:.4f} reached train.target_eval_loss"
     if early_stop.metric in metrics and early_stop.patience is not None:
-        stale = _evaluations_without_improvement(history.eval_values(early_stop.metric), early_stop.min_delta)
+        sign = -1 if is_maximized(early_stop.metric) else 1
+        values = [sign * value for value in history.eval_values(early_stop.metric)]
+        stale = _evaluations_without_improvement(values, early_stop.min_delta)
         if stale >= early_stop.patience:
             name = "eval loss" if early_stop.metric == EVAL_LOSS else early_stop.metric
             return f"{name} did not improve in {stale} evaluations"

@@ -275,7 +275,9 @@ class TestCheckpoints:
         assert {int(name.split("/")[1]) for name in stored() if name.startswith("checkpoints/")} == {*expected}
 
     def test_keep_best(self, tmp_path: Path) -> None:
-        assert best_steps({1: 2.0, 2: float("nan"), 3: 1.0, 4: 1.0}, 2) == [4, 3]
+        values = {1: 2.0, 2: float("nan"), 3: 1.0, 4: 1.0}
+        assert best_steps(values, 2) == [4, 3]
+        assert best_steps(values, 2, largest=True) == [1, 4]
         mirrored(tmp_path / "first", 3, 5, 9, 12, retention=Retention(1, 1, "eval/loss", None))
         assert stored_steps() == [5, 12]  # losses 1, 1/3, 1, 1
 

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -353,6 +354,14 @@ def test_small_improvements_add_up_to_one(tmp_path: Path) -> None:
     train = Train(steps=60, eval_every=10, early_stop=EarlyStop(patience=2, min_delta=0.1))
     result = run_loop(tmp_path, train, Checkpoint(every=1000), evals=[3.0, 2.94, 2.88, 2.82, 2.76, 2.7])
     assert (result.status, result.reason) == ("finished", "all 60 steps done")
+
+
+@pytest.mark.parametrize(("values", "ends"), [([0.5, 0.6, 0.55, 0.6], True), ([0.5, 0.6, 0.55, 0.7], False)])
+def test_a_metric_of_which_more_is_better_must_grow(values: list[float], ends: bool) -> None:
+    metric = "eval/hellaswag/acc_norm"
+    history: Any = SimpleNamespace(evaluations={40: {metric: values[-1]}}, eval_values=lambda name: values)
+    reason = end_reason(Train(steps=100, early_stop=EarlyStop(patience=2, metric=metric)), history, 40)
+    assert reason == (f"{metric} did not improve in 2 evaluations" if ends else None)
 
 
 def test_patience_counts_evaluations_before_a_resume(tmp_path: Path) -> None:

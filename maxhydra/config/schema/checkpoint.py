@@ -31,7 +31,7 @@ class Checkpoint(Schema):
     keep_best: int = option(0, ge=0)
     """Number of additional checkpoints to keep, those with the best best_metric."""
     best_metric: str = "eval/loss"
-    """Metric that ranks checkpoints for keep_best, such as eval/bpb; smaller is better."""
+    """Metric that ranks checkpoints for keep_best, such as eval/bpb or eval/TASK/acc."""
     persist_every: int | None = option(None, ge=1)
     """Steps between checkpoints that are uploaded, if run.outputs is a URL; the others stay in the local folder. The
     last one of a session is always uploaded. null: every checkpoint."""

@@ -178,12 +178,12 @@ class EarlyStop(Schema):
     """Stops the run when an evaluation metric no longer improves."""
 
     metric: str = "eval/loss"
-    """Metric of evaluations that must decrease, such as eval/bpb or eval/NAME/loss of a held-out set."""
+    """Metric of evaluations that must improve, such as eval/bpb, eval/NAME/loss of a held-out set or eval/TASK/acc."""
 
     patience: int | None = option(None, ge=1)
     """Evaluations without improvement before the run stops. null: never."""
     min_delta: float = option(0.0, ge=0)
-    """Decrease of the metric, relative to the last improvement, that counts as an improvement."""
+    """Change of the metric, relative to the last improvement, that counts as an improvement."""
 
 
 @schema
@@ -364,6 +364,8 @@ MAXIMIZED = (
     *SPEED,
     *("accuracy", "eval/accuracy", "reward_margin", "eval/reward_margin"),
     *("eval/reward", "reward/*", "eval/pass@*", "eval/maj@*"),
+    # Of benchmarks.
+    *(f"eval/*/{name}*" for name in ("acc", "exact_match", "f1", "bleu", "chrf", "rouge", "mcc", "pass@")),
 )
 
 
