@@ -153,9 +153,10 @@ function sweepRow({ sweep, runs: members }, index, chosen, isHere, isOpen) {
   const dots = page.html("span", { class: "counts" }, ...counts.map(([each, count]) => page.html("span", { class: `status ${each}`, title: `${count} ${each}` }, count)));
   const show = page.html("button", { type: "button", class: "quiet", onclick: (event) => { event.stopPropagation(); events.sweep(sweep); } }, "Open sweep");
   const cells = all().map((column) => {
-    const best = column.key === "value" && values.length ? [page.html("b", { title: "smallest" }, page.number(Math.min(...values)))] : [];
+    const ends = [Math.min(...values), Math.max(...values)].map((value) => page.number(value));
+    const range = column.key === "value" && values.length ? [page.html("span", { title: "smallest to largest" }, [...new Set(ends)].join(" – "))] : [];
     if (column.key === "path") return page.html("td", { class: "run" }, page.html("div", {}, page.html("span", { class: "twist", "aria-hidden": "true" }, isOpen ? "▾" : "▸"), page.html("span", { class: "front" }, sweep), page.html("i", {}, ` ${members.length} runs`), page.html("span", { class: "grow" }), show));
-    return page.html("td", { class: column.right ? "right" : "" }, ...(column.key === "status" ? [dots] : best));
+    return page.html("td", { class: column.right ? "right" : "" }, ...(column.key === "status" ? [dots] : range));
   });
   return page.html("tr", { class: `sweep ${isHere ? "here" : ""}`, "data-sweep": sweep, "aria-expanded": String(isOpen), onclick: () => { state.here = index; toggle(); } }, page.html("td", { class: "pick" }, box), ...cells);
 }
