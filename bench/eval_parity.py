@@ -91,6 +91,12 @@ def compare_scores(folder: Path, count: int) -> None:
     expected = np.array([score for score, _ in reference.loglikelihood(requests, disable_tqdm=True)])
     found = np.array([score for score, _ in harness.HarnessModel(model).loglikelihood(requests, disable_tqdm=True)])
     print(json.dumps({"pairs": len(pairs), "largest_difference": float(np.abs(found - expected).max())}), flush=True)
+    arguments = {"until": ["zz"], "max_gen_toks": 8}
+    prompts = [Instance("generate_until", {}, (item["question"], arguments), 0) for item in questions]
+    completions = harness.HarnessModel(model).generate_until(prompts)
+    expected_texts = reference.generate_until(prompts, disable_tqdm=True)
+    equal = sum(text == other for text, other in zip(completions, expected_texts, strict=True))
+    print(json.dumps({"completions": len(prompts), "equal": equal, "first": completions[0]}), flush=True)
     found_scores = harness.evaluate(model, names, manager, task)
     results = lm_eval.simple_evaluate(model=reference, tasks=names, task_manager=manager, bootstrap_iters=0)["results"]
     for name in names:
