@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.config_store import ConfigStore
 from hydra.plugins.sweeper import Sweeper
@@ -12,7 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from maxhydra.cli.main import RunFailed
 from maxhydra.config.compose.overrides import parse
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.config.schema.run import unlogged_metric
+from maxhydra.config.plug_ins import is_plug_in
+from maxhydra.config.schema.run import Train, unlogged_metric
 from maxhydra.launch.registry import LAUNCHERS, is_maxhydra_launcher, launcher_settings
 from maxhydra.sweep.plan import Settings, SweepPlan, is_of_plan
 
@@ -65,9 +66,9 @@ class OptunaSweeper(Sweeper):
             problems.append(Problem("hydra.launcher", "does not support hydra/sweeper=optuna", accepted=accepted))
         objectives = settings.objectives or (str(self._config.objective),)
         path = "hydra.sweeper.objectives" if settings.objectives else "objective"
-        task, evaluates = str(self._config.task.name), self._config.train.eval_batches > 0
-        for name in objectives:
-            problems += unlogged_metric(path, name, task=task, evaluates=evaluates)
+        task, train = str(self._config.task.name), cast(Train, self._config.train)
+        for name in objectives if not is_plug_in(task) else ():
+            problems += unlogged_metric(path, name, task=task, train=train)
         params = [f"{key}={value}" for key, value in self._params.items()]
         fixed, space = split_overrides(parse([*params, *arguments], loader=None).overrides)
         if not space:
