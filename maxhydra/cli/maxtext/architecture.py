@@ -158,6 +158,8 @@ class Architecture:
         prefix, mixer = f"kinds.{name}.", kind.mixer.name
         tables = {"attention": ATTENTION, "mla": LATENT, "delta": DELTA}
         self._copy(tables[mixer], f"{prefix}{mixer}.")
+        if mixer == "attention" and self.settings.given("qk_norm_with_scale") and kind.attention.qk_norm.name == "head":
+            self._set(f"{prefix}attention.qk_norm", "head_plain", "qk_norm_with_scale")
         if mixer != "delta":
             self._rope(f"{prefix}{mixer}.rope.", kind)
         if mixer == "attention":

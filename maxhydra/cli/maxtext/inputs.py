@@ -30,7 +30,7 @@ def data(t: Translation) -> None:
     if kind not in SOURCES:
         raise ConfigError(Problem("dataset_type", "is not a source", value=kind, accepted=", ".join(SOURCES)))
     # Reinforcement learning takes dataset_name from the Hugging Face hub.
-    source = "hf" if t.task == "grpo" and kind == "tfds" else SOURCES[kind]
+    source = "hf" if t.task == "grpo" and not s.given("dataset_type") else SOURCES[kind]
     t.choose("data", source)
     {"hf": _hf, "grain": _grain, "tfds": _tfds, "c4_mlperf": _c4_mlperf, "olmo": _olmo}.get(source, _nothing)(t)
     if source != "synthetic":
@@ -106,8 +106,8 @@ def _grain(t: Translation) -> None:
         t.choose("data", "mixture")
         corpus = {"source": "grain", "format": s["grain_file_type"], "record_type": _record_type(t)}
         names = {f"source{number}": path for number, path in enumerate(weights)}
-        t.set("data.sources", {name: corpus | {"path": path} for name, path in names.items()}, from_keys=keys)
-        t.set("data.weights", {name: weights[path] for name, path in names.items()}, from_keys=keys)
+        t.set("+data.sources", {name: corpus | {"path": path} for name, path in names.items()}, from_keys=keys)
+        t.set("+data.weights", {name: weights[path] for name, path in names.items()}, from_keys=keys)
     if _evaluates(t):
         _copy(t, ("grain_eval_files", "eval_path"))
 
@@ -138,9 +138,9 @@ def _records(t: Translation) -> None:
         t.set("data.record_type", kind, from_keys=("tokenize_train_data", "use_sft", "use_dpo"))
     names = [name for name in s["train_data_columns"] or [] if name not in ROLES[kind]]
     if kind in ("text", "tokens", "chat") and len(names) == 1 and s.given("train_data_columns"):
-        t.set("data.columns", {ROLES[kind][0]: names[0]}, from_keys=("train_data_columns",))
+        t.set("+data.columns", {ROLES[kind][0]: names[0]}, from_keys=("train_data_columns",))
     elif kind == "preference" and names == ["input"]:
-        t.set("data.columns", {"prompt": "input"}, from_keys=("train_data_columns",))
+        t.set("+data.columns", {"prompt": "input"}, from_keys=("train_data_columns",))
     elif names and (s.given("train_data_columns") or kind == "prompts"):
         accepted = ", ".join(ROLES[kind])
         t.mention("train_data_columns", f"set data.columns or data.formatting: records of this task have {accepted}")

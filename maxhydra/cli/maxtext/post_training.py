@@ -119,8 +119,8 @@ def _grpo_batch(t: Translation) -> None:
 
 def _grpo_engine(t: Translation) -> None:
     s = t.settings
-    for key in ("max_num_seqs", "rollout_micro_batch_size"):
-        if s[key] and s.count(key) > 0:
+    for key in ("max_concurrency", "rollout_micro_batch_size", "max_num_seqs"):
+        if s.given(key) and s[key] and s.count(key) > 0:
             t.set("task.engine.max_batch", s.count(key), from_keys=(key,))
     if s["max_num_batched_tokens"]:
         t.set("task.engine.prefill_chunk", s.count("max_num_batched_tokens"), from_keys=("max_num_batched_tokens",))

@@ -14,7 +14,6 @@ from maxhydra.cli.maxtext.translation import Note, Translation
 from maxhydra.config.compose.composer import find_composer
 from maxhydra.config.errors import ConfigError
 from maxhydra.config.registry import GLOBAL, defaults
-from maxhydra.config.usage import unused_keys
 from maxhydra.config.yaml_files import dump_yaml
 
 # Functions of the column `by`, in an order in which each finds what the earlier ones have set.
@@ -49,7 +48,7 @@ FUNCTIONS: dict[str, Callable[[Translation], None]] = {
 # Functions that only apply to a command with the config of a training run.
 OF_TRAINING = ("optimizer", "schedule", "evaluation", "spikes", "checkpoint", "profile", "tracking", "diloco", "remat")
 WITHOUT_TRAINING = ("decode", "serve")
-NO_FILE = "no such file"
+NO_FILE, NO_EFFECT = "no such file", "has no effect"
 
 
 def translate(path: Path, arguments: Iterable[str], *, task: str | None = None) -> Translation:
@@ -105,15 +104,11 @@ def _prune(t: Translation) -> None:
         for path, value in t.values.items()
         if path in t.required or node is None or not _equals(node, path.lstrip("+"), value)
     }
-    checked = composer.check_overrides(t.overrides(), with_hydra=False)
-    if checked.config is None:
-        # A key without effect is a problem of the config too; the others are checked again without it.
-        unused = {problem.path for problem in checked.problems if "has no effect" in problem.reason}
-    else:
-        unused = unused_keys(checked.config, [path.lstrip("+") for path in t.values])
-    for path in [path for path in t.values if path.lstrip("+") in unused]:
-        del t.values[path]
     problems = composer.check_overrides(t.overrides(), with_hydra=False).problems
+    # Keys without effect are found when there are no other problems, so those of one round may hide others.
+    while unused := {problem.path for problem in problems if NO_EFFECT in problem.reason} & t.values.keys():
+        t.values = {path: value for path, value in t.values.items() if path not in unused}
+        problems = composer.check_overrides(t.overrides(), with_hydra=False).problems
     # The command may be meant for another machine.
     t.notes += [Note(item.path, item.value, "no such file here", False) for item in problems if item.reason == NO_FILE]
     if others := [problem for problem in problems if problem.reason != NO_FILE]:

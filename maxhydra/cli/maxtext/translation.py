@@ -8,6 +8,10 @@ from maxhydra.config.errors import quoted, show
 from maxhydra.config.options import model_option
 from maxhydra.config.schema.config import TRAINING_TASKS
 from maxhydra.config.schema.model import Model
+from maxhydra.record.redact import redact_config
+
+# Characters of a value in a note; rules of sharding have thousands.
+SHOWN = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +25,8 @@ class Note:
     """Whether the run differs from MaxText's for that reason."""
 
     def __str__(self) -> str:
-        return f"{self.key}={show(self.value)}: {self.reason}"
+        text = show(redact_config(self.value, self.key))
+        return f"{self.key}={text if len(text) <= SHOWN else text[:SHOWN] + '...'}: {self.reason}"
 
 
 class Translation:
