@@ -13,7 +13,7 @@ import pytest
 from maxhydra.cli import main
 from maxhydra.cli.maxtext import architecture, docs
 from maxhydra.cli.maxtext.table import STATES, newer_rows, reference_rows, rows
-from maxhydra.cli.maxtext.translate import FUNCTIONS, translate
+from maxhydra.cli.maxtext.translate import FUNCTIONS, experiment, translate
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.errors import ConfigError
 from maxhydra.config.fields import walk
@@ -134,16 +134,24 @@ def config_file(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_command_composes_and_experiment_is_the_same_run(name: str, tmp_path: Path, capsys: Any) -> None:
-    path = config_file(tmp_path, EXAMPLES[name])
-    assert main.run(["import", "maxtext", str(path)]) == 0
-    words = shlex.split(capsys.readouterr().out.replace("\\\n", ""))
-    assert words[0] == "maxhydra"
-    expected = compose(words[1:]).config
-    output = tmp_path / "conf" / "experiment" / "translated.yaml"
-    assert main.run(["import", "maxtext", str(path), "--output", str(output)]) == 0
+def test_command_composes_and_experiment_is_the_same_run(name: str, tmp_path: Path) -> None:
+    t = translate(config_file(tmp_path, EXAMPLES[name]), [])
+    expected = compose(t.overrides()).config
+    option = tmp_path / "conf" / "experiment" / "translated.yaml"
+    option.parent.mkdir(parents=True)
+    option.write_text(experiment(t, ["A comment."]))
     found = compose(["experiment=translated"], str(tmp_path / "conf")).config
     assert to_stored_yaml(found) == to_stored_yaml(expected)
+
+
+def test_printed_command_and_written_experiment(tmp_path: Path, capsys: Any) -> None:
+    path, output = config_file(tmp_path, TINY + "prompt: it's\nmoba: true"), tmp_path / "conf" / "experiment" / "x.yaml"
+    assert main.run(["import", "maxtext", str(path)]) == 0
+    arguments = shlex.split(capsys.readouterr().out.replace("\\\n", ""))
+    assert arguments[0] == "maxhydra" and compose(arguments[1:]).config.model.emb_dim == 32
+    assert main.run(["import", "maxtext", "--output", str(output), str(path), "steps=3"]) == 0
+    assert capsys.readouterr() == ("maxhydra experiment=x\n", "")
+    assert "#   moba=true: " in output.read_text() and "steps: 3" in output.read_text()
 
 
 def test_decode_has_no_keys_of_training(tmp_path: Path) -> None:
@@ -233,7 +241,7 @@ def test_page_is_current() -> None:
     assert docs.PATH.read_text() == docs.page(), "run `python -m maxhydra.cli.maxtext.docs`"
 
 
-def test_every_row_has_one_meaning_and_keys_that_exist() -> None:
+def test_every_row_has_one_state_and_existing_keys() -> None:
     paths = {path for path, _ in walk(Config)}
     assert len(reference_rows()) == 724 and not reference_rows().keys() & newer_rows().keys()
     for key, row in rows().items():
@@ -282,6 +290,6 @@ def test_help_imports_neither_jax_nor_hydra() -> None:
 @pytest.mark.parametrize("name", ["tiny", "wsd", "experts"])
 def test_tiny_translations_train(name: str, tmp_path: Path) -> None:
     overrides = translate(config_file(tmp_path, EXAMPLES[name]), ["log_period=1"]).overrides()
-    done = cli.run(*overrides, f"run.outputs={tmp_path}", "run.name=r")
+    done = cli.run(*overrides, f"run.outputs={tmp_path}", "run.name=r", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "r" / "metrics.jsonl").read_text().count('"loss"') >= 1

@@ -16,8 +16,8 @@ HEAD = """\
 
 ```bash
 maxhydra import maxtext base.yml model_name=llama3.1-8b steps=1000 run_name=first
-maxhydra import maxtext sft.yml model_name=qwen3-4b --output conf/experiment/sft.yaml   # then maxhydra experiment=sft
-maxhydra import maxtext base.yml model_name=gemma2-2b load_parameters_path=gs://b/x --task decode
+maxhydra import maxtext sft.yml model_name=llama3-8b --output conf/experiment/sft.yaml   # then maxhydra experiment=sft
+maxhydra import maxtext base.yml model_name=llama3-8b load_parameters_path=gs://b/x --task decode
 ```
 
 The arguments are those of MaxText: a YAML file, whose `base_config` is followed, and `key=value`. A missing `base.yml`

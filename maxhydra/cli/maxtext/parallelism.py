@@ -107,11 +107,14 @@ def remat(t: Translation) -> None:
     """Set the rematerialization policy."""
     s, name = t.settings, t.settings["remat_policy"]
     if name == "custom":
-        where = {ours: {s[key] for key in keys} for ours, keys in ACTIVATIONS.items()}
+        where = {name_here: {s[key] for key in keys} for name_here, keys in ACTIVATIONS.items()}
         saved, offloaded = (
-            [ours for ours, found in where.items() if place in found] for place in ("device", "offload")
+            [name_here for name_here, found in where.items() if place in found] for place in ("device", "offload")
         )
-        policy: str | tuple[list[str], list[str]] = (saved, [ours for ours in offloaded if ours not in saved])
+        policy: str | tuple[list[str], list[str]] = (
+            saved,
+            [name_here for name_here in offloaded if name_here not in saved],
+        )
     elif name in POLICIES:
         policy = POLICIES[name]
     else:

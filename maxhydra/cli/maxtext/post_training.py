@@ -131,8 +131,8 @@ def _grpo_engine(t: Translation) -> None:
         t.set("task.rollout_mesh", ["mesh=fsdp", *mesh], from_keys=keys)
     fractions = ("sampler_devices_fraction", "trainer_devices_fraction")
     if s.names(*fractions) and s.number(fractions[0]) + s.number(fractions[1]) <= 1:
-        if ahead := t.values.pop("task.off_policy_steps"):
-            t.set("task.max_staleness", ahead, from_keys=("off_policy_steps",))
+        if lag := t.values.pop("task.off_policy_steps"):
+            t.set("task.max_staleness", lag, from_keys=("off_policy_steps",))
             t.set("task.rollout_devices", s.number(fractions[0]), from_keys=("off_policy_steps",))
         else:
             t.mention(fractions[0], "all devices sample and train in turn; task.max_staleness=1 separates them")

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from maxhydra.cli.maxtext import architecture, inputs, parallelism, post_training, training
+from maxhydra.cli.maxtext import architecture, data, parallelism, post_training, training
 from maxhydra.cli.maxtext.settings import Settings, read_settings
 from maxhydra.cli.maxtext.table import Row, rows
 from maxhydra.cli.maxtext.translation import Note, Translation
@@ -20,8 +20,8 @@ from maxhydra.config.yaml_files import dump_yaml
 FUNCTIONS: dict[str, Callable[[Translation], None]] = {
     "task": post_training.task,
     "model": architecture.model,
-    "data": inputs.data,
-    "tokenizer": inputs.tokenizer,
+    "data": data.data,
+    "tokenizer": data.tokenizer,
     "lengths": training.lengths,
     "evaluation": training.evaluation,
     "dpo": post_training.dpo,
@@ -94,8 +94,8 @@ def _elsewhere(settings: Settings) -> list[str]:
 
 def _prune(t: Translation) -> None:
     """Leave out defaults of MaxText that are equal to ours, options that are chosen anyway, and keys without effect."""
-    ours = dict(defaults())
-    t.choices = {group: name for group, name in t.choices.items() if group == "task" or ours.get(group) != name}
+    options = dict(defaults())
+    t.choices = {group: name for group, name in t.choices.items() if group == "task" or options.get(group) != name}
     composer = find_composer()
     chosen = [f"{group}={name}" for group, name in t.choices.items()]
     node = composer.check_overrides(chosen, with_hydra=False).node
