@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from maxhydra.cli.maxtext.table import families
+from maxhydra.cli.maxtext.table import families, layer_counts
 from maxhydra.cli.maxtext.translation import Translation
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.options import model_options
@@ -67,7 +67,6 @@ ATTENTION = {
     "attention_sink": Mapped("sinks"),
     "share_kv_projections": Mapped("value", yes("key", "own"), spelled_out=False),
     "attention_bias": Mapped("bias", yes("qkv", "none"), spelled_out=False),
-    "use_qk_norm": Mapped("qk_norm", yes("head", "none"), spelled_out=False),
 }
 LATENT = {
     "q_lora_rank": Mapped("q_lora_rank", or_null),
@@ -123,7 +122,9 @@ class Architecture:
         name = str(t.settings["model_name"])
         self.t, self.settings = t, t.settings
         self.is_spelled_out = name not in model_options()
-        t.choose("model", families()[t.settings["decoder_block"]] if self.is_spelled_out else name)
+        block = t.settings["decoder_block"]
+        variant = block if t.settings["routed_bias"] else f"{block}/unbiased"
+        t.choose("model", families().get(variant, families()[block]) if self.is_spelled_out else name)
         self.option = t.model
 
     def translate(self) -> None:
@@ -150,6 +151,8 @@ class Architecture:
     def _sizes(self) -> None:
         scale = "global_parameter_scale"
         factors = _factors(self.settings.count(scale))
+        # In some blocks MaxText counts pairs of a local and a global layer.
+        factors["layers"] *= layer_counts().get(self.t.choices["model"].split("-")[0], 1)
         for key, (path, factor) in SIZES.items():
             if self.is_spelled_out or self.settings.given(key, *([scale] if factor else [])):
                 self._set(path, int(self.settings.count(key) * factors.get(factor, 1)), key, scale)
@@ -158,6 +161,8 @@ class Architecture:
         prefix, mixer = f"kinds.{name}.", kind.mixer.name
         tables = {"attention": ATTENTION, "mla": LATENT, "delta": DELTA}
         self._copy(tables[mixer], f"{prefix}{mixer}.")
+        if mixer == "attention" and self.settings.given("use_qk_norm") and kind.attention.qk_norm.name == "none":
+            self._set(f"{prefix}attention.qk_norm", "head", "use_qk_norm")
         if mixer == "attention" and self.settings.given("qk_norm_with_scale") and kind.attention.qk_norm.name == "head":
             self._set(f"{prefix}attention.qk_norm", "head_plain", "qk_norm_with_scale")
         if mixer != "delta":
@@ -193,7 +198,9 @@ class Architecture:
         if self.settings.given(linear) and not is_local:
             self._set(f"{prefix}kind", "linear", linear)
             self._set(f"{prefix}factor", self.settings.number(linear), linear)
-        self._rope_type(prefix, rope.kind.name)
+        # Layers with a window keep short wavelengths where the option does not extend their context.
+        if not (is_local and rope.kind.name == "default" and len(self.option.kinds) > 1):
+            self._rope_type(prefix, rope.kind.name)
 
     def _rope_type(self, prefix: str, current: str) -> None:
         kinds = {"default": "default", "llama3.1": "llama3", "yarn": "yarn"}

@@ -82,6 +82,13 @@ def families() -> dict[str, str]:
     return found
 
 
+@cache
+def layer_counts() -> dict[str, int]:
+    """Return the layers that one of base_num_decoder_layers stands for, by the name of a family; 1 if not listed."""
+    found: dict[str, int] = _load("layer_counts.yaml")
+    return found
+
+
 def _read(name: str) -> dict[str, Row]:
     return {key: Row(**fields) for key, fields in _load(name).items()}
 
