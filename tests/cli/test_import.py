@@ -1,4 +1,4 @@
-"""maxhydra import maxtext: translated commands compose, run, and say what they leave out."""
+"""maxhydra import maxtext: translated commands compose, run, and list the omitted keys."""
 
 import inspect
 import shlex

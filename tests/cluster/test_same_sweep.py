@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def launcher(server: Server, tmp_path: Path) -> Iterator[list[str]]:
-    """Overrides that select a new namespace, in which a kubelet stand-in runs the pods."""
+    """Overrides that select a new namespace, in which a simulated kubelet runs the pods."""
     namespace = f"test-{secrets.token_hex(4)}"
     core(server).create_namespace({"metadata": {"name": namespace}})
     python = str(fork_server.write_python(compile_cache.PREFIX))

@@ -342,7 +342,7 @@ class Architecture:
             self._set("expert_parallel.chunks", settings.count("batch_split_factor"), "use_batch_split_schedule")
 
     def _context_length(self) -> None:
-        """Extend the context to the training length: MaxText has no limit of its own."""
+        """Extend the context to the training length: MaxText has no limit."""
         positions, length = self.settings.count("trainable_position_size"), self.settings.count("max_target_length")
         if positions > 0 and self.settings.given("trainable_position_size"):
             self._set("embedding.positions", "learned", "trainable_position_size")

@@ -77,7 +77,7 @@ def page() -> str:
 def _coverage(rows: dict[str, Row]) -> Iterator[str]:
     counts = Counter(row.state for row in rows.values())
     outside = len(rows) - counts[CLOUD] - counts[DERIVED]
-    yield f"The config reference of MaxText has {len(rows)} keys. {outside} of them have a meaning of their own outside"
+    yield f"The config reference of MaxText has {len(rows)} keys. {outside} of them have a meaning outside"
     yield f"of Google's services: {counts[HOME] + counts[OTHER]} have an equivalent, {counts[NONE]} do not."
     yield from ("", "| state | keys | meaning |", "|---|---|---|")
     yield from (f"| {state} | {counts[state]} | {MEANINGS[state]} |" for state in STATES)

@@ -39,7 +39,7 @@ class Row:
     instead: str = ""
     """The way to the same thing, if the value cannot be translated."""
     derived: str = ""
-    """What the value follows from, or the part of MaxText that it belongs to."""
+    """The source of the value, or the part of MaxText that it belongs to."""
     cloud: str = ""
     """The service of Google that it belongs to."""
     none: str = ""
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def text(self) -> str:
-        """Return what the documentation says about the key."""
+        """Return the text of the documentation about the key."""
         return self.why or self.instead or self.derived or self.cloud or self.none
 
 

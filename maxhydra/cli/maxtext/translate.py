@@ -16,7 +16,7 @@ from maxhydra.config.errors import ConfigError
 from maxhydra.config.registry import GLOBAL, defaults
 from maxhydra.config.yaml_files import dump_yaml
 
-# Functions of the column `by`, in an order in which each finds what the earlier ones have set.
+# Functions of the column `by`, in an order in which each can read the results of the earlier ones.
 FUNCTIONS: dict[str, Callable[[Translation], None]] = {
     "task": post_training.task,
     "model": architecture.model,
@@ -105,7 +105,7 @@ def _prune(t: Translation) -> None:
         if path in t.required or node is None or not _equals(node, path.lstrip("+"), value)
     }
     problems = composer.check_overrides(t.overrides(), with_hydra=False).problems
-    # Keys without effect are found when there are no other problems, so those of one round may hide others.
+    # Keys without effect are found only without other problems, so those of one round may hide others.
     while unused := {problem.path for problem in problems if NO_EFFECT in problem.reason} & t.values.keys():
         t.values = {path: value for path, value in t.values.items() if path not in unused}
         problems = composer.check_overrides(t.overrides(), with_hydra=False).problems

@@ -30,7 +30,7 @@ class Note:
 
 
 class Translation:
-    """Collects what the conversions set. A later value of a key replaces an earlier one."""
+    """Collects the results of the conversions. A later value of a key replaces an earlier one."""
 
     def __init__(self, settings: Settings, task: str):
         self.settings, self.task = settings, task

@@ -59,7 +59,7 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> Source:
 def input_files(corpus: Corpus, data: Data) -> dict[str, list[Path]]:
     """Files that a corpus reads, by the field that names them; empty for generated and remote data.
 
-    A module that reads files has a function `input_files(corpus, data)` of its own. A source of the user reads those in
+    A module that reads files has its own function `input_files(corpus, data)`. A source of the user reads those in
     path and eval_path.
     """
     if is_plug_in(corpus.source):
