@@ -1,4 +1,4 @@
-"""Replacements for the parts that tests/support/kube.py lacks: a kubelet that runs pods as processes, and a JobSet controller.
+"""Replacements for parts that tests/support/kube.py lacks: a kubelet that runs pods as processes, a JobSet controller.
 
 The node and its log endpoint are real objects of the API server, which asks the endpoint for logs as it would a
 kubelet. Pods of Jobs come from the real Job controller. Mount paths in commands, variables and files are replaced by
