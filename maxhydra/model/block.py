@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.plug_ins import call_plug_in
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.plug_in import PlugIn
@@ -206,6 +207,9 @@ class Block(nnx.Module):
         return self.spec.name
 
     def empty_cache(self, cache_spec: CacheSpec, layers: int) -> Cache:
+        if not hasattr(self.attention, "empty_cache"):
+            reason = "has no method empty_cache, without which the model cannot decode"
+            raise ConfigError(Problem(f"model.kinds.{self.name}.own_mixer.function", reason))
         return self.attention.empty_cache(cache_spec, layers)
 
     def _build_norm(self, make: ParamBuilder, is_present: bool) -> Norm | None:

@@ -1,12 +1,13 @@
 """A short sample from the model at the end of a run, decoded through the same forward pass with a KV cache."""
 
 import dataclasses
+import logging
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.config import Config
+from maxhydra.config import Config, ConfigError
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.kernels import ModelKernels
 from maxhydra.config.schema.run import Sample
@@ -20,6 +21,8 @@ from maxhydra.train.loop import TrainResult
 from maxhydra.train.loss import Tree
 from maxhydra.train.state import StateFactory
 
+log = logging.getLogger("maxhydra")
+
 
 def final_sample(config: Config, states: StateFactory, result: TrainResult) -> dict[str, object]:
     """The entry `sample` of run.json, if the config requests one and the run finished."""
@@ -29,14 +32,18 @@ def final_sample(config: Config, states: StateFactory, result: TrainResult) -> d
     signals.check()
     # Named backends and tiles are chosen for training; decoding a few tokens with a cache has other shapes.
     model_config = dataclasses.replace(states.model.config, kernels=ModelKernels())  # type: ignore[call-arg]
-    text = write_sample(
-        dataclasses.replace(states.model, config=model_config),
-        result.state.exchange_average().weights,
-        config.data,
-        config.train.sample,
-        sharder=states.sharder,
-        seed=config.run.seed,
-    )
+    try:
+        text = write_sample(
+            dataclasses.replace(states.model, config=model_config),
+            result.state.exchange_average().weights,
+            config.data,
+            config.train.sample,
+            sharder=states.sharder,
+            seed=config.run.seed,
+        )
+    except ConfigError as error:  # A mixer of the user without a cache, which trains but does not decode.
+        log.warning("no sample: %s", error.problems[0])
+        return {}
     return {"sample": text}
 
 

@@ -54,6 +54,7 @@ NEEDS = {
     ("optimizer/schedule", "wsd_s"): ["optimizer.schedule.restarts=[150]", "optimizer.schedule.decay_steps=50"],
     ("task", "eval"): ["task.tasks=[arithmetic]"],
     ("environment", "function"): ["environment.function=math:sqrt"],
+    ("optimizer", "function"): ["optimizer.function=math:sqrt"],
     ("reward", "function"): ["reward.terms.own.function=math:sqrt"],
     ("reward", "judge"): ["reward.terms.judge.judge.url=http://localhost/v1", "reward.terms.judge.judge.model=name"],
     ("reward", "model"): ["reward.terms.model.weights=outputs/name"],

@@ -12,6 +12,8 @@ from maxhydra.config.declare import Options
 from maxhydra.config.option_types import option_types, plug_in_fields, used_objects
 from maxhydra.config.resume import config_changes, fixed_problems, unknown_keys
 from maxhydra.config.serialize import from_yaml, to_yaml, with_overrides
+from maxhydra.layers import DenseCacheSpec
+from maxhydra.model import build
 
 OBJECTS = "tests.support.plug_ins"
 SOURCE = f"data.source={OBJECTS}:counting"
@@ -155,3 +157,10 @@ def test_composing_does_not_import_jax_for_objects_without_it(tmp_path: Path) ->
         [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     )
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_a_mixer_without_a_cache_does_not_decode() -> None:
+    function = "model.kinds.layer.own_mixer.function=tests.support.plug_ins:mean_mixer"
+    model = build(compose(["model=micro", "model.kinds.layer.mixer=own_mixer", function]).config.model)
+    with pytest.raises(ConfigError, match=r"own_mixer.function: has no method empty_cache"):
+        model.empty_cache(DenseCacheSpec(1, 8))
