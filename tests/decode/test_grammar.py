@@ -56,7 +56,7 @@ def test_more_completions_validate_with_their_schemas(engine):
 
 
 def test_regular_expressions_grammars_and_free_text_share_a_batch(engine):
-    pattern, lark = r"(\d{3}-){2}[a-f]+!", 'start: "<" inner ">"\ninner: /[xy]{1,3}/ | "(" inner ")"'
+    pattern, lark = r"([0-9]{3}-){2}[a-f]+!", 'start: "<" inner ">"\ninner: /[xy]{1,3}/ | "(" inner ")"'
     free = make_request("free", max_tokens=20, ignore_eos=True)
     alone = engine.submit(free).result()
     handle = engine.submit(free)

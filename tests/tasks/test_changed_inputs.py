@@ -47,6 +47,8 @@ TASKS = {
 }
 TASKS["dpo"] += ["data.record_type=preference"]
 TASKS["episodes"] = [*TASKS["grpo"], "environment=function", "environment.function=worlds_of_test:World"]
+# The module is imported with the config, so only one case has it.
+TASKS["own_loss"] = [*TASKS["sft"], "train.loss.function=losses_of_test:loss"]
 
 
 def change_weights(name: str) -> Callable[[Path], None]:
@@ -120,6 +122,7 @@ CASES = [
         append_text("worlds_of_test.py", "# new\n"),
         "worlds_of_test.py",
     ),
+    ("code", "own_loss", "train.loss.function", append_text("losses_of_test.py", "# new\n"), "losses_of_test.py"),
 ]
 IDS = [f"{kind}-{task}-{number}" for number, (kind, task, *_) in enumerate(CASES)]
 
@@ -145,6 +148,7 @@ def write_inputs(folder: Path) -> None:
     (folder / "formats_of_test.py").write_text(FORMAT)
     (folder / "rewards_of_test.py").write_text(REWARD)
     (folder / "worlds_of_test.py").write_text("class World: ...\n")
+    (folder / "losses_of_test.py").write_text("def loss(model, sharder, train): ...\n")
     save(tokenizer(), folder / "words")
 
 
