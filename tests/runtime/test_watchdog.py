@@ -31,14 +31,14 @@ def sleep_in_callback():
         Path("hangs").touch()
         time.sleep(600)
 
-def make_loss(*arguments, original=pretrain.next_token_loss):
+def make_loss(*arguments, original=pretrain.training_loss):
     loss = original(*arguments)
     def loss_with_callback(params, batch, key):
         jax.debug.callback(sleep_in_callback)
         return loss(params, batch, key)
     return loss_with_callback
 
-pretrain.next_token_loss = make_loss
+pretrain.training_loss = make_loss
 sys.exit(run(sys.argv[1:]))
 """
 GIL_SCRIPT = """
