@@ -458,8 +458,8 @@ def test_a_run_that_learns_nothing_warns_and_fails(
         result = run_loop(tmp_path / "run", train, Checkpoint(), evals=[1.0], loss_fn=loss_fn)
     assert (result.status, result.step) == ("failed", 12)
     assert reason in result.reason and "train.allow_no_learning=true" in result.reason
-    (warning,) = caplog.messages
-    assert "skipped" in warning or "exactly 3" in warning
+    # Threads of other tests may log warnings too.
+    assert len([message for message in caplog.messages if "is skipped" in message or "exactly 3" in message]) == 1
 
     allowed = dataclasses.replace(train, allow_no_learning=True)
     result = run_loop(tmp_path / "allowed", allowed, Checkpoint(), evals=[1.0], loss_fn=loss_fn)
