@@ -36,7 +36,8 @@ class GpuPool:
         if len(names) < per_job:
             hint = f"set {VARIABLE} to the GPUs to use, or request fewer"
             reason = f"is more than the {len(names)} GPUs that this machine has"
-            raise ConfigError(Problem("hydra.launcher.gpus_per_job", reason, per_job, f"1 to {len(names)}", hint))
+            accepted = f"1 to {len(names)}" if names else "null"
+            raise ConfigError(Problem("hydra.launcher.gpus_per_job", reason, per_job, accepted, hint))
         self._names, self._per_job, self._jobs_per_gpu = list(names), per_job, jobs_per_gpu
 
     @property
