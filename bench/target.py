@@ -1,6 +1,5 @@
 """The target of a benchmark script: composed overrides of task=bench on a started runtime, without a run folder."""
 
-import dataclasses
 import logging
 import sys
 
@@ -8,7 +7,7 @@ from maxhydra import runtime
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.tasks.analysis import BenchTask
 from maxhydra.measure.record import BenchTarget, with_synthetic_data
-from maxhydra.plan.estimate import with_remat
+from maxhydra.plan.estimate import with_remat_on
 
 
 def open_target(overrides: list[str], *task_overrides: str) -> tuple[BenchTarget, BenchTask]:
@@ -18,8 +17,4 @@ def open_target(overrides: list[str], *task_overrides: str) -> tuple[BenchTarget
     config = with_synthetic_data(composed.config, composed.choices, tuple(overrides))
     assert isinstance(config.task, BenchTask)
     machine = runtime.start(config.hardware)
-    planned = dataclasses.replace(config, hardware=machine.hardware)
-    slices = config.mesh.slices or 1
-    chosen = with_remat(planned, devices=machine.devices, slices=slices, memory_gib=machine.memory_gib)
-    config = dataclasses.replace(config, model=chosen.model)
-    return BenchTarget(config, machine, composed.choices, tuple(overrides)), config.task
+    return BenchTarget(with_remat_on(machine, config), machine, composed.choices, tuple(overrides)), config.task

@@ -14,6 +14,7 @@ from maxhydra.plan.case import Case, Subject
 from maxhydra.plan.memory import Memory, memory
 from maxhydra.plan.timing import StepTime, step_time
 from maxhydra.plan.traffic import Overlap, Transfer, transfers
+from maxhydra.runtime import Machine
 
 GIB = 2**30
 # Parts of device memory that a step may take by the estimate with remat none and minimal. Estimates have been up to 9 %
@@ -185,3 +186,10 @@ def with_remat(config: Config, *, devices: int, slices: int, memory_gib: float |
     policy = choose_remat(case, memory_gib * GIB, shares=shares).policy
     remat = dataclasses.replace(config.model.remat, policy=policy)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
+
+
+def with_remat_on(machine: Machine, config: Config) -> Config:
+    """The config with model.remat.policy=auto replaced by a policy that fits on this machine."""
+    planned, slices = dataclasses.replace(config, hardware=machine.hardware), config.mesh.slices or 1
+    chosen = with_remat(planned, devices=machine.devices, slices=slices, memory_gib=machine.memory_gib)
+    return dataclasses.replace(config, model=chosen.model)

@@ -30,7 +30,7 @@ from maxhydra.config.plug_ins import bind_options, is_plug_in, load_object
 from maxhydra.config.schema.run import new_name_problem
 from maxhydra.config.serialize import stored_secrets, stored_values, to_stored_yaml
 from maxhydra.measure.record import OutOfMemoryError, explain_out_of_memory, require_memory, suggest_less_memory
-from maxhydra.plan.estimate import with_remat
+from maxhydra.plan.estimate import with_remat_on
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
 from maxhydra.record.atomic_io import NewerFormatError, from_number
 from maxhydra.record.storage import StorageError
@@ -152,14 +152,12 @@ def _run_on(
 def _choose_remat(machine: Machine, config: Config) -> tuple[Machine, Config]:
     """Replace model.remat.policy=auto in a task that trains, with a note about the choice."""
     try:
-        planned = dataclasses.replace(config, hardware=machine.hardware)
-        slices, gib = config.mesh.slices or 1, machine.memory_gib
-        chosen = with_remat(planned, devices=machine.devices, slices=slices, memory_gib=gib).model
+        chosen = with_remat_on(machine, config).model
     except ConfigError:  # The task will raise it.
         return machine, config
     if chosen.remat == config.model.remat:
         return machine, config
-    note = f"model.remat.policy={chosen.remat.policy.value} for {gib:.0f} GiB of device memory"
+    note = f"model.remat.policy={chosen.remat.policy.value} for {machine.memory_gib:.0f} GiB of device memory"
     return dataclasses.replace(machine, notes=(*machine.notes, note)), dataclasses.replace(config, model=chosen)
 
 

@@ -12,9 +12,8 @@ import pytest
 from maxhydra.record.atomic_io import process_start
 from maxhydra.record.rollout_store import RolloutWriter
 from maxhydra.runs.registry import Registry
-from maxhydra.runs.server import Server
 from maxhydra.runs.sweep import write_sweep_report
-from tests.support.browser import chromium, console_messages, sent_requests, set_color_scheme
+from tests.support.browser import console_messages, sent_requests, set_color_scheme
 from tests.support.run_folders import change_facts, metrics_lines, write_run
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -33,21 +32,6 @@ def outputs(tmp_path_factory):
     own_process = {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": process_start(os.getpid())}
     change_facts(live, sessions=[{**session, **own_process}])
     return folder
-
-
-@pytest.fixture(scope="module")
-def window():
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
-def server(outputs):
-    server = Server(Registry(outputs), host="127.0.0.1", port=0)
-    server.start()
-    yield server
-    server.shutdown()
-    server.server_close()
 
 
 def until(browser, script, seconds=20):

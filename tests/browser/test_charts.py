@@ -9,7 +9,7 @@ import pytest
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.server import Server
 from tests.browser.test_browser import chart, check_clean, curve_count, press, set_value, type_into, until
-from tests.support.browser import chromium, console_messages, sent_requests
+from tests.support.browser import console_messages, sent_requests
 from tests.support.run_folders import change_facts, write_run
 
 RATES = (3e-4, 1e-3, 3e-3)
@@ -37,21 +37,6 @@ def outputs(tmp_path_factory):
     change_facts(folder / "seeds" / "1", sample="To be or not")
     write_run(folder / "single", created="2026-05-01T12:00:00Z")
     return folder
-
-
-@pytest.fixture(scope="module")
-def server(outputs):
-    server = Server(Registry(outputs), host="127.0.0.1", port=0)
-    server.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture(scope="module")
-def window():
-    with chromium() as browser:
-        yield browser
 
 
 def visit(browser, server, fragment):
