@@ -26,6 +26,7 @@ from maxhydra.decode.request import Request
 from maxhydra.decode.sampling_params import PromptEncoder, make_requests
 from maxhydra.model import ModelDef, build, without_capacity_limit
 from maxhydra.record.atomic_io import to_json
+from maxhydra.runtime.channel import broadcast, is_main
 from maxhydra.runtime.progress import open_item_progress
 from maxhydra.score.scorer import SequenceScore, SequenceScorer
 from maxhydra.sharding import Sharder
@@ -142,9 +143,12 @@ class EvalModel(ABC):
 
 
 class CheckpointModel(EvalModel):
-    """One checkpoint. Weights are loaded with the first request that is not in the cache."""
+    """One checkpoint. Weights are loaded with the first request that is not in the cache.
 
-    def __init__(self, config: Config, prompts: PromptEncoder, cache: RequestCache, *, weights: str):
+    Process 0 has the cache and makes the requests; the other processes compute them together with it (`follow`).
+    """
+
+    def __init__(self, config: Config, prompts: PromptEncoder, cache: RequestCache | MemoryCache, *, weights: str):
         assert isinstance(config.task, EvalTask)
         max_length = config.task.engine.max_context or config.model.context_length
         super().__init__(prompts, cache, max_length=max_length, seed=config.run.seed)
@@ -152,7 +156,20 @@ class CheckpointModel(EvalModel):
         settings = {"weights": weights, **model_values(config), "compute": config.model.dtypes.compute}
         self._identity = fingerprint(settings)
 
+    def follow(self) -> None:
+        """Compute the requests of process 0 until it closes the model; for all other processes."""
+        while (work := broadcast()) is not None:
+            if work["rows"]:
+                # Each batch is a collective computation, whose results process 0 uses.
+                for _ in self._sequence_scorer(work["rows"]):
+                    pass
+            else:
+                self._engine.synchronize()
+
     def close(self) -> None:
+        """Free the engine, and end `follow` in the other processes."""
+        if is_main():
+            broadcast(None)
         if "_engine" in self.__dict__:
             self._engine.close()
 
@@ -163,15 +180,18 @@ class CheckpointModel(EvalModel):
         return open_item_progress(self._config.train.progress, total=total, start=0, verb=verb)
 
     def _scorer(self, rows: list[np.ndarray]) -> Iterator[SequenceScore]:
+        broadcast({"rows": rows})
         return self._sequence_scorer(rows)
 
     def _complete(self, requests: Sequence[Request]) -> Iterator[tuple[str, int]]:
+        broadcast({"rows": []})
         handles = [self._engine.submit(request) for request in requests]
         for handle in handles:
             completion = handle.result()
             if completion.error:
                 raise RuntimeError(f"the engine failed: {completion.error}")
             yield completion.text, len(completion.tokens)
+        self._engine.synchronize()
 
     @cached_property
     def _sharder(self) -> Sharder:

@@ -33,6 +33,7 @@ LOADED = [item for item in MODEL if item.startswith(("model.", "train.seq_len=")
 LOAD = "checkpoint.load_parameters=weights"
 ENGINE = ["task.engine.max_batch=2", "task.engine.cache_tokens=256", "task.engine.page_size=32"]
 NAMES = ("one", "two")
+EVALUATED = ("one", "two", "four")
 MESH = ["mesh.fsdp=2"]
 SAMPLING = ["task.sampling.ignore_eos=true", "task.sampling.temperature=1"]
 
@@ -58,6 +59,14 @@ def teacher_logits(output: str) -> list[str]:
         "task.shards=2",
         f"task.output={output}",
     ]
+
+
+def evaluate(name: str) -> list[str]:
+    """Log-likelihoods, completions and log-likelihoods again, of two checkpoints."""
+    tasks = ["task.tasks=[cloze,arithmetic,plays]", "task.limit=2", "task.shots=0", "task.batch=2"]
+    engine = ["task.engine.max_batch=2", "task.engine.max_context=64", "task.engine.page_size=32"]
+    checkpoints = [f"checkpoint.load_parameters=outputs/{name}", "task.steps=[2,3]"]
+    return ["task=eval", *LOADED, *checkpoints, *tasks, *engine, f"run.name={name}_eval"]
 
 
 def grpo(name: str) -> list[str]:
@@ -111,7 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "text.jsonl", [{"text": line} for line in text])
     for processes, name in enumerate(NAMES, start=1):
         commands = [score(f"{name}.scores.jsonl"), decode(f"{name}.texts.jsonl"), teacher_logits(name), grpo(name)]
-        commands.append(episodes(name))
+        commands += [episodes(name), evaluate(name)]
         run(processes, *[[*command, *MESH] for command in commands], cwd=folder, devices=2 // processes)
     return folder
 
@@ -139,6 +148,16 @@ def compare_scores(one: Path, other: Path) -> None:
         np.testing.assert_allclose(found.pop("logprobs"), expected.pop("logprobs"), atol=1e-5)
         np.testing.assert_allclose(found.pop("perplexity") or 0, expected.pop("perplexity") or 0, rtol=1e-5)
         assert found == expected
+
+
+def compare_numbers(found: Any, expected: Any) -> None:
+    """The same JSON but for rounding errors."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            compare_numbers(found[key], value)
+    else:
+        assert found == pytest.approx(expected, rel=1e-4)
 
 
 def completions(path: Path) -> list[tuple[int, int, str]]:
@@ -181,6 +200,17 @@ def test_grpo_in_two_processes_learns_as_in_one(folder: Path) -> None:
         one, two = (metrics(folder / "outputs" / name, key) for name in NAMES)
         np.testing.assert_allclose(two, one, atol=1e-5)
     assert len(set(metrics(folder / "outputs" / "two", "loss"))) == 3
+
+
+@pytest.mark.slow
+def test_benchmarks_of_two_and_four_processes_are_those_of_one(folder: Path) -> None:
+    """Four processes evaluate the run of two; with all results in the cache, no process loads weights."""
+    commands = [[*evaluate("two"), "run.name=four_eval", *MESH, "mesh.tensor=2"]] * 2
+    run(4, *commands, cwd=folder, devices=1)
+    one, *others = (json.loads((folder / "outputs" / f"{name}_eval" / "eval.json").read_text()) for name in EVALUATED)
+    assert list(one) == ["2", "3"] and one["2"] != one["3"]
+    for found in others:
+        compare_numbers(found, one)
 
 
 @pytest.mark.slow
