@@ -434,7 +434,7 @@ def test_a_terminal_shows_a_live_table(tmp_path: Path) -> None:
     assert f"more: maxhydra sweep extend {plan.folder} rate=0.173,0.387" in end
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sweep_on_a_terminal_shows_the_table(tmp_path: Path) -> None:
     """Without a launcher, jobs are processes, whose output does not mix with the table."""
     leader, follower = os.openpty()
@@ -500,7 +500,7 @@ def test_a_grid_is_extended(tmp_path: Path) -> None:
     assert maxhydra(["sweep", "status", str(tmp_path / "s"), "run.seed=1"]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_job_of_a_grid_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     arguments = [*cli.SMALL, "train.steps=60", "checkpoint.every=5", "train.eval_batches=0", "run.name=s"]
     controller = cli.start_silent("-m", "hydra/launcher=local", *arguments, cwd=tmp_path)

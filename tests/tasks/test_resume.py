@@ -96,7 +96,7 @@ def test_signals_save_and_the_same_command_resumes(uninterrupted: Path, tmp_path
     assert parameter_hash(folder, STEPS) == parameter_hash(uninterrupted, STEPS)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_mixture_of_experts_resumes_after_a_kill(tmp_path: Path) -> None:
     """Experts, their router, and its bias, which is updated from the load and not by a gradient."""
     mixture = ["model=qwen3-moe-tiny", "model.kinds.layer.moe.router.bias_rate=0.001", "train.steps=8"]
