@@ -187,7 +187,7 @@ def test_bad_jobs_are_pruned_and_failures_are_counted(tmp_path: Path) -> None:
     assert output[-1] == f"5 jobs failed, over max_failures=4; resume with: {resume}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_job_of_a_grid_sweep_runs(tmp_path: Path) -> None:
     """Failures do not stop a grid sweep: after a resume, the same jobs would fail first again."""
     rates = ["9"] * 5 + ["0.5"]

@@ -148,7 +148,7 @@ def test_if_no_checkpoint_can_be_read_all_stay_and_no_new_run_starts(eight_steps
     assert losses(folder) == before
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_damaged_checkpoint_of_another_run_is_reported(eight_steps: Path, tmp_path: Path) -> None:
     newest = shutil.copytree(eight_steps, tmp_path / "outputs" / "first") / "checkpoints" / "8"
     truncate(newest)
