@@ -58,7 +58,8 @@ class ParamBuilder:
     ):
         self._sampler = WeightSampler(key, {} if sizes is None else sizes)
         self._dtype, self._matmul_spec = dtype, matmul_spec
-        self._numbers, self._key_path = count(1), ()
+        self._numbers = count(1)
+        self._key_path: KeyPath = ()
         self._path = ""
         self._stack_over(layers)
 
