@@ -24,7 +24,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Commands under test inherit it; nohup, under which tests may run, ignores the signal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-pytest_plugins = ["tests.support.skips", "tests.support.cpu_time"]
+pytest_plugins = ["tests.support.skips", "tests.support.tiers", "tests.support.cpu_time"]
 
 CACHE_FOLDER = compile_cache.set_up_cache()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

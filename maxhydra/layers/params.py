@@ -18,12 +18,11 @@ from maxhydra.layers.quant.int4 import Int4, Shape
 from maxhydra.layers.quant.int8 import Int8
 from maxhydra.layers.quant.nf4 import Nf4
 from maxhydra.layers.quant.training import ARRAYS, AmaxHistory, QuantRule
+from maxhydra.layers.weight_sampler import KeyPath, Sizes, WeightSampler
 from maxhydra.sharding import LogicalAxes
 
 # Dropout keys of a layer that its two residual branches use.
 FREE_KEYS = 2
-# Keys of a builder that are derived at once.
-KEY_BATCH = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,32 +43,39 @@ class ParamBuilder:
     """Creates the weights of modules with initial values and logical axes, optionally stacked over layers.
 
     Every weight gets its own PRNG key in the order of creation. Values do not depend on the sharding, and those of the
-    base model do not depend on an adapter. Without a key all random weights are zeros: shapes need no sampling, which
-    takes most of the time of tracing.
+    base model do not depend on an adapter. Without a key all random weights are zeros, and `sizes` is filled; with
+    these sizes, a builder with a key samples faster.
     """
 
-    def __init__(self, key: jax.Array | None, *, dtype: np.dtype, layers: int | None, matmul_spec: MatmulSpec):
-        self._key, self._dtype, self._matmul_spec = key, dtype, matmul_spec
+    def __init__(
+        self,
+        key: jax.Array | None,
+        *,
+        dtype: np.dtype,
+        layers: int | None,
+        matmul_spec: MatmulSpec,
+        sizes: Sizes | None = None,
+    ):
+        self._sampler = WeightSampler(key, {} if sizes is None else sizes)
+        self._dtype, self._matmul_spec = dtype, matmul_spec
         self._numbers = count(1)
-        self._batches: dict[int, jax.Array] = {}
+        self._key_path: KeyPath = ()
         self._path = ""
+        self._stack_over(layers)
+
+    def _stack_over(self, layers: int | None) -> None:
         self._stack: tuple[int, ...] = () if layers is None else (layers,)
         self._stack_axes: LogicalAxes = () if layers is None else ("layers",)
 
     def stacked(self, layers: int) -> "ParamBuilder":
         """A builder of weights that are stacked over this many layers, on a leading axis `layers`."""
-        key = self._key_of(next(self._numbers))
-        return ParamBuilder(key, dtype=self._dtype, layers=layers, matmul_spec=self._matmul_spec)
+        builder = copy(self)
+        builder._key_path, builder._numbers = self._next_path(), count(1)
+        builder._stack_over(layers)
+        return builder
 
-    def _key_of(self, number: int) -> jax.Array | None:
-        """The key with this number folded in; a batch of them at once compiles in the time of one."""
-        if self._key is None:
-            return None
-        batch, index = divmod(number, KEY_BATCH)
-        if batch not in self._batches:
-            numbers = jnp.arange(batch * KEY_BATCH, (batch + 1) * KEY_BATCH, dtype=jnp.uint32)
-            self._batches[batch] = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(self._key, numbers)
-        return self._batches[batch][index]
+    def _next_path(self) -> KeyPath:
+        return (*self._key_path, next(self._numbers))
 
     def below(self, name: str) -> "ParamBuilder":
         """The same builder for a submodule of this name."""
@@ -87,7 +93,7 @@ class ParamBuilder:
         self, shape: tuple[int, ...], axes: LogicalAxes, sample: Callable[[jax.Array, tuple[int, ...]], jax.Array]
     ) -> nnx.Param:
         """Random values from a function of key and shape."""
-        key, stacked = self._key_of(next(self._numbers)), self._stack + shape
+        key, stacked = self._sampler.key(self._next_path()), self._stack + shape
         values = jnp.zeros(stacked) if key is None else sample(key, stacked)
         return nnx.Param(values.astype(self._dtype), axes=self._stack_axes + axes)
 
@@ -104,8 +110,7 @@ class ParamBuilder:
 
         `is_wide`: the matrix is used in its own dtype, not in the compute dtype.
         """
-        key = self._key_of(next(self._numbers))
-        matrix = self._normal(key, rows, columns, axes, std=std, dtype=self._dtype)
+        matrix = self._normal(self._next_path(), rows, columns, axes, std=std, dtype=self._dtype)
         matrix.set_metadata(is_wide=is_wide)
         return matrix
 
@@ -113,8 +118,7 @@ class ParamBuilder:
         self, name: str, rows: int, columns: int, axes: LogicalAxes, *, std: float
     ) -> nnx.Param | Int8:
         """The embedding or head matrix; as a head it is contracted over the residual stream."""
-        key = self._key_of(next(self._numbers))
-        matrix = self._normal(key, (rows,), (columns,), axes, std=std, dtype=self._dtype)
+        matrix = self._normal(self._next_path(), (rows,), (columns,), axes, std=std, dtype=self._dtype)
         return Int8(matrix[...], axes, summed=("embed",)) if self._is_int8(name) else matrix
 
     def experts(
@@ -139,15 +143,13 @@ class ParamBuilder:
         has_bias: bool = False,
     ) -> Linear:
         """A projection with kernel variance scale^2 / fan-in: unit-variance inputs give outputs of variance scale^2."""
-        number = next(self._numbers)
-        key = self._key_of(number)
+        path = self._next_path()
         std = scale * math.prod(inputs) ** -0.5
-        kernel = self._normal(key, inputs, outputs, axes, std=std, dtype=self._dtype)
+        kernel = self._normal(path, inputs, outputs, axes, std=std, dtype=self._dtype)
         name = self._path + name
         spec, lora = self._matmul_spec.lora, None
         if spec is not None and spec.adds_to(name):
-            key = None if key is None else jax.random.fold_in(key, 1)
-            lora = self._lora(spec, key, inputs, outputs, axes, number=FREE_KEYS + number)
+            lora = self._lora(spec, path, inputs, outputs, axes)
         stored = self._store(kernel, Shape(len(self._stack), 0, len(inputs)), name)
         bias = self.zeros(outputs, axes[len(inputs) :]) if has_bias else None
         history = self._history(name)
@@ -179,19 +181,18 @@ class ParamBuilder:
     def _lora(
         self,
         spec: LoraSpec,
-        key: jax.Array | None,
+        path: KeyPath,
         inputs: tuple[int, ...],
         outputs: tuple[int, ...],
         axes: LogicalAxes,
-        *,
-        number: int,
     ) -> Lora:
         """LoRA matrices, always in float32: their updates are small."""
+        number = FREE_KEYS + path[-1]
         a_axes, b_axes = (*axes[: len(inputs)], None), (None, *axes[len(inputs) :])
         if spec.slots:
             return self._stacked_loras(spec, inputs, outputs, (a_axes, b_axes), number=number)
         std = (3 * math.prod(inputs)) ** -0.5
-        a = self._normal(key, inputs, (spec.rank,), a_axes, std=std, dtype=jnp.dtype(jnp.float32))
+        a = self._normal((*path, 1), inputs, (spec.rank,), a_axes, std=std, dtype=jnp.dtype(jnp.float32))
 
         def zeros(shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
             return nnx.Param(jnp.zeros((*self._stack, *shape), jnp.float32), axes=self._stack_axes + axes)
@@ -223,7 +224,7 @@ class ParamBuilder:
 
     def _normal(
         self,
-        key: jax.Array | None,
+        path: KeyPath,
         rows: tuple[int, ...],
         columns: tuple[int, ...],
         axes: LogicalAxes,
@@ -233,9 +234,8 @@ class ParamBuilder:
     ) -> nnx.Param:
         """Sampled as a matrix: random numbers in four dimensions take XLA seconds to compile for CPUs."""
         flat = (*self._stack, math.prod(rows), math.prod(columns))
-        values = jnp.zeros(flat) if key is None else std * jax.random.normal(key, flat, jnp.float32)
-        shaped = values.astype(dtype).reshape(*self._stack, *rows, *columns)
-        return nnx.Param(shaped, axes=self._stack_axes + axes)
+        values = self._sampler.normal(path, flat, std=std).astype(dtype)
+        return nnx.Param(values.reshape(*self._stack, *rows, *columns), axes=self._stack_axes + axes)
 
 
 def width_ratio(model: config.Model) -> float:

@@ -38,6 +38,7 @@ from maxhydra.layers import (
     VocabularySpec,
     with_aux_losses,
 )
+from maxhydra.layers.weight_sampler import Sizes
 from maxhydra.model.block import Block, BlockSpec, Mtp, Remat
 from maxhydra.model.fused_block import NormHandoff, block_class, embed_with_norm
 from maxhydra.model.pattern import Pattern, Repetitions, cache_view, merge_view
@@ -163,9 +164,9 @@ class StackOutput(NamedTuple):
 class Decoder(nnx.Module):
     """Maps tokens to hidden states, and hidden states to logits."""
 
-    def __init__(self, spec: DecoderSpec, key: jax.Array | None):
+    def __init__(self, spec: DecoderSpec, key: jax.Array | None, sizes: Sizes):
         self.spec = spec
-        make = ParamBuilder(key, dtype=spec.dtypes.weights, layers=None, matmul_spec=spec.matmul_spec)
+        make = ParamBuilder(key, dtype=spec.dtypes.weights, layers=None, matmul_spec=spec.matmul_spec, sizes=sizes)
         self.embedding = Embedding(spec.vocabulary, make)
         per_layer = spec.per_layer
         self.per_layer = None if per_layer is None else PerLayerEmbedding(per_layer, make.below("per_layer"))

@@ -20,6 +20,7 @@ from maxhydra.config.values import matches_any
 from maxhydra.kernels.linear_cross_entropy import LinearHead
 from maxhydra.layers import CacheSpec, Context, LoraSpec, resolve_rules
 from maxhydra.layers.context import EXPERTS
+from maxhydra.layers.weight_sampler import Sizes
 from maxhydra.model.decoder import BLOCKS, Decoder, DecoderSpec, ModelOutput
 from maxhydra.sharding import Sharder, is_axes
 
@@ -66,9 +67,10 @@ class ModelDef:
         return self._spec.unroll_on(sharder.platform, sharder.mesh.size) == self._spec.repetitions
 
     @cached_property
-    def _abstract(self) -> Decoder:
-        """The module with shapes instead of arrays."""
-        decoder = nnx.eval_shape(lambda: Decoder(self._spec, None))
+    def _traced(self) -> tuple[Decoder, Sizes]:
+        """The module with shapes instead of arrays, and the sizes of its random weights."""
+        sizes: Sizes = {}
+        decoder = nnx.eval_shape(lambda: Decoder(self._spec, None, sizes))
         names = decoder.projections()
         problems = list(_unmatched("adapter.targets", self.adapter, names))
         for path, rule in (self.quantization.rules if self.quantization else {}).items():
@@ -76,7 +78,11 @@ class ModelDef:
             problems += _unmatched(key, rule, [*names, *_other_targets(rule, decoder)])
         if problems:
             raise ConfigError(problems)
-        return decoder
+        return decoder, sizes
+
+    @property
+    def _abstract(self) -> Decoder:
+        return self._traced[0]
 
     @cached_property
     def _graphdef(self) -> Any:
@@ -112,7 +118,7 @@ class ModelDef:
 
     def init(self, key: jax.Array) -> Tree:
         """Initial weights, independent of sharding; jit with out_shardings to create each shard on its device."""
-        return {**nnx.to_pure_dict(nnx.state(Decoder(self._spec, key))), **self._value_head()}
+        return {**nnx.to_pure_dict(nnx.state(Decoder(self._spec, key, self._traced[1]))), **self._value_head()}
 
     def forward(
         self, params: Tree, tokens: jax.Array, ctx: Context, *, keep_layers: bool = False, mtp_hidden: bool = False

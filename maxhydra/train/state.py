@@ -275,7 +275,7 @@ class StateFactory:
         )
 
     def create(self, seed: int) -> TrainState:
-        """Initialize each weight directly into its shards: no device ever holds a whole one."""
+        """Initialize each weight directly into its shards: no device ever holds a whole one, except of the smallest."""
         build = jax.jit(
             lambda extra_weights, seed: self._build(self._init_weights(seed), extra_weights, seed),
             out_shardings=self.shardings(),

@@ -242,6 +242,7 @@ def test_nothing_is_cut_off_on_a_phone(window, server, tab):
     check_clean(window, server.url)
 
 
+@pytest.mark.slow
 def test_the_printed_url_opens_a_page_that_needs_a_token(window, outputs):
     server = Server(Registry(outputs), host="127.0.0.1", port=0, needs_token=True)
     server.start()

@@ -56,7 +56,7 @@ class Shell:
         return commands
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_commands_of_a_run_with_options_of_its_own(tmp_path: Path) -> None:
     shell = Shell(tmp_path)
     shell.run("--config-dir", "conf", "experiment=poem", "run.name=a", "run.outputs=my/runs")

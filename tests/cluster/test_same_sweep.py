@@ -54,6 +54,7 @@ def results(folder: Path) -> dict[str, tuple[dict[int, float], float]]:
     return {run.name: (cli.losses(run), cli.facts(run)["objective"]["value"]) for run in runs}
 
 
+@pytest.mark.exhaustive
 def test_the_same_sweep_has_the_same_results_everywhere(
     server: Server, launcher: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -82,6 +83,7 @@ def test_the_same_sweep_has_the_same_results_everywhere(
     assert followed == log
 
 
+@pytest.mark.exhaustive
 def test_a_search_prunes_bad_jobs(server: Server, launcher: list[str], tmp_path: Path) -> None:
     """Metrics reach the pruner through the log of the pods, whose folders are not visible here."""
     worker = write_program(tmp_path / "worker", sys.executable, SEARCH_WORKER)

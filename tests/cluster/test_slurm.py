@@ -94,7 +94,7 @@ def test_three_jobs_outlive_their_controller(scheduler: dict[str, str], tmp_path
     assert again.strip() == "3 finished", "nothing is left to run"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_preempted_nodes_equal_one_process(scheduler: dict[str, str], tmp_path: Path) -> None:
     """Detached; SIGUSR1 makes it save, as before a time limit; it is requeued, and finishes without a controller."""
     arguments = [*TRAIN, "train.steps=80", "mesh.fsdp=2", "train.per_device_batch_size=4", "checkpoint.every=1000"]
@@ -118,7 +118,7 @@ def test_two_preempted_nodes_equal_one_process(scheduler: dict[str, str], tmp_pa
     np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_cancelled_sweep_can_be_resumed(
     scheduler: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

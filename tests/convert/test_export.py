@@ -60,6 +60,7 @@ CASES = [("llama", "f16"), ("llama", "q4_0"), ("llama3.1", "q8_0"), ("qwen2", "q
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("llama-f16", "llama-q4_0", "qwen2-q8_0")
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_a_gguf_file_has_the_quantized_tensors_and_gives_the_logits_of_transformers(
     family: str, kind: str, tmp_path: Path

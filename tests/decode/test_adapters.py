@@ -141,6 +141,7 @@ def test_eight_adapters_in_one_batch_equal_their_merged_models(engine: Engine, f
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("tensor")
 @pytest.mark.parametrize("axis", ["fsdp", "tensor"])
 def test_adapters_on_a_mesh_equal_their_merged_models(model: ModelDef, folders: dict[str, Path], axis: str) -> None:
     names: list[str | None] = [None, "one", "two", "six"]
@@ -172,7 +173,7 @@ def test_the_prefix_cache_separates_adapters(engine: Engine, folders: dict[str, 
     assert read == len(prompt) - 8, "the second request of an adapter reads its cached pages"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_adapters_are_loaded_and_unloaded_under_load(engine: Engine, model: ModelDef, folders: dict[str, Path]) -> None:
     """No request is lost or gets another adapter's tokens while a slot changes, and a load compiles nothing."""
     reader, prompt = AdapterReader(model, LIMITS), PROMPTS[0]

@@ -49,7 +49,7 @@ def test_completions_validate_with_their_schemas(engine):
     check_schemas(engine, range(8))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_more_completions_validate_with_their_schemas(engine):
     """bench/structured_output.py checks a thousand."""
     check_schemas(engine, range(8, 56))

@@ -524,6 +524,7 @@ def test_small_requests_pass_hostile_ones(prompts: PromptEncoder) -> None:
 LARGE = {"user": "a" * 40_000}
 
 
+@pytest.mark.slow
 def test_large_bodies_give_the_same_completions(server: RunningServer) -> None:
     """Parsed and tokenized in a process, which is replaced if it is killed."""
     for path, body in [
@@ -543,6 +544,7 @@ def test_large_bodies_give_the_same_completions(server: RunningServer) -> None:
     assert server.post({"prompt": "1", **LARGE}, TEXT)[0] == 200
 
 
+@pytest.mark.slow
 def test_a_body_that_takes_too_long_to_parse(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(parser_process, "PARSE_SECONDS", 0.0)
@@ -609,6 +611,7 @@ def test_a_panic_of_the_tokenizer_is_an_error_of_that_request_only(tmp_path: Pat
         assert server.post({"prompt": "b"}, TEXT)[0] == 200
 
 
+@pytest.mark.slow
 def test_the_limit_of_open_files_is_raised_or_reported() -> None:
     script = """
 import resource

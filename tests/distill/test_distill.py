@@ -160,7 +160,7 @@ def test_a_teacher_on_its_own_mesh_gives_the_same_loss(weights: Any) -> None:
         np.testing.assert_allclose(sums[name], expected[name], rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_distillation_beats_training_on_the_data_alone() -> None:
     """Tokens follow a noisy rule. Both students train on the same data for as many steps, and are compared by
     KL(teacher | student) on held-out tokens."""

@@ -68,6 +68,12 @@ def value_and_grads(arrays, segments, request, **options):
 QUICK = ("segments, softcap and sinks", "window within the neighbour")
 
 
+@pytest.mark.slow
+@pytest.mark.default_cases(
+    "causal, one key head, odd length of a device",
+    "segments, softcap and sinks",
+    "window over two neighbours",
+)
 @pytest.mark.parametrize(
     "case", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )

@@ -130,6 +130,7 @@ def test_earlier_keys_as_an_offset_and_as_a_block_of_their_own(is_window):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("128-changes0-False-False")
 @pytest.mark.parametrize(
     ("head_dim", "changes", "has_segments", "has_sinks"),
     [(128, {}, False, False), (64, {"window": 100, "softcap": 20.0}, False, True), (256, {"chunk": 64}, True, False)],

@@ -77,6 +77,7 @@ def test_every_kernel_has_its_own_cases(bench: dict[str, ModuleType]) -> None:
         assert {case.dtype for case in cases} <= set(bench["check_kernels"].LIMITS)
 
 
+@pytest.mark.slow
 def test_losses_are_means_over_the_seeds(bench: dict[str, ModuleType], tmp_path: Path) -> None:
     same_loss = bench["same_loss"]
     losses = {("none", "0"): 2.0, ("none", "1"): 4.0, ("fp8", "0"): 2.2, ("fp8", "1"): 4.1}

@@ -186,6 +186,7 @@ KERNELS = {
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("float32")
 @pytest.mark.parametrize(("kernel", "tolerance"), KERNELS.values(), ids=KERNELS)
 def test_kernels_equal_the_chunked_form_over_a_mesh(kernel, tolerance):
     """Rows sharded over two devices, key heads over two; values, the last state and all gradients."""

@@ -135,6 +135,9 @@ MESHES = {
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases(
+    "0-vocabulary-triton", "4-tokens-triton", "4-vocabulary-xla", "4-vocabulary_and_stream-triton"
+)
 @pytest.mark.parametrize("backend", ["triton", "xla"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("chunk", [0, 4])

@@ -58,6 +58,7 @@ TILES = [
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("None-changes0-False", "None-changes1-True", "None-changes2-True", "tile1-changes0-False")
 @pytest.mark.parametrize(("changes", "rotated"), [(CHANGES[0], False), (CHANGES[1], True), (CHANGES[2], True)])
 @pytest.mark.parametrize("tile", TILES)
 def test_pages_equal_a_contiguous_row(changes: dict[str, float], rotated: bool, tile: triton.Tile | None) -> None:

@@ -84,6 +84,11 @@ def one_device(case):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases(
+    "expert_fsdp_tensor-all_gather",
+    "expert_fsdp_tensor-all_to_all",
+    "expert_sequence-all_to_all",
+)
 @pytest.mark.parametrize("dispatch", [SEND, GATHER], ids=lambda dispatch: dispatch.value)
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients_equal_those_of_one_device(case, dispatch):

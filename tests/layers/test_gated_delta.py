@@ -110,6 +110,7 @@ def test_sharded_output_equals_one_device(axes):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("2-1")
 @pytest.mark.parametrize(("data", "prefill"), [(1, 0), (2, 0), (2, 1), (1, 2)])
 def test_engine_tokens_equal_repeated_forward_passes(data, prefill):
     """Three prompts share two slots with chunked prefill: the third reuses a slot that holds another's state.

@@ -108,6 +108,7 @@ FULL = {"experts": 8, "top_k": 3, "bias": True, "clamp": 2.0, "shared": config.S
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("batch", [1, 3])
 def test_kernels_of_few_tokens_equal_the_grouped_matmuls(batch, monkeypatch):
     """The last of several tokens is padding."""

@@ -147,7 +147,7 @@ def test_delayed_scaling_uses_the_amax_history_and_updates_it(before: float) -> 
     assert not np.any(told[:, 1:])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_with_an_amax_history_resumes_bit_identically(tmp_path: Path) -> None:
     """Bit-identical on the same device; close on four devices, which split the heads."""
     sizes = ["model.num_layers=2", "model.emb_dim=32", "model.mlp_dim=48", "model.num_heads=2", "model.head_dim=16"]
@@ -254,7 +254,7 @@ def held_out(own: Any, params: Any) -> float:
     return float(sums["loss"] / sums["weight"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_int8_training_converges_and_qat_reduces_the_int4_loss() -> None:
     """On real text, int8 ends within 2 % of float32, and int4 costs less after quantization-aware training."""
     kinds = QuantizationKind

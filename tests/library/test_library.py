@@ -98,7 +98,7 @@ def test_a_loaded_model_gives_the_loss_of_its_run(outputs: Path) -> None:
         stored.load_model(step=1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_notebook_of_the_docs_runs(tmp_path: Path) -> None:
     nbclient = import_optional("nbclient", extra="test")
     nbformat = import_optional("nbformat", extra="test")

@@ -77,8 +77,10 @@ def one_device(overrides: tuple[str, ...]) -> Trained:
 CASES = [
     (LLAMA, {"stage": 4}, ()),
     (LLAMA, {"stage": 2, "fsdp": 2, "tensor": 2}, ("mesh.pipeline.repeats=2",)),
-    (PREFIX, {"stage": 2, "expert": 2, "data": 2}, ("mesh.pipeline.repeats=2",)),
-    (SHARED, {"stage": 2, "fsdp": 2}, ()),
+    pytest.param(
+        *(PREFIX, {"stage": 2, "expert": 2, "data": 2}, ("mesh.pipeline.repeats=2",)), marks=pytest.mark.exhaustive
+    ),
+    pytest.param(SHARED, {"stage": 2, "fsdp": 2}, (), marks=pytest.mark.exhaustive),
 ]
 
 
@@ -141,7 +143,7 @@ def test_layers_that_do_not_divide_into_stages_are_rejected():
         Run(*LLAMA, "mesh.pipeline.repeats=2", fsdp=2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_over_stages_equals_one_device_and_resumes_without_stages(tmp_path):
     """Loader, gradient accumulation, evaluation, checkpoint and the final sample, as a user runs them."""
     fixed = [*SMALL, "train.steps=4", "checkpoint.every=4", "train.eval_every=4", "train.eval_batches=1"]

@@ -114,7 +114,7 @@ def test_inputs_not_divisible_by_the_block_size_are_rejected() -> None:
         _ = build(model_config(), qlora()).shapes
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_engine_tokens_with_an_adapter_equal_merged_weights() -> None:
     """In the decode layout, with unstacked and transposed weights."""
     model = build(model_config(**SIZES, vocab_size=264), qlora())

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.parity
 SEED = int(os.environ.get("MAXHYDRA_PARITY_SEED", "1"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", sample_cases(make.families(), 3, seed=SEED))
 def test_a_sampled_configuration_equals_transformers(family: str, tmp_path: Path) -> None:
     """Two rows of 300 tokens, the second left-padded, so that the mask matters."""

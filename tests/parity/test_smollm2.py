@@ -184,6 +184,7 @@ def test_logits_equal_transformers(hf_model, model: ModelDef, params, sharder: S
         assert np.abs(logits[row, real] - expected[row, real]).max() < 1e-4 * np.abs(expected[row, real]).max()
 
 
+@pytest.mark.exhaustive
 def test_bits_per_byte_equal_transformers(
     hf_model, hf_tokenizer, config: Config, model: ModelDef, params, sharder: Sharder
 ) -> None:
@@ -209,6 +210,7 @@ def test_bits_per_byte_equal_transformers(
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_completions_equal_transformers(
     config: Config, model: ModelDef, params, sharder: Sharder, prompts, completions
 ) -> None:

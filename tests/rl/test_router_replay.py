@@ -115,6 +115,7 @@ def errors(weights: Any, batch: dict[str, jax.Array]) -> np.ndarray:
 
 # The standard weight layout, in which layers are stacked, is that of several devices.
 @pytest.mark.slow
+@pytest.mark.default_cases("1-4")
 @pytest.mark.parametrize(("devices", "burst"), [(1, 1), (1, 4), (2, 1)])
 def test_trainer_and_sampler_agree_although_routers_do_not(devices: int, burst: int) -> None:
     weights = random_weights(moe_model())

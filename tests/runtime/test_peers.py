@@ -52,7 +52,7 @@ def test_a_lost_process_is_named_and_the_run_resumes_in_one_process(
     assert row.status.startswith(f"failed: {name}") and row.messages[1].startswith(f"maxhydra: {name}"), row
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_local_launcher_restarts_all_processes_after_the_loss_of_one(
     matrix: Any, arguments: list[str], expected: dict[str, Any], tmp_path: Path
 ) -> None:

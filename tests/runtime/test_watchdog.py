@@ -174,7 +174,7 @@ def test_the_second_sigterm_ends_a_step_that_hangs_inside_xla(script: Path) -> N
     assert cli.facts(script / "outputs" / "it")["status"] == "preempted"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_process_writes_its_stacks_and_ends(script: Path) -> None:
     more = ["mesh.data=2", "train.per_device_batch_size=2", *BOUNDS]
     processes = cli.start_processes(2, *RUN, *more, cwd=script, module="hung")

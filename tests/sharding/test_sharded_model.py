@@ -110,6 +110,7 @@ MESHES = [
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("data2-fsdp2-tensor2", "data2-sequence2-tensor2", "fsdp2-expert2-tensor2")
 @pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "-".join(f"{axis}{size}" for axis, size in axes.items()))
 def test_a_mesh_changes_no_loss(axes: dict[str, int], initial: TrainState, one_device: np.ndarray) -> None:
     run = Run(**axes)
@@ -132,6 +133,7 @@ def test_two_slices_change_no_loss(initial: TrainState, one_device: np.ndarray) 
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("muon")
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
 def test_a_mesh_changes_no_loss_of_optimizers_that_factor_or_multiply_matrices(optimizer: str) -> None:
     alone, spread = Run(f"optimizer={optimizer}"), Run(f"optimizer={optimizer}", data=2, fsdp=2, tensor=2)
@@ -157,7 +159,7 @@ def test_layer_stacking_and_remat_are_not_in_the_checkpoint(
     np.testing.assert_allclose(resume(Run(change), one_device_folder), one_device[SAVED:], rtol=TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_losses_and_gradients_of_two_processes_equal_one_device(tmp_path: Path) -> None:
     """One case of scripts/mesh_matrix.py: FSDP over the processes, tensor parallelism over the devices of each."""
     case = ["--worker", "llama3-tiny", "--mesh", "processes_tensor"]

@@ -187,7 +187,7 @@ def test_bad_jobs_are_pruned_and_failures_are_counted(tmp_path: Path) -> None:
     assert output[-1] == f"5 jobs failed, over max_failures=4; resume with: {resume}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_job_of_a_grid_sweep_runs(tmp_path: Path) -> None:
     """Failures do not stop a grid sweep: after a resume, the same jobs would fail first again."""
     rates = ["9"] * 5 + ["0.5"]
@@ -434,7 +434,7 @@ def test_a_terminal_shows_a_live_table(tmp_path: Path) -> None:
     assert f"more: maxhydra sweep extend {plan.folder} rate=0.173,0.387" in end
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sweep_on_a_terminal_shows_the_table(tmp_path: Path) -> None:
     """Without a launcher, jobs are processes, whose output does not mix with the table."""
     leader, follower = os.openpty()
@@ -500,7 +500,7 @@ def test_a_grid_is_extended(tmp_path: Path) -> None:
     assert maxhydra(["sweep", "status", str(tmp_path / "s"), "run.seed=1"]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_job_of_a_grid_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     arguments = [*cli.SMALL, "train.steps=60", "checkpoint.every=5", "train.eval_batches=0", "run.name=s"]
     controller = cli.start_silent("-m", "hydra/launcher=local", *arguments, cwd=tmp_path)

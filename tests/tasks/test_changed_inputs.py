@@ -384,7 +384,7 @@ def train_base(folder: Path) -> None:
 TRAIN_ON = {"base": train_base, "reference": train_base}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("task", RUNS)
 def test_a_trained_run_with_changed_inputs(task: str, trained: Path, tmp_path: Path) -> None:
     """All inputs change at once. That each is compared and accepted alone is tested above, without training."""
@@ -413,7 +413,7 @@ def test_a_trained_run_with_changed_inputs(task: str, trained: Path, tmp_path: P
         (tmp_path / "before").rename(trained)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_adapter_keeps_its_base_while_that_trains_on(trained: Path, tmp_path: Path) -> None:
     """Resuming, and converting the finished run, load the step of the base that the run started from."""
     first, later = (trained / "outputs" / name for name in ("first", "later"))
@@ -430,7 +430,7 @@ def test_an_adapter_keeps_its_base_while_that_trains_on(trained: Path, tmp_path:
     assert before == after
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rejected_command_leaves_the_run_as_it_was(trained: Path) -> None:
     folder = trained / "outputs/base"
     before = contents(folder)

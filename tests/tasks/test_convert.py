@@ -103,6 +103,7 @@ def hf_logits(model: Any) -> np.ndarray:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("llama")
 @pytest.mark.parametrize("case", CASES)
 def test_hf_round_trip_is_bit_exact(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = {"llama": torch.bfloat16}.get(case, torch.float32)

@@ -53,7 +53,7 @@ def weights() -> dict:
     return jax.jit(build(teacher_config().model).init)(jax.random.key(7))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_run_resumes_bit_identically(cwd: Path) -> None:
     run_ok(*STUDENT, "run.name=whole", cwd=cwd)
     whole = cwd / "outputs" / "whole"
@@ -67,7 +67,7 @@ def test_a_killed_run_resumes_bit_identically(cwd: Path) -> None:
     assert first["loss"] == pytest.approx(0.8 * first["divergence"] + 0.2 * first["cross_entropy"], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_on_policy_run_ends_early_with_a_sample_and_its_best_checkpoint(cwd: Path) -> None:
     """target_eval_loss, early_stop, sample and keep_best are those of the held-out data."""
     early = ["train.steps=4", "train.eval_every=1", "train.eval_batches=1", "checkpoint.every=1"]

@@ -76,7 +76,7 @@ def test_kto_learns_from_labels(tmp_path: Path) -> None:
     assert rows[-1]["eval/loss"] < 0.5 and rows[-1]["eval/reward_margin"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_run_resumes_bit_identically(whole: Path, tmp_path: Path) -> None:
     """Killed once while the reference log-probs are computed, with a truncated entry, and once while training."""
     write_pairs(tmp_path)

@@ -88,7 +88,7 @@ def open_model(config: Config, path: Path) -> CheckpointModel:
     return CheckpointModel(config, open_prompts(config), RequestCache(path / "requests.jsonl"), weights=weights)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parity
 def test_scores_equal_those_of_the_hf_model_of_lm_eval(folder: Path, harness_tasks: Path, tmp_path: Path) -> None:
     from lm_eval.api.instance import Instance
@@ -200,7 +200,7 @@ def test_a_cache_drops_a_torn_line(tmp_path: Path) -> None:
     assert [json.loads(line) for line in path.read_text().splitlines()] == [["a", [-1.5, True]], ["b", "text"]]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_command_gives_the_same_table(folder: Path, tmp_path: Path) -> None:
     fixed = ["task=eval", "model=from_hf", f"model.path={folder}", "train.seq_len=64", "model.dtypes.compute=float32"]
     command = [*fixed, "task.tasks=[cloze,arithmetic]", "task.limit=24", "task.batch=2", "task.engine.max_batch=4"]

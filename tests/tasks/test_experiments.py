@@ -60,6 +60,7 @@ def run_experiment(name: str, here: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("llama3.1-8b_text", "shakespeare", "smollm2_lora")
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_runs(name: str, here: Path) -> None:
     run = facts(run_experiment(name, here))
@@ -68,6 +69,7 @@ def test_every_experiment_runs(name: str, here: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("dump", "nan_check")
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_every_overlay_runs(name: str, tmp_path: Path) -> None:
     run_ok(*SIZES, "train.steps=3", f"debug={name}", "run.name=it", cwd=tmp_path)

@@ -69,7 +69,7 @@ def test_a_run_with_a_reference_trains_and_evaluates(tmp_path: Path) -> None:
     np.testing.assert_allclose(rows(folder, "eval/error"), 1 - first)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_adapter_on_a_mesh_in_bfloat16(tmp_path: Path) -> None:
     """The model without its adapter is the reference; engine and trainer agree on probabilities."""
     arguments = [
@@ -137,47 +137,68 @@ def test_a_killed_run_reaches_the_same_weights(tmp_path: Path) -> None:
     assert parameter_hash(folder, 8) == parameter_hash(whole, 8)
 
 
+PPO = [*TASK, *function_reward("vowels"), "task.baseline=critic", "task.group_size=1", "train.steps=6"]
+PPO += ["task.iterations=2", "checkpoint.every=3", "task.kl.beta=0.01", "train.eval_batches=0", "task.critic.weight=1"]
+
+
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cwd = tmp_path_factory.mktemp("ppo")
+    run_ok(*PPO, "run.name=whole", cwd=cwd, PYTHONPATH=PATHS)
+    return cwd / "outputs" / "whole"
+
+
 @pytest.mark.slow
-def test_ppo_learns_values_and_resumes(tmp_path: Path) -> None:
-    """Other runs load the policy without its critic."""
-    arguments = [*TASK, *function_reward("vowels"), "task.baseline=critic", "task.group_size=1"]
-    arguments += ["train.steps=6", "task.iterations=2", "checkpoint.every=3", "task.kl.beta=0.01"]
-    arguments += ["train.eval_batches=0", "task.critic.weight=1"]
-    run_ok(*arguments, "run.name=whole", cwd=tmp_path, PYTHONPATH=PATHS)
-    whole = tmp_path / "outputs" / "whole"
-    folder = rewind(whole, 3, "killed")
-    run_ok(*arguments, "run.name=killed", cwd=tmp_path, PYTHONPATH=PATHS)
-    assert losses(folder) == losses(whole) and parameter_hash(folder, 6) == parameter_hash(whole, 6)
-    errors, explained = rows(whole, "value_loss"), rows(whole, "explained_variance")
+def test_ppo_learns_values(ppo: Path) -> None:
+    errors, explained = rows(ppo, "value_loss"), rows(ppo, "explained_variance")
     # All values are 0 at first.
     assert explained[0] == 0 != explained[-1] and errors[1] < errors[0]
+
+
+@pytest.mark.exhaustive
+def test_ppo_resumes_and_other_runs_load_its_policy(ppo: Path) -> None:
+    """They load it without its critic."""
+    cwd, folder = ppo.parents[1], rewind(ppo, 3, "killed")
+    run_ok(*PPO, "run.name=killed", cwd=cwd, PYTHONPATH=PATHS)
+    assert losses(folder) == losses(ppo) and parameter_hash(folder, 6) == parameter_hash(ppo, 6)
     adapter = ["adapter=lora", "checkpoint.load_parameters=outputs/whole", "train.steps=2", "run.name=adapter"]
-    run_ok(*arguments, *adapter, cwd=tmp_path, PYTHONPATH=PATHS)
-    values = rows(tmp_path / "outputs" / "adapter", "value_loss")
+    run_ok(*PPO, *adapter, cwd=cwd, PYTHONPATH=PATHS)
+    values = rows(cwd / "outputs" / "adapter", "value_loss")
     assert values[1] < values[0]
     decode = [*SMALL[:6], "task=decode", "task.prompt=1+1", "task.sampling.max_tokens=2", "data=arithmetic"]
-    run_ok(*decode, "checkpoint.load_parameters=outputs/adapter", "run.name=out", cwd=tmp_path)
+    run_ok(*decode, "checkpoint.load_parameters=outputs/adapter", "run.name=out", cwd=cwd)
+
+
+ONLINE_DPO = [*TASK, *function_reward("vowels"), "task.loss=dpo", "task.kl.beta=0.1", "train.steps=6"]
+ONLINE_DPO += ["task.iterations=2", "checkpoint.every=3", "train.eval_batches=0", "train.grad_accum=2"]
+ONLINE_DPO += ["train.per_device_batch_size=8"]
+
+
+@pytest.fixture(scope="module")
+def online_dpo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cwd = tmp_path_factory.mktemp("online_dpo")
+    run_ok(*ONLINE_DPO, "run.name=whole", cwd=cwd, PYTHONPATH=PATHS)
+    return cwd / "outputs" / "whole"
 
 
 @pytest.mark.slow
-def test_online_dpo_prefers_the_best_completions_and_resumes(tmp_path: Path) -> None:
-    """A batch has a pair of each of its 16 prompts; with 2 updates per batch, it survives a kill between them."""
-    arguments = [*TASK, *function_reward("vowels"), "task.loss=dpo", "task.kl.beta=0.1", "train.steps=6"]
-    arguments += ["task.iterations=2", "checkpoint.every=3", "train.eval_batches=0", "train.grad_accum=2"]
-    arguments += ["train.per_device_batch_size=8"]
-    run_ok(*arguments, "run.name=whole", cwd=tmp_path, PYTHONPATH=PATHS)
-    whole = tmp_path / "outputs" / "whole"
-    assert losses(whole)[1] == pytest.approx(np.log(2), abs=1e-5), "the policy is its reference"
-    assert rows(whole, "reward_margin")[-1] > 0.1 and rows(whole, "accuracy")[-1] > 0.6
-    records = rollout_records(whole)
+def test_online_dpo_prefers_the_best_completions(online_dpo: Path) -> None:
+    """A batch has a pair of each of its 16 prompts."""
+    assert losses(online_dpo)[1] == pytest.approx(np.log(2), abs=1e-5), "the policy is its reference"
+    assert rows(online_dpo, "reward_margin")[-1] > 0.1 and rows(online_dpo, "accuracy")[-1] > 0.6
+    records = rollout_records(online_dpo)
     assert len(records) == 3 * 16 * 4
     roles = {role: [r["reward"] for r in records if r["role"] == role] for role in ("chosen", "rejected", None)}
     assert len(roles["chosen"]) == len(roles["rejected"]) <= 3 * 16
     assert all(best > worst for best, worst in zip(roles["chosen"], roles["rejected"], strict=True))
-    folder = rewind(whole, 3, "killed")
-    run_ok(*arguments, "run.name=killed", cwd=tmp_path, PYTHONPATH=PATHS)
-    assert losses(folder) == losses(whole) and parameter_hash(folder, 6) == parameter_hash(whole, 6)
-    assert rollout_records(folder) == records
+
+
+@pytest.mark.exhaustive
+def test_online_dpo_resumes_between_two_updates_of_a_batch(online_dpo: Path) -> None:
+    folder = rewind(online_dpo, 3, "killed")
+    run_ok(*ONLINE_DPO, "run.name=killed", cwd=online_dpo.parents[1], PYTHONPATH=PATHS)
+    assert losses(folder) == losses(online_dpo) and parameter_hash(folder, 6) == parameter_hash(online_dpo, 6)
+    assert rollout_records(folder) == rollout_records(online_dpo)
 
 
 ENVIRONMENT = [*TASK, "environment=function", "data.tokenizer.chat_template=lines_tools", "train.seq_len=64"]
@@ -210,7 +231,7 @@ def test_failing_environments_are_counted_and_training_proceeds(tmp_path: Path) 
     assert rows(folder, "grad_norm")[1] > 0 and len(rows(folder, "eval/reward")) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_resumed_run_repeats_its_episodes(tmp_path: Path) -> None:
     arguments = [*environment_of("Echo"), *function_reward("vowels"), "train.steps=2", "checkpoint.every=1"]
     run_ok(*arguments, "run.name=whole", cwd=tmp_path, PYTHONPATH=PATHS)
@@ -255,7 +276,7 @@ def test_asynchronous_rollouts_are_trained_on_exactly_once(tmp_path: Path) -> No
     assert max(rows(folder, "rollout/tokens_per_second")) > 0 and max(rows(folder, "rollout/queue")) <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_device_samples_episodes_while_it_trains(tmp_path: Path) -> None:
     arguments = [*environment_of("Echo"), *function_reward("vowels"), *ASYNCHRONOUS, "task.iterations=2"]
     run_ok(*arguments, "environment.concurrency=8", cwd=tmp_path, PYTHONPATH=PATHS)

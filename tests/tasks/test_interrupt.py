@@ -84,6 +84,7 @@ EARLY_STOP = ["train.early_stop.patience=2", "train.early_stop.min_delta=100"]
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("end0")
 @pytest.mark.parametrize("end", [EARLY_STOP, ["train.target_eval_loss=1000"]])
 def test_a_run_that_ended_early_does_not_train_on(tmp_path: Path, end: list[str]) -> None:
     """The first kill, of the run that counts evaluations, is after that of step 0; the second after the last save."""
@@ -111,7 +112,7 @@ def has_row(folder: Path, step: int) -> bool:
     return (folder / "metrics.jsonl").exists() and f'"step": {step}' in (folder / "metrics.jsonl").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_signal_abandons_an_evaluation_which_is_repeated(tmp_path: Path) -> None:
     number = signal.SIGHUP
     arguments = [*RUN, "train.steps=4", "train.eval_batches=40", "data.eval_fraction=0.9", "checkpoint.every=100"]
@@ -148,7 +149,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
     assert facts(folder)["status"] == "preempted" and facts(folder)["reason"].startswith("SIGUSR1")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_signal_during_the_sample_leaves_only_the_sample_to_be_done(tmp_path: Path) -> None:
     arguments, folder = [*RUN, *SAMPLE, "train.sample.tokens=100"], tmp_path / "outputs" / "it"
     checkpoint = folder / "checkpoints" / "6"

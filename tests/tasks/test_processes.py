@@ -120,7 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "text.jsonl", [{"text": line} for line in text])
     for processes, name in enumerate(NAMES, start=1):
         commands = [score(f"{name}.scores.jsonl"), decode(f"{name}.texts.jsonl"), teacher_logits(name), grpo(name)]
-        commands += [episodes(name), evaluate(name)]
+        commands.append(evaluate(name))
         run(processes, *[[*command, *MESH] for command in commands], cwd=folder, devices=2 // processes)
     return folder
 
@@ -165,16 +165,25 @@ def completions(path: Path) -> list[tuple[int, int, str]]:
 
 
 @pytest.mark.slow
-def test_scores_of_two_and_four_processes_are_those_of_one(folder: Path) -> None:
+def test_scores_of_two_processes_are_those_of_one(folder: Path) -> None:
     compare_scores(folder / "one.scores.jsonl", folder / "two.scores.jsonl")
+
+
+@pytest.mark.exhaustive
+def test_scores_of_four_processes_are_those_of_one(folder: Path) -> None:
     run(4, [*score("four.scores.jsonl"), *MESH, "mesh.tensor=2"], cwd=folder, devices=1)
     compare_scores(folder / "one.scores.jsonl", folder / "four.scores.jsonl")
 
 
 @pytest.mark.slow
-def test_completions_of_two_processes_are_those_of_one_also_after_a_kill(folder: Path) -> None:
+def test_completions_of_two_processes_are_those_of_one(folder: Path) -> None:
     one, two = (completions(folder / f"{name}.texts.jsonl") for name in NAMES)
     assert two == one and len({text for _, _, text in one}) == 6
+
+
+@pytest.mark.exhaustive
+def test_completions_after_a_kill_of_one_process_are_those_of_one(folder: Path) -> None:
+    one = completions(folder / "one.texts.jsonl")
     output, command = folder / "killed.jsonl", [*decode("killed.jsonl"), *MESH]
     processes = start_processes(2, *command, cwd=folder)
     wait_for(lambda: output.exists() and output.stat().st_size, seconds=240)
@@ -213,9 +222,11 @@ def test_benchmarks_of_two_and_four_processes_are_those_of_one(folder: Path) -> 
         compare_numbers(found, one)
 
 
-@pytest.mark.slow
-def test_episodes_with_an_environment_are_those_of_one_process(folder: Path) -> None:
-    runs = [folder / "outputs" / f"{name}_episodes" for name in NAMES]
+@pytest.mark.exhaustive
+def test_episodes_with_an_environment_are_those_of_one_process(tmp_path: Path) -> None:
+    for processes, name in enumerate(NAMES, start=1):
+        run(processes, [*episodes(name), *MESH], cwd=tmp_path, devices=2 // processes)
+    runs = [tmp_path / "outputs" / f"{name}_episodes" for name in NAMES]
     for key in ("reward/mean", "answers/tokens", "loss"):
         one, two = (metrics(run, key) for run in runs)
         np.testing.assert_allclose(two, one, atol=1e-5)

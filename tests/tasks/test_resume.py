@@ -96,7 +96,7 @@ def test_signals_save_and_the_same_command_resumes(uninterrupted: Path, tmp_path
     assert parameter_hash(folder, STEPS) == parameter_hash(uninterrupted, STEPS)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_mixture_of_experts_resumes_after_a_kill(tmp_path: Path) -> None:
     """Experts, their router, and its bias, which is updated from the load and not by a gradient."""
     mixture = ["model=qwen3-moe-tiny", "model.kinds.layer.moe.router.bias_rate=0.001", "train.steps=8"]
@@ -148,7 +148,7 @@ def test_if_no_checkpoint_can_be_read_all_stay_and_no_new_run_starts(eight_steps
     assert losses(folder) == before
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_damaged_checkpoint_of_another_run_is_reported(eight_steps: Path, tmp_path: Path) -> None:
     newest = shutil.copytree(eight_steps, tmp_path / "outputs" / "first") / "checkpoints" / "8"
     truncate(newest)

@@ -49,7 +49,7 @@ def test_it_resumes_bit_identically(trained: Path) -> None:
     assert losses(killed) == losses(folder) and parameter_hash(killed, 16) == parameter_hash(folder, 16)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_ends_early_by_its_eval_loss_and_keeps_its_best_checkpoint(trained: Path) -> None:
     best = ["checkpoint.keep=1", "checkpoint.keep_best=1", "checkpoint.mode=synchronous", "checkpoint.every=1"]
     early = ["train.eval_every=1", "train.early_stop.patience=2", "train.early_stop.min_delta=9"]

@@ -84,7 +84,7 @@ def test_a_run_of_an_adapter_loads_as_the_merged_model(here: Path, monkeypatch: 
     assert np.abs(plain - adapted).max() > 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_run_resumes_bit_identically(here: Path) -> None:
     folder = rewind(here / "outputs/whole", STEPS - 4, "killed")
     assert f"resuming from step {STEPS - 4}" in run_ok(*LORA, "run.name=killed", cwd=here).stderr

@@ -104,7 +104,7 @@ def test_a_run_killed_during_an_upload(server: S3Server, whole: Path, tmp_path: 
     assert [session["status"] for session in facts["sessions"]] == ["lost", "finished"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_another_host_continues_from_the_store(server: S3Server, whole: Path, tmp_path: Path) -> None:
     """SIGTERM uploads the last checkpoint, whatever persist_every; another host resumes, lists, converts, decodes."""
     first, second = Host(tmp_path / "first", server), Host(tmp_path / "second", server)
@@ -169,7 +169,7 @@ def test_commands_that_are_rejected(arguments: list[str], message: str, server: 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_in_google_cloud_storage(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kill -9 after an upload; another host resumes, lists and decodes."""
     server, url = GCSServer(), f"gs://{BUCKET}/runs"

@@ -171,6 +171,7 @@ def test_a_run_can_be_run_again(name: str, stored: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("decode", "train_tokenizer", "score")
 @pytest.mark.parametrize("name", ["decode", "decode_int4", "train_tokenizer", "score"])
 def test_a_config_file_is_executed(name: str, stored: Path) -> None:
     """Also weights in four bits, whose folder has a quantization.yaml."""
@@ -303,6 +304,7 @@ def test_a_student_learns_from_stored_logits(stored: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("back_200")
 @pytest.mark.parametrize("name", ["back_200", "back_300"])
 def test_checkpoints_of_hundreds_of_commits_ago_are_resumed(name: str, tmp_path: Path) -> None:
     with tarfile.open(make.EARLIER_ARCHIVE) as archive:

@@ -18,33 +18,45 @@ def evaluations(path: Path) -> dict[int, dict[str, float]]:
     return {row.pop("step"): row for row in rows if any(name.startswith("eval/") for name in row)}
 
 
-@pytest.mark.slow
-def test_metrics_equal_those_of_task_eval_after_a_resume_and_on_a_mesh(tmp_path: Path) -> None:
-    outputs = tmp_path / "outputs"
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Outputs with a run of two steps, `whole`."""
+    cwd = tmp_path_factory.mktemp("train_evals")
     best = ["checkpoint.keep_best=1", "checkpoint.best_metric=eval/cloze/error", "objective=eval/arithmetic/error"]
-    run_ok(*TRAIN, *best, "run.name=whole", cwd=tmp_path)
+    run_ok(*TRAIN, *best, "run.name=whole", cwd=cwd)
+    return cwd / "outputs"
+
+
+@pytest.mark.slow
+def test_metrics_equal_those_of_task_eval(outputs: Path) -> None:
     whole = evaluations(outputs / "whole")
     assert {"eval/cloze/acc", "eval/cloze/error", "eval/arithmetic/acc", "eval/loss"} <= whole[1].keys()
-
-    run_ok(*TRAIN, "train.steps=1", "run.name=parts", cwd=tmp_path)
-    run_ok(*TRAIN, "run.name=parts", cwd=tmp_path)
-    assert evaluations(outputs / "parts") == whole and whole.keys() == {1, 2}
-
+    assert whole.keys() == {1, 2}
     command = [*SMALL[:6], "model.dtypes.compute=float32", "task=eval", "checkpoint.load_parameters=outputs/whole"]
     same = ["task.tasks=[cloze,arithmetic]", "task.limit=3", "task.shots=0", "task.engine.max_context=32"]
-    run_ok(*command, *same, "run.name=after", cwd=tmp_path)
+    run_ok(*command, *same, "run.name=after", cwd=outputs.parent)
     stored = json.loads((outputs / "after" / "eval.json").read_text())["2"]
     for task in ("cloze", "arithmetic"):
         for metric, value in stored[task]["metrics"].items():
             assert whole[2][f"eval/{task}/{metric}"] == pytest.approx(value, abs=1e-6)
+    assert "whole" in run_ok("runs", "best", "--metric", "eval/cloze/error", cwd=outputs.parent).stdout
 
+
+@pytest.mark.exhaustive
+def test_metrics_are_the_same_after_a_resume(outputs: Path) -> None:
+    run_ok(*TRAIN, "train.steps=1", "run.name=parts", cwd=outputs.parent)
+    run_ok(*TRAIN, "run.name=parts", cwd=outputs.parent)
+    assert evaluations(outputs / "parts") == evaluations(outputs / "whole")
+
+
+@pytest.mark.exhaustive
+def test_metrics_are_the_same_on_a_mesh(outputs: Path) -> None:
     mesh = ["mesh=fsdp", "train.per_device_batch_size=4", "train.evals.every=2"]
-    run_ok(*TRAIN, *mesh, "run.name=mesh", devices=2, cwd=tmp_path)
+    run_ok(*TRAIN, *mesh, "run.name=mesh", devices=2, cwd=outputs.parent)
     sharded = evaluations(outputs / "mesh")
     assert {name for name in sharded[1] if name.count("/") > 1} == set()
-    for name, value in whole[2].items():
+    for name, value in evaluations(outputs / "whole")[2].items():
         assert sharded[2][name] == pytest.approx(value, rel=1e-3), name
-    assert "whole" in run_ok("runs", "best", "--metric", "eval/cloze/error", cwd=tmp_path).stdout
 
 
 @pytest.mark.slow
@@ -57,7 +69,7 @@ def test_early_stopping_by_a_benchmark(tmp_path: Path) -> None:
     assert evaluations(tmp_path / "outputs" / "x").keys() == {1, 2}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_training_task_runs_benchmarks(tmp_path: Path) -> None:
     evals = ["train.evals.tasks=[cloze]", "train.evals.limit=2", "train.eval_batches=0", "train.steps=1"]
     sizes = [size for size in SMALL if size.startswith("model.")]

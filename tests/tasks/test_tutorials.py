@@ -90,6 +90,7 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("quantization")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_of_the_page_runs(
     page: Path, tmp_path: Path, variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory

@@ -22,6 +22,7 @@ def assert_equal(a: object, b: object) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("ema")
 @pytest.mark.parametrize("overrides", KINDS.values(), ids=KINDS)
 def test_average_is_saved_as_the_weights_and_training_resumes_exactly(overrides, tmp_path):
     states, config = plan(*overrides, fsdp=2)

@@ -110,6 +110,7 @@ def expected(fragments: int) -> tuple[dict[str, np.ndarray], list[float]]:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("2-mesh0-2")
 @pytest.mark.parametrize(("fragments", "mesh", "devices"), [(2, (), 2), (1, ("mesh.fsdp=2", "mesh.tensor=2"), 8)])
 def test_replicas_and_outer_step(fragments: int, mesh: tuple[str, ...], devices: int) -> None:
     state, metrics = train_diloco(*mesh, f"train.diloco.fragments={fragments}", devices=devices)
@@ -152,7 +153,7 @@ def test_another_number_of_replicas_is_rejected_by_name(tmp_path: Path) -> None:
         assert "mesh.replica x mesh.dcn.replica = 2" in message and "checkpoint.load_parameters=" in message
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     options = [*MODEL, *DILOCO, "mesh.fsdp=1", "data=arithmetic", "train.log_every=1", "checkpoint.every=3"]
     options += ["train.eval_batches=1", "train.per_device_batch_size=2", "run.name=it"]

@@ -103,6 +103,7 @@ def test_every_source_and_named_set_has_its_own_loss(states: StateFactory, tmp_p
     assert found["eval/tokens"] == sum(tokens)
 
 
+@pytest.mark.slow
 def test_tokens_without_text_have_no_bits_per_byte(states: StateFactory) -> None:
     assert "eval/bpb" not in evaluate(states, Data(source="synthetic", eval_fraction=0.001))
 

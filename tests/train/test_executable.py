@@ -50,7 +50,7 @@ def losses(compiled: Path | None, dump: Path | None = None) -> list[float]:
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_losses_of_a_loaded_step_are_bit_equal(folder: Path, tmp_path: Path) -> None:
     assert losses(folder, tmp_path / "loaded") == losses(None, tmp_path / "compiled")
     for path in (tmp_path / "loaded", tmp_path / "compiled"):

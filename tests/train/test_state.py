@@ -49,6 +49,7 @@ def bytes_on_first_device(tree: object) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("adamw")
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
 def test_state_over_data_changes_no_loss(optimizer):
     one = plan(f"optimizer={optimizer}")

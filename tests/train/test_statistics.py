@@ -171,6 +171,7 @@ def test_loss_by_position() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("microbatches", "mesh")
 @pytest.mark.parametrize(
     ("overrides", "axes"),
     [(["train.grad_accum=2", "train.per_device_batch_size=4"], {}), ([], {"fsdp": 4}), ([], {"stage": 2})],
@@ -206,6 +207,7 @@ def test_adapters_and_experts() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("fp8_delayed")
 @pytest.mark.parametrize("quantization", ["fp8", "fp8_delayed"])
 def test_quantized_training(quantization: str) -> None:
     states, config = plan(f"quantization={quantization}", "train.grad_accum=2", "train.per_device_batch_size=4")

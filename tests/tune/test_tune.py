@@ -202,7 +202,7 @@ def test_a_search_survives_crashes_and_a_kill_and_its_experiment_runs(tmp_path: 
     assert train.per_device_batch_size * train.grad_accum == 2 and train.seq_len == 16
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_search_in_two_processes_times_the_candidates_on_the_devices_of_both(tmp_path: Path) -> None:
     given = ["task=tune", *SMALL, "task.space=['train.per_device_batch_size=2,1']", "task.search=grid", "task.steps=1"]
     run_processes(2, *given, "task.finalists=1", "run.name=it", cwd=tmp_path, timeout=600)
