@@ -46,7 +46,7 @@ def logit_outputs(teacher: OnlineTeacher, layers: Sequence[int], top_k: int | No
 
 
 def logprob_outputs(teacher: Scorer) -> Outputs:
-    """The teacher's log-probs, [B, S], of its own tokens of the text (text_alignment.py)."""
+    """The teacher's log-probs, [B, S], of the text in the teacher's tokens (text_alignment.py)."""
     return lambda weights, batch: {LOGPROBS: teacher(weights, teacher_columns(batch), None, is_adapted=True)}
 
 

@@ -116,7 +116,7 @@ def _losses(
 
 
 def _teacher_outputs(config: Config, task: DistillTask, teacher: OnlineTeacher) -> Outputs:
-    """What the loss reads of a teacher on its own devices."""
+    """The outputs of a teacher on its own devices that the loss reads."""
     if task.teacher.align:
         return logprob_outputs(Scorer(teacher.model, teacher.sharder, config.train.loss_chunk))
     return logit_outputs(teacher, task.features.teacher_layers, task.teacher.top_k)

@@ -94,7 +94,7 @@ def say(text: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def pool(folder: Path) -> Iterator[EnvironmentPool]:
-    """One pool for all tests: importing the package takes eight seconds. Its module also checks what is rejected."""
+    """One pool for all tests: importing the package takes eight seconds. Its module also checks rejections."""
     with closing(EnvironmentPool(config("games"))) as pool:
         yield pool
 
