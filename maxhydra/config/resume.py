@@ -48,7 +48,7 @@ FREE_KEYS = (
     *("hardware.compiled", "hardware.dump_step", "hardware.links.*", "optimizer.offload*"),
     *("hardware.simulated_devices", "hardware.debug_nans", "hardware.distributed.*", "hardware.gke.*"),
     *("mesh.*", "task.rollout_mesh", "task.teacher.mesh", "train.per_device_batch_size", "train.grad_accum"),
-    *("train.elastic", "task.rollout_devices"),
+    *("train.elastic", "task.rollout_devices", "task.teacher.devices"),
     *("train.loss_chunk", "model.kernels.*", "model.remat.*", "model.scan_unroll", "model.expert_parallel.*"),
     *("task.engine.max_batch", "task.engine.cache_tokens", "task.engine.page_size", "task.engine.max_context"),
     *("task.engine.prefill_chunk", "task.engine.burst", "task.engine.warm_up", "task.engine.prefix_cache"),
@@ -110,7 +110,7 @@ FIXED_KEYS = (
     *("task.critic.*", "task.router_replay"),
     *("task.rounds", "task.importance_cap", "task.iterations", "task.off_policy_steps", "task.max_staleness"),
     *("task.engine.cache_dtype", "task.engine.deterministic"),
-    "task.teacher.align",
+    *("task.teacher.align", "task.teacher.top_k"),
     # Objects of the user, whose code is compared by content; their settings, the sections `options`, are fixed too.
     *("train.loss.function", "optimizer.function"),
     *("task.teacher.model", "task.teacher.overrides", "task.divergence", "task.alpha", "task.alpha_end"),

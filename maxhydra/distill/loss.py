@@ -1,8 +1,8 @@
 """The distillation loss of a batch: divergence from the teacher, cross-entropy with the data, and feature distances.
 
-An online teacher's weights are the entry `TEACHER` of the weights that the loss reads; an offline teacher's top-k
-logits are columns of the batch (`teacher_ids`, `teacher_logits`). So are the scheduled values of alpha, beta and
-temperature.
+A teacher on the student's devices is the entry `TEACHER` of the weights that the loss reads. The logits of an offline
+teacher, or of one on its own devices, are the column `teacher_logits` of the batch, for the tokens in `teacher_ids`, or
+for all tokens without that column. The scheduled values of alpha, beta and temperature are columns too.
 
 p is the teacher's token distribution, q the student's, both softmax(logits / T).
 """
@@ -21,7 +21,8 @@ from maxhydra.distill.teacher import OnlineTeacher
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
-from maxhydra.train import BatchSource, TrainState, map_sequence_chunks
+from maxhydra.train import TrainState, map_sequence_chunks
+from maxhydra.train.batches import DerivedBatches
 from maxhydra.train.loss import Batch, LossFn, Sums, Tree, add_aux_losses, target_logprobs
 from maxhydra.train.step import sequences_in
 
@@ -44,13 +45,12 @@ def values_at(task: DistillTask, step: jax.Array, steps: int) -> dict[str, jax.A
 
 
 @dataclasses.dataclass(frozen=True)
-class ScheduledBatches:
+class ScheduledBatches(DerivedBatches):
     """Batches with a column [B] for each scheduled value, computed on the device from the state's step.
 
     A column that the batches of the source already have is kept.
     """
 
-    source: BatchSource
     task: DistillTask
     spec: BatchSpec
     steps: int
@@ -63,18 +63,6 @@ class ScheduledBatches:
         batch = self.source.take(step, state)
         return {**self._columns(state.step, sequences_in(batch)), **batch}
 
-    def state(self) -> dict[str, Any]:
-        return self.source.state()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.source.restore(state)
-
-    def metrics(self) -> dict[str, float]:
-        return self.source.metrics()
-
-    def close(self) -> None:
-        self.source.close()
-
     @cached_property
     def _columns(self) -> Any:
         def columns(step: jax.Array, rows: int) -> Batch:
@@ -85,6 +73,13 @@ class ScheduledBatches:
 
 
 TEACHER = "teacher"
+# Columns of a batch with the outputs of the teacher.
+LOGITS, IDS = "teacher_logits", "teacher_ids"
+
+
+def feature_column(index: int) -> str:
+    """The column of the teacher's activations for a pair of layers in task.features."""
+    return f"teacher_features_{index}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +89,7 @@ class StudentTeacher:
     student: ModelDef
     sharder: Sharder
     teacher: OnlineTeacher | None
-    """None: the batch contains the teacher's top-k logits."""
+    """None: the batch contains the teacher's logits and features."""
     features: Features
     chunk: int
 
@@ -118,14 +113,16 @@ class StudentTeacher:
         student_features = [forward.layer_outputs[layer] for layer in layers]
         teacher_inputs, teacher_features = self._run_teacher(weights, batch)
 
-        def compare(hidden: jax.Array, targets: jax.Array, *teacher_inputs: jax.Array) -> dict[str, jax.Array]:
+        def compare(
+            hidden: jax.Array, targets: jax.Array, teacher_input: jax.Array, *ids: jax.Array
+        ) -> dict[str, jax.Array]:
             logits = self.student.logits(weights, hidden, self.sharder)
             log_q = log_probs(logits, temperature)
-            if self.teacher is None:
-                ids, top_logits = teacher_inputs
-                log_p, log_q = log_probs(top_logits, temperature), gather_top_k(log_q, ids, kind)
-            else:
-                log_p = log_probs(self.teacher.logits(weights[TEACHER], *teacher_inputs), temperature)
+            if self.teacher is not None:
+                teacher_input = self.teacher.logits(weights[TEACHER], teacher_input)
+            elif ids:
+                log_q = gather_top_k(log_q, ids[0], kind)
+            log_p = log_probs(teacher_input, temperature)
             distance = divergence(log_p, log_q, kind, beta=beta, temperature=temperature)
             return {"divergence": distance, "nll": -target_logprobs(logits, targets)}
 
@@ -139,9 +136,10 @@ class StudentTeacher:
         return token_losses, forward.aux
 
     def _run_teacher(self, weights: Tree, batch: Batch) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The arrays from which the teacher's log-probs are computed (hidden states or top-k), and its features."""
+        """The teacher's hidden states, or its logits and their ids if there are any; and its features."""
         if self.teacher is None:
-            return [batch["teacher_ids"], batch["teacher_logits"]], []
+            features = [batch[feature_column(index)] for index in range(len(self.features.teacher_layers))]
+            return [batch[name] for name in (LOGITS, IDS) if name in batch], features
         hidden, features = self.teacher.features(weights[TEACHER], batch, self.features.teacher_layers)
         arrays = [self.sharder.constrain(x, "act_batch", "act_length", "act_embed") for x in (hidden, *features)]
         return arrays[:1], arrays[1:]

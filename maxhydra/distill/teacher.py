@@ -32,7 +32,7 @@ from maxhydra.model import ModelDef
 from maxhydra.modelfiles import model_path
 from maxhydra.modelfiles.hub import is_hub_id
 from maxhydra.runtime.channel import broadcast
-from maxhydra.sharding import Sharder, remeshed
+from maxhydra.sharding import Sharder, build_mesh, remeshed
 from maxhydra.train import map_sequence_chunks
 from maxhydra.train.loss import Batch, Tree
 
@@ -64,8 +64,13 @@ class OnlineTeacher:
         return self.model.logits(weights, hidden, self.sharder)
 
 
-def plan_teacher(config: Config, teacher: Teacher, student: Sharder) -> OnlineTeacher:
-    """The teacher of a config, without its weights; ConfigError if it does not fit the student."""
+def plan_teacher(
+    config: Config, teacher: Teacher, student: Sharder, *, devices: Sequence[jax.Device] = ()
+) -> OnlineTeacher:
+    """The teacher of a config, without its weights; ConfigError if it does not fit the student.
+
+    It is sharded over its own `devices`, or without any over those of the student.
+    """
     teacher_model, mesh = _resolve(teacher)
     if teacher_model.vocab_size != config.model.vocab_size and not teacher.align:
         reason = f"has a vocabulary of {teacher_model.vocab_size}, but the student's is {config.model.vocab_size}"
@@ -76,8 +81,20 @@ def plan_teacher(config: Config, teacher: Teacher, student: Sharder) -> OnlineTe
         raise ConfigError(Problem("train.seq_len", reason, value=config.train.seq_len))
     if not teacher.align:
         check_tokenizer(config.data, teacher)
-    sharder = student if mesh is None else Sharder.from_config(mesh, remeshed(mesh, student.mesh.devices))
-    return OnlineTeacher(model.build(teacher_model), sharder)
+    return OnlineTeacher(model.build(teacher_model), _make_sharder(mesh, config.mesh, student, devices))
+
+
+def _make_sharder(
+    mesh: MeshConfig | None, student_mesh: MeshConfig, student: Sharder, devices: Sequence[jax.Device]
+) -> Sharder:
+    if mesh is None and not devices:
+        return student
+    mesh = mesh or student_mesh
+    try:
+        over = build_mesh(mesh, devices) if devices else remeshed(mesh, student.mesh.devices)
+    except ConfigError as error:
+        raise ConfigError(problem.under("task.teacher") for problem in error.problems) from None
+    return Sharder.from_config(mesh, over)
 
 
 def check_tokenizer(data: Data, teacher: Teacher) -> None:
@@ -173,7 +190,8 @@ def init_from_teacher(
     """Student weights: layer i is the teacher's layers[i]; embedding, final norm and head are the teacher's."""
     build = _make_builder(student, teacher, layers)
     _require_same_shapes(student.shapes, jax.eval_shape(build, teacher.shapes))
-    return jax.jit(build, out_shardings=sharder.tree(student.axes))(weights)
+    # The teacher may be on other devices than the student.
+    return jax.device_put(jax.jit(build)(weights), sharder.tree(student.axes))
 
 
 def check_layers(path: str, layers: Sequence[int], model: ModelDef, *, of: str) -> None:

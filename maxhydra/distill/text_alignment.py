@@ -23,6 +23,8 @@ from maxhydra.train.loss import Batch, LossFn, Sums, Tree, add_aux_losses
 # Columns of a row: the text as the teacher's tokens, and the span of each target of student and teacher; -1 for none.
 TEACHER_COLUMNS = {name: f"teacher_{name}" for name in ("tokens", "targets", "positions")}
 SPANS, TEACHER_SPANS = "spans", "teacher_spans"
+# Column of the log-probs of a teacher on its own devices.
+LOGPROBS = "teacher_logprobs"
 # Letters of several scripts, digits, spaces and line breaks, which both tokenizers must preserve.
 PROBE = "Naïve  café: 1 + 23 = 24?\n\tдом 日本語 🎭"
 
@@ -109,13 +111,24 @@ class TextAligner:
         return [*ids, self.teacher.eos], [*spans, len(common)], [*teacher_spans, len(common)]
 
 
-def aligned_loss(student: Scorer, teacher: Scorer) -> LossFn:
-    """The loss of spans, as a mean over the student's tokens, and `divergence`, the mean of s - t."""
+def teacher_columns(batch: Batch) -> Batch:
+    """The batch in the teacher's tokens."""
+    return {name: batch[column] for name, column in TEACHER_COLUMNS.items()}
+
+
+def aligned_loss(student: Scorer, teacher: Scorer | None) -> LossFn:
+    """The loss of spans, as a mean over the student's tokens, and `divergence`, the mean of s - t.
+
+    Without a teacher, its log-probs are a column of the batch.
+    """
 
     def loss(weights: Tree, batch: Batch, key: jax.Array | None) -> Sums:
         scored = student.score(weights, batch, key, is_adapted=True)
-        columns = {name: batch[column] for name, column in TEACHER_COLUMNS.items()}
-        teacher_logprobs = jax.lax.stop_gradient(teacher(weights[TEACHER], columns, None, is_adapted=True))
+        if teacher is None:
+            teacher_logprobs = batch[LOGPROBS]
+        else:
+            teacher_logprobs = teacher(weights[TEACHER], teacher_columns(batch), None, is_adapted=True)
+            teacher_logprobs = jax.lax.stop_gradient(teacher_logprobs)
         distances = span_sums(scored.logprobs, batch[SPANS]) - span_sums(teacher_logprobs, batch[TEACHER_SPANS])
         sums = {"loss": jnp.sum(jnp.square(distances)) / 2, "weight": jnp.sum(batch["weights"])}
         sums["divergence"] = jax.lax.stop_gradient(jnp.sum(distances))

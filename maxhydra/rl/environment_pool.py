@@ -40,7 +40,7 @@ class EnvironmentPool:
         return self._call(slot, RESET, dict(record))
 
     def step(self, slot: int, message: Message) -> "Future[Any]":
-        """The reply to the model's turn: {"messages": [...], "reward": number, "done": bool}."""
+        """The reply to the model's turn: {"messages": [...], "reward": number, "done": bool}, maybe with "scores"."""
         return self._call(slot, STEP, dict(message))
 
     def end(self, slot: int) -> None:
@@ -72,8 +72,7 @@ class EnvironmentPool:
         if isinstance(reply, LoadFailure):
             link.stop()
             field = reply.term if getattr(self._config, reply.term, None) else "kind"
-            extra = "openenv" if self._config.kind is EnvironmentKind.openenv else "rl"
-            hint = "check that its folder is on PYTHONPATH" if field != "kind" else f"pip install 'maxhydra[{extra}]'"
+            hint = "check that its folder is on PYTHONPATH" if field != "kind" else _installation(self._config.kind)
             value = getattr(self._config, field) if field != "kind" else self._config.kind.value
             raise ConfigError(Problem(f"environment.{field}", reply.reason, value=value, hint=hint))
         threading.Thread(target=self._receive, args=(link,), name="environments", daemon=True).start()
@@ -114,12 +113,22 @@ class EnvironmentPool:
             future.set_result(Failure(CRASHES, "crashed the supervisor of environments"))
 
 
+def _installation(kind: EnvironmentKind) -> str:
+    """What to do about an environment that cannot be loaded."""
+    has_own_extra = kind in (EnvironmentKind.openenv, EnvironmentKind.verifiers)
+    command = f"pip install 'maxhydra[{kind.value if has_own_extra else 'rl'}]'"
+    is_own = kind is EnvironmentKind.verifiers
+    return f"{command}, and check that environment.function is on PYTHONPATH" if is_own else command
+
+
 def check_reply(reply: Any) -> Any:
     """The reply, or the Failure of one that is not what `reset` and `step` return."""
     if not isinstance(reply, dict) or not isinstance(reply.get("messages"), list):
         return Failure(INVALID, "returned messages that are not a list")
     if "reward" in reply and not math.isfinite(reply["reward"]):
         return Failure(INVALID, f"returned the reward {reply['reward']}, not a finite number")
+    if not all(map(math.isfinite, reply.get("scores", {}).values())):
+        return Failure(INVALID, f"returned the scores {reply['scores']}, not finite numbers")
     if not reply["messages"] and not reply.get("done"):
         return Failure(INVALID, "returned no messages, although the episode continues")
     # Only a prompt may contain turns of the assistant.

@@ -253,6 +253,13 @@ def _step(environment: Environment, message: dict[str, Any]) -> dict[str, Any]:
         raise _Broken(INVALID, f"returned {result!r:.200} instead of (messages, reward, done)")
     try:
         # NumPy scalars count as numbers.
-        return {"messages": result[0], "reward": float(result[1]), "done": bool(result[2])}
+        reply = {"messages": result[0], "reward": float(result[1]), "done": bool(result[2])}
     except (TypeError, ValueError):
         raise _Broken(INVALID, f"returned the reward {result[1]!r:.200}, not a number") from None
+    scores = getattr(environment, "scores", None)
+    if not reply["done"] or not scores:
+        return reply
+    try:
+        return {**reply, "scores": {str(name): float(value) for name, value in scores.items()}}
+    except (AttributeError, TypeError, ValueError):
+        raise _Broken(INVALID, f"has the scores {scores!r:.200}, not numbers by name") from None

@@ -8,18 +8,20 @@ An environment is an object with two methods, and lives for one episode:
 `record` has the columns of the prompt's record, `prompt` as a list of messages, and `seed`, which is equal for all
 episodes of a prompt. A message is {"role": ..., "content": ...}; the model's messages also have `tool_calls` if it
 called tools. The reward of an episode is the sum over its steps. An attribute `tools`, if there is one, lists the JSON
-schemas of the functions that the chat template describes to the model.
+schemas of the functions that the chat template describes to the model; an attribute `scores`, numbers by name that the
+run logs after the last step.
 
 This module does not import jax: environments run in separate processes (environment_process.py).
 """
 
 import importlib
 import re
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from maxhydra.config.plug_ins import bind_options, load_object
+from maxhydra.config.plug_ins import bind_options, call_plug_in, load_object
 from maxhydra.config.schema.reward import Environment as Config
 from maxhydra.config.schema.reward import EnvironmentKind
 from maxhydra.rl.tools import Tool, load_tool
@@ -154,6 +156,20 @@ def _load_openenv(config: Config) -> Callable[[], Environment]:
     return lambda: OpenEnvEnvironment(config)
 
 
+def _load_verifiers(config: Config) -> Callable[[], Environment]:
+    importlib.import_module("verifiers.types")
+    module = importlib.import_module("maxhydra.rl.verifiers_environment")
+    assert config.function is not None
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.getsignal(number) for number in numbers]
+    environment = call_plug_in(config.function, options=config.options, key="environment.function")
+    # The constructor of an environment replaces the signal handlers of the process.
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+    module.check_environment(environment)
+    return lambda: module.VerifiersEnvironment(environment)
+
+
 def _load_function(config: Config) -> Callable[[], Environment]:
     assert config.function is not None
     key = "environment.function"
@@ -165,5 +181,6 @@ LOADERS: dict[EnvironmentKind, Callable[[Config], Callable[[], Environment]]] = 
     EnvironmentKind.tools: _load_tools,
     EnvironmentKind.reasoning_gym: _load_reasoning_gym,
     EnvironmentKind.openenv: _load_openenv,
+    EnvironmentKind.verifiers: _load_verifiers,
     EnvironmentKind.function: _load_function,
 }

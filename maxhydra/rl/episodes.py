@@ -58,6 +58,8 @@ class Episode:
     """Messages after the prompt."""
     reward: float | None = None
     """Sum of the environment's rewards; None without an environment."""
+    scores: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Numbers that the environment reported at the end, such as the values of a rubric."""
     failure: str | None = None
     """Why the environment failed. Such an episode has no loss."""
 
@@ -295,6 +297,7 @@ class _State:
         episode.turns += reply["messages"]
         assert episode.reward is not None
         episode.reward += reply["reward"]
+        episode.scores = reply.get("scores", {})
         if reply["done"] or episode.num_turns == self._runner.config.max_turns:
             episode.finish = "stop" if reply["done"] else MAX_TURNS
             return self._finish()

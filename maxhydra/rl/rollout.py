@@ -75,6 +75,8 @@ class Group:
             }
             if episode.reward is not None:
                 record["turns"] = episode.turns
+            if episode.scores:
+                record["scores"] = episode.scores
             if episode.failure:
                 record["failure"] = episode.failure
             yield record
@@ -274,6 +276,9 @@ def metrics(groups: Sequence[Group], batch_size: int, task: GrpoTask) -> dict[st
     }
     if episodes[0].reward is not None:
         values |= {f"environment/{kind}": sum(episode.finish == kind for episode in episodes) for kind in FAILURES}
+        for name in sorted({name for episode in episodes for name in episode.scores}):
+            scores = [episode.scores[name] for episode in episodes if name in episode.scores]
+            values[f"environment/score/{name}"] = np.mean(scores)
         values["environment/turns"] = np.mean([episode.num_turns for episode in episodes])
         values["environment/tool_calls"] = np.mean([episode.num_tool_calls for episode in episodes])
     return {name: float(value) for name, value in values.items()}

@@ -15,7 +15,7 @@ from maxhydra.model import VALUE
 from maxhydra.rl.environment_pool import EnvironmentPool
 from maxhydra.rl.episodes import EpisodeRunner, TurnEncoder
 from maxhydra.runtime.channel import is_main
-from maxhydra.sharding import Sharder, build_mesh, remeshed
+from maxhydra.sharding import Sharder, build_mesh, remeshed, split_devices
 from maxhydra.train import StateFactory, starting_weights
 from maxhydra.train.loss import Tree
 
@@ -106,7 +106,7 @@ def make_sharders(config: Config, task: GrpoTask) -> tuple[Sharder, Sharder]:
 
     The engine has the trainer's, or task.rollout_mesh over the same devices or over its own task.rollout_devices.
     """
-    training, sampling = split_devices(task, jax.devices())
+    training, sampling = split_rollout_devices(task, jax.devices())
     trainer = Sharder.from_config(config.mesh, build_mesh(config.mesh, training))
     if not task.rollout_mesh and not sampling:
         return trainer, trainer
@@ -123,21 +123,17 @@ def make_sharders(config: Config, task: GrpoTask) -> tuple[Sharder, Sharder]:
         raise ConfigError(problem.under("task.rollout_mesh") for problem in error.problems) from None
 
 
-def split_devices(task: GrpoTask, devices: Sequence[jax.Device]) -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
+def split_rollout_devices(
+    task: GrpoTask, devices: Sequence[jax.Device]
+) -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
     """The devices that train, and those that only sample: the last ones, or none."""
-    value, total = task.rollout_devices, len(devices)
-    accepted = f"a number of devices, 1 to {total - 1}, or a fraction that gives one" if total > 1 else "0"
-    if not value:
-        if task.max_staleness is not None and total > 1:
-            # Two threads would dispatch programs with collective operations to the same devices.
-            reason = f"is needed with task.max_staleness={task.max_staleness} and {total} devices"
-            raise ConfigError(Problem("task.rollout_devices", reason, value=0, accepted=accepted))
-        return devices, []
-    count = round(value * total) if value < 1 else int(value)
-    if not 0 < count < total or (value >= 1 and count != value):
-        reason = f"is not a part of the {total} devices that leaves others for training"
-        raise ConfigError(Problem("task.rollout_devices", reason, value=value, accepted=accepted))
-    return devices[:-count], devices[-count:]
+    if task.max_staleness is not None and not task.rollout_devices and len(devices) > 1:
+        # Two threads would dispatch programs with collective operations to the same devices.
+        reason = f"is needed with task.max_staleness={task.max_staleness} and {len(devices)} devices"
+        accepted = f"a number of devices, 1 to {len(devices) - 1}, or a fraction that gives one"
+        raise ConfigError(Problem("task.rollout_devices", reason, value=0, accepted=accepted))
+    path, share = task.separate_devices
+    return split_devices(devices, share, path=path)
 
 
 def with_reference(states: StateFactory, config: Config, task: GrpoTask) -> StateFactory:

@@ -147,6 +147,26 @@ def remeshed(mesh: Mesh, devices: np.ndarray) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(devices.reshape(sizes), AXES, axis_types=AXIS_TYPES)
 
 
+def num_separate_devices(total: int, share: float, *, path: str) -> int:
+    """Devices of `total` that do not train: a number, or a fraction under 1; ConfigError if none are left to train."""
+    if not share:
+        return 0
+    count = round(share * total) if share < 1 else int(share)
+    if not 0 < count < total or (share >= 1 and count != share):
+        accepted = f"a number of devices, 1 to {total - 1}, or a fraction that gives one" if total > 1 else "0"
+        reason = f"is not a part of the {total} devices that leaves others for training"
+        raise ConfigError(Problem(path, reason, value=share, accepted=accepted))
+    return count
+
+
+def split_devices(
+    devices: Sequence[jax.Device], share: float, *, path: str
+) -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
+    """The devices that train, and the others: the last ones, or none. `path`: the key of `share`."""
+    training = len(devices) - num_separate_devices(len(devices), share, path=path)
+    return devices[:training], devices[training:]
+
+
 def abstract_mesh(mesh: Mesh, *, devices: int, slices: int) -> AbstractMesh:
     """The mesh without devices: enough to plan for any number of devices on a laptop."""
     return AbstractMesh(axis_sizes(mesh, devices=devices, slices=slices).total, AXES, axis_types=AXIS_TYPES)

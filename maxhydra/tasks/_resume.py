@@ -30,6 +30,7 @@ from maxhydra.convert.orbax_io import checkpoint_steps
 from maxhydra.record import RunDirectory
 from maxhydra.record.local_checkpoints import list_parts, local_run_folder
 from maxhydra.record.redact import HIDDEN
+from maxhydra.sharding import num_separate_devices
 from maxhydra.train.run_inputs import (
     FULL_STATE,
     PARAMETERS,
@@ -62,12 +63,15 @@ def prepare_session(config: Config, run: RunDirectory, *, devices: int, processe
     """Record the inputs of a new run; compare config and inputs of a run that resumes. Raises ConfigError."""
     if problems := list(unknown_keys(config.run.accept_changed_config, config)):
         raise ConfigError(problems)
+    path, share = config.task.separate_devices
+    training = devices - num_separate_devices(devices, share, path=path)
     if config.train.elastic and run.exists():
-        config = _adjust_batch(config, run.read().get(BATCH), devices)
-    batch = config.train.per_device_batch_size * devices * config.train.grad_accum
-    accepted: list[str] = []
+        config = _adjust_batch(config, run.read().get(BATCH), training)
+    per_device = config.train.per_device_batch_size * config.train.grad_accum
+    batch, accepted = per_device * training, list[str]()
     if _has_progress(config, run, processes):
-        accepted, records = _compare(config, run, batch)
+        # Earlier versions recorded the batch as if all devices trained.
+        accepted, records = _compare(config, run, batch, earlier=per_device * devices)
     else:
         _check_loaded_model(config)
         records = record_inputs(config)
@@ -112,14 +116,14 @@ def _has_progress(config: Config, run: RunDirectory, processes: int) -> bool:
     return bool(multihost_utils.process_allgather(np.bool_(has_results or has_local)).any())
 
 
-def _compare(config: Config, run: RunDirectory, batch: float) -> tuple[list[str], Records]:
+def _compare(config: Config, run: RunDirectory, batch: float, *, earlier: float) -> tuple[list[str], Records]:
     """Compare a session with the run's last one; returns the accepted changes and the records of the inputs."""
     before = run.read()
     changes = config_changes(run.config_path.read_text(encoding="utf-8"), config, hidden=HIDDEN)
     accepted_keys = config.run.accept_changed_config
     problems = list(fixed_problems(changes, accepted_keys))
     binding = [change for change in changes if not (change.is_free or change.is_input)]
-    if (size := _batch_change(before, batch)) is not None:
+    if (size := _batch_change(before, batch, earlier)) is not None:
         binding.append(size)
         problems += [] if is_accepted(size.key, accepted_keys) else [_batch_problem(size)]
     input_changes: list[InputChange] = []
@@ -148,10 +152,10 @@ def _log_free_changes(changes: list[ConfigChange]) -> None:
         log.info("changed since the last session: %s%s", ", ".join(map(str, changes[:MAX_LISTED])), more)
 
 
-def _batch_change(before: Mapping[str, Any], batch: float) -> ConfigChange | None:
+def _batch_change(before: Mapping[str, Any], batch: float, earlier: float) -> ConfigChange | None:
     """The change of the batch over all devices, which several keys and the number of devices decide."""
     known = before.get(BATCH, batch)
-    return None if known == batch else ConfigChange("train.per_device_batch_size", known, batch)
+    return None if known in (batch, earlier) else ConfigChange("train.per_device_batch_size", known, batch)
 
 
 def _batch_problem(change: ConfigChange) -> Problem:

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 
+import jax
+
 from maxhydra import data
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.data import LossOn, Overlong, PackingMethod, Thinking
@@ -14,6 +16,14 @@ from maxhydra.decode.open import reject_stages
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.distill.loss import TEACHER, ScheduledBatches, StudentTeacher, distillation_loss, held_out_divergence
 from maxhydra.distill.on_policy import OnPolicyBatches, Sampled
+from maxhydra.distill.separate_teacher import (
+    Outputs,
+    SeparateTeacher,
+    TeacherBatches,
+    check_batches,
+    logit_outputs,
+    logprob_outputs,
+)
 from maxhydra.distill.teacher import OnlineTeacher, check_layers, init_from_teacher, open_tokenizer, plan_teacher
 from maxhydra.distill.text_alignment import TextAligner, aligned_loss, student_likelihood
 from maxhydra.evals.training import find_benchmarks
@@ -22,7 +32,7 @@ from maxhydra.record.rollout_store import RolloutWriter
 from maxhydra.record.rollouts import FOLDER, TRAIN
 from maxhydra.rl.rollout import PolicyEngine, unfiltered_sampling
 from maxhydra.rl.setup import prompt_loader
-from maxhydra.sharding import Sharder
+from maxhydra.sharding import Sharder, build_mesh, split_devices
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import (
     BatchSource,
@@ -36,7 +46,7 @@ from maxhydra.train import (
     plan_states,
     train,
 )
-from maxhydra.train.loss import Tree
+from maxhydra.train.loss import LossFn, Tree
 
 NEEDS_DEVICES = KEEPS_RUN = TRAINS = True
 
@@ -44,58 +54,86 @@ NEEDS_DEVICES = KEEPS_RUN = TRAINS = True
 def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, DistillTask)
-    if problems := list(_problems(config, task)):
+    if problems := [*_problems(config, task), *_process_problems(task, job.machine.process_count)]:
         raise ConfigError(problems)
     benchmarks = find_benchmarks(config)
-    sharder = Sharder.from_config(config.mesh)
+    path, share = task.separate_devices
+    training_devices, teacher_devices = split_devices(jax.devices(), share, path=path)
+    sharder = Sharder.from_config(config.mesh, build_mesh(config.mesh, training_devices))
     spec = plan_batches(config, sharder)
     states = plan_states(config, sharder)
 
-    teacher = initial = None
+    teacher = initial = weights = None
     if task.teacher.weights is not None:
-        teacher = plan_teacher(config, task.teacher, sharder)
+        teacher = plan_teacher(config, task.teacher, sharder, devices=teacher_devices)
         _check_features(config, task, states.model, teacher)
+        if teacher_devices:
+            check_batches(spec, config.train, teacher.sharder)
         weights = teacher.load(task.teacher.weights)
         if task.init_layers is not None:
             initial = partial(
                 init_from_teacher, states.model.base, teacher.model, weights, task.init_layers, sharder=sharder
             )
-        states = plan_states(config, sharder, extra_weights={TEACHER: weights})
+        if not teacher_devices:
+            states = plan_states(config, sharder, extra_weights={TEACHER: weights})
 
-    comparison = StudentTeacher(states.model, sharder, teacher, task.features, config.train.loss_chunk)
-    loss, evaluation_loss = distillation_loss(comparison, task), held_out_divergence(comparison)
-    aligner = None
-    if teacher is not None and task.teacher.align:
-        aligner = TextAligner(data.load_tokenizer(config.data), open_tokenizer(config.data, task.teacher))
-        aligner.check(task.teacher.weights)
-        student = Scorer(states.model, sharder, config.train.loss_chunk)
-        loss = aligned_loss(student, Scorer(teacher.model, teacher.sharder, config.train.loss_chunk))
-        evaluation_loss = student_likelihood(student)
-    with _batches(job, task, states, spec, aligner) as batches:
+    loss, evaluation_loss = _losses(config, task, states, None if teacher_devices else teacher)
+    add_outputs = None
+    if teacher is not None and teacher_devices:
+        outputs, parts = _teacher_outputs(config, task, teacher), config.train.grad_accum
+        add_outputs = SeparateTeacher(outputs, weights, teacher.sharder, sharder, spec, parts)
+    # With alignment, the held-out loss is that of the student alone.
+    add_columns = None if task.teacher.align else add_outputs
+    evaluate = held_out_likelihood(evaluation_loss, config.data, spec, config.train, add_columns=add_columns)
+    with _batches(job, task, states, spec) as batches:
+        if add_outputs is not None:
+            batches = TeacherBatches(batches, add_outputs)
         training = TrainingSetup(
             states=states,
             loss=loss,
             spec=spec,
             batches=ScheduledBatches(batches, task, spec, steps=config.train.steps),
-            evaluate=benchmarks.join(held_out_likelihood(evaluation_loss, config.data, spec, config.train), states),
+            evaluate=benchmarks.join(evaluate, states),
             initial=initial,
-            passes=_passes(config, teacher),
+            passes=_passes(config, None if teacher_devices else teacher),
         )
         result = train(training, config, run=job.run, machine=job.machine)
     facts = {"end_step": result.step, **final_sample(config, states, result)}
     return Outcome(result.status, result.reason, result.metrics, facts)
 
 
+def _losses(
+    config: Config, task: DistillTask, states: StateFactory, teacher: OnlineTeacher | None
+) -> tuple[LossFn, LossFn]:
+    """The losses of training and of evaluation; without a teacher, they read its outputs from the batch."""
+    chunk, sharder = config.train.loss_chunk, states.sharder
+    if task.teacher.align:
+        student = Scorer(states.model, sharder, chunk)
+        scorer = None if teacher is None else Scorer(teacher.model, teacher.sharder, chunk)
+        return aligned_loss(student, scorer), student_likelihood(student)
+    comparison = StudentTeacher(states.model, sharder, teacher, task.features, chunk)
+    return distillation_loss(comparison, task), held_out_divergence(comparison)
+
+
+def _teacher_outputs(config: Config, task: DistillTask, teacher: OnlineTeacher) -> Outputs:
+    """The outputs of a teacher on its own devices that the loss reads."""
+    if task.teacher.align:
+        return logprob_outputs(Scorer(teacher.model, teacher.sharder, config.train.loss_chunk))
+    return logit_outputs(teacher, task.features.teacher_layers, task.teacher.top_k)
+
+
 @contextmanager
-def _batches(
-    job: Job, task: DistillTask, states: StateFactory, spec: BatchSpec, aligner: TextAligner | None
-) -> Iterator[BatchSource]:
+def _batches(job: Job, task: DistillTask, states: StateFactory, spec: BatchSpec) -> Iterator[BatchSource]:
     """Batches of the data, some of them with completions of the student as task.on_policy says."""
     config, on_policy, sharder = job.config, task.on_policy, states.sharder
     if not on_policy.fraction:
         yield LoaderBatches(data.train_loader(config.data, spec))
         return
     reject_stages(sharder, "mesh.stage")
+    aligner = None
+    if task.teacher.align:
+        aligner = TextAligner(data.load_tokenizer(config.data), open_tokenizer(config.data, task.teacher))
+        aligner.check(task.teacher.weights)
     prompts = PromptEncoder(config.data, vocab_size=config.model.vocab_size)
     sampling = unfiltered_sampling(on_policy.max_tokens, on_policy.temperature)
     engine = PolicyEngine(
@@ -126,6 +164,12 @@ def _passes(config: Config, teacher: OnlineTeacher | None) -> float:
         return 1.0
     length = config.train.seq_len
     return 1 + flops_per_token(teacher.model.config, length) / flops_per_token(config.model, length) / 3
+
+
+def _process_problems(task: DistillTask, processes: int) -> Iterator[Problem]:
+    if task.teacher.devices and processes > 1:
+        reason = f"is not supported with several processes; {processes} were started"
+        yield Problem("task.teacher.devices", reason, value=task.teacher.devices, accepted="0, or a single process")
 
 
 def _problems(config: Config, task: DistillTask) -> Iterator[Problem]:

@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+import jax
+
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.run import Train
 from maxhydra.data import BatchSpec, Loader, RowSpec
 from maxhydra.data.pipeline import count_training_rows
-from maxhydra.sharding import Sharder
+from maxhydra.sharding import Sharder, build_mesh, split_devices
 from maxhydra.train.loss import Batch
 from maxhydra.train.state import TrainState
 
@@ -68,6 +70,25 @@ class LoaderBatches:
         self.loader.close()
 
 
+@dataclasses.dataclass(frozen=True)
+class DerivedBatches:
+    """Base of a source whose batches are those of another one with further columns; it has the same positions."""
+
+    source: BatchSource
+
+    def state(self) -> dict[str, Any]:
+        return self.source.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.source.restore(state)
+
+    def metrics(self) -> dict[str, float]:
+        return self.source.metrics()
+
+    def close(self) -> None:
+        self.source.close()
+
+
 def plan_batches(config: Config, sharder: Sharder) -> BatchSpec:
     """The global batch: per_device_batch_size x devices x grad_accum, checked against the mesh."""
     train = config.train
@@ -95,7 +116,9 @@ def resolve_epochs(config: Config) -> Config:
     epochs = config.train.epochs
     if epochs is None:
         return config
-    spec = plan_batches(config, Sharder.from_config(config.mesh))
+    path, share = config.task.separate_devices
+    training, _ = split_devices(jax.devices(), share, path=path)
+    spec = plan_batches(config, Sharder.from_config(config.mesh, build_mesh(config.mesh, training)))
     rows, sequences, steps = count_training_rows(config.data, spec.rows), 0, 0
     while sequences < round(epochs * rows):
         remaining, size = round(epochs * rows) - sequences, spec.batch_at(sequences)

@@ -60,9 +60,24 @@ def held_out_loss(loss_fn: LossFn, batches: Batches, *, limit: int, parts: int) 
     return _held_out_losses(loss_fn, {"": batches}, {}, limit=limit, parts=parts)
 
 
-def held_out_likelihood(loss_fn: LossFn, data: Data, spec: BatchSpec, train: Train) -> Evaluate | None:
-    """As `held_out_loss` of the data, and `eval/NAME/loss` and `eval/NAME/bpb` of each source and of data.eval_sets."""
-    sets = {name: partial(eval_batches, part, spec) for name, part in data.held_out_sets().items()}
+def held_out_likelihood(
+    loss_fn: LossFn,
+    data: Data,
+    spec: BatchSpec,
+    train: Train,
+    *,
+    add_columns: Callable[[Batch], Batch] | None = None,
+) -> Evaluate | None:
+    """As `held_out_loss` of the data, and `eval/NAME/loss` and `eval/NAME/bpb` of each source and of data.eval_sets.
+
+    `add_columns` gives every batch further columns that the loss reads.
+    """
+
+    def batches_of(part: Data) -> Iterator[Batch]:
+        batches = eval_batches(part, spec)
+        return batches if add_columns is None else map(add_columns, batches)
+
+    sets = {name: partial(batches_of, part) for name, part in data.held_out_sets().items()}
     extra = {name: sets.pop(name) for name in data.eval_sets}
     return _held_out_losses(loss_fn, sets, extra, limit=train.eval_batches, parts=train.grad_accum)
 

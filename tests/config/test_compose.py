@@ -51,6 +51,7 @@ NEEDS = {
     ("data", "reasoning_gym"): ["data.name=chain_sum"],
     ("model", "from_hf"): [f"model.path={Path(__file__).parents[1] / 'parity' / 'golden' / 'llama'}"],
     ("environment", "openenv"): ["environment.url=http://localhost:8000"],
+    ("environment", "verifiers"): ["environment.function=math:sqrt"],
     ("optimizer/schedule", "wsd_s"): ["optimizer.schedule.restarts=[150]", "optimizer.schedule.decay_steps=50"],
     ("task", "eval"): ["task.tasks=[arithmetic]"],
     ("environment", "function"): ["environment.function=math:sqrt"],

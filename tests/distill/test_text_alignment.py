@@ -16,7 +16,8 @@ from maxhydra.config.schema.data import Tokenizer as TokenizerConfig
 from maxhydra.data import Tokenizer, load_tokenizer
 from maxhydra.distill.loss import TEACHER
 from maxhydra.distill.on_policy import sampled_row
-from maxhydra.distill.text_alignment import TextAligner, aligned_loss, token_ends
+from maxhydra.distill.separate_teacher import logprob_outputs
+from maxhydra.distill.text_alignment import LOGPROBS, TextAligner, aligned_loss, token_ends
 from maxhydra.model import build
 from maxhydra.sharding import Sharder
 from maxhydra.train import Scorer
@@ -102,6 +103,11 @@ def test_the_loss_is_that_of_merged_log_probs(teacher_folder: Path) -> None:
     np.testing.assert_allclose(float(sums["loss"]), squares, rtol=1e-5)
     np.testing.assert_allclose(float(sums["divergence"]), distances, rtol=1e-5)
     assert float(sums["weight"]) == sum(len(text.encode()) + 1 for text in TEXTS)
+    # A teacher on its own devices adds its log-probs to the batch.
+    columns = logprob_outputs(teacher_scorer)(teacher_weights, batch)
+    np.testing.assert_allclose(columns[LOGPROBS], other, rtol=1e-5, atol=1e-6)
+    separate = aligned_loss(student_scorer, None)(weights, {**batch, **columns}, None)
+    np.testing.assert_allclose(float(separate["loss"]), squares, rtol=1e-5)
 
 
 def test_a_tokenizer_that_changes_texts_is_rejected(tmp_path: Path) -> None:

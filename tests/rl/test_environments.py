@@ -11,8 +11,12 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.reward import Environment, EnvironmentKind
+from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.rl.environment_pool import EnvironmentPool, Failure
 from maxhydra.rl.environments import ReasoningGymEnvironment, ToolEnvironment
+from maxhydra.rl.episodes import Episode
+from maxhydra.rl.reward_pool import RewardResult
+from maxhydra.rl.rollout import Group, metrics
 from maxhydra.rl.sandbox import Sandbox, SandboxError
 from maxhydra.rl.tools import Tool, calculator, load_tool
 from tests.support.skips import LANDLOCK, import_optional
@@ -52,11 +56,21 @@ FAILING = {
     "pair": ("invalid", "returned ([], 1.0) instead of"),
     "reward": ("invalid", "returned the reward nan, not a finite number"),
     "number": ("invalid", "returned the reward 'much', not a number"),
+    "scores": ("invalid", "has the scores {'points': 'many'}, not numbers by name"),
     "role": ("invalid", "returned the message {'role': 'assistant'"),
     "content": ("invalid", "returned the message {'role': 'user', 'content': 3}"),
     "object": ("invalid", "returned values that are not JSON"),
     "silence": ("invalid", "returned no messages, although the episode continues"),
 }
+
+
+def test_scores_of_an_environment_are_logged_and_stored() -> None:
+    """Their mean is over the episodes that have them."""
+    scores: list[dict[str, float]] = [{"exact": 1.0}, {"exact": 0.5}, {}]
+    episodes = [Episode((1,), reward=0.0, scores=each) for each in scores]
+    group = Group(episodes, [RewardResult({}, 1.0, True, 0)] * 3)
+    assert metrics([group], 1, GrpoTask(name="grpo"))["environment/score/exact"] == 0.75
+    assert [record.get("scores", {}) for record in group.records()] == scores
 
 
 def test_a_failure_costs_its_own_episode_only() -> None:

@@ -42,6 +42,9 @@ class Faulty(Echo):
             os._exit(3)
         if failure == "allocates":
             bytearray(8 << 30)
+        if failure == "scores":
+            self.scores = {"points": "many"}
+            return [], 0, True
         if failure == "starts":
             with open(os.environ["PIDS"], "a") as file:
                 file.write(f"{subprocess.Popen(['sleep', '600'], start_new_session=True).pid}\n")

@@ -112,6 +112,23 @@ def test_a_killed_on_policy_run_resumes_bit_identically(cwd: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_teacher_on_its_own_devices_trains_the_same_student(cwd: Path) -> None:
+    """Four of eight devices train and four run the teacher, against four that do both; a resume is bit-identical."""
+    arguments = [*ON_POLICY, "train.steps=4", "checkpoint.every=2", "train.eval_every=4", "train.eval_batches=1"]
+    run_ok(*arguments, "train.per_device_batch_size=2", "run.name=shared_devices", cwd=cwd, devices=4)
+    arguments += ["train.per_device_batch_size=2", "task.teacher.devices=0.5", "task.teacher.mesh=ddp"]
+    run_ok(*arguments, "run.name=own_devices", cwd=cwd, devices=8)
+    shared, own = cwd / "outputs" / "shared_devices", cwd / "outputs" / "own_devices"
+    assert losses(own) == pytest.approx(losses(shared), rel=1e-4)
+    assert facts(own)["metrics"]["eval/kl"] == pytest.approx(facts(shared)["metrics"]["eval/kl"], rel=1e-4)
+    assert facts(own)["sequences_per_step"] == facts(shared)["sequences_per_step"] == 8
+    killed = rewind(own, 2, "own_killed")
+    resumed = run_ok(*arguments, "run.name=own_killed", cwd=cwd, devices=8)
+    assert "resuming from step 2" in resumed.stderr
+    assert losses(killed) == losses(own) and parameter_hash(killed, 4) == parameter_hash(own, 4)
+
+
+@pytest.mark.slow
 def test_logits_written_in_two_sessions_are_those_of_the_teacher(cwd: Path) -> None:
     kill_when(LOGITS, cwd / "logits" / "index.json", cwd=cwd)
     assert not json.loads((cwd / "logits" / "index.json").read_text())["complete"]

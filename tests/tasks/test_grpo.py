@@ -16,7 +16,7 @@ from maxhydra.rl.episodes import Episode
 from maxhydra.rl.evaluate import majority, pass_at
 from maxhydra.rl.reward_pool import RewardResult
 from maxhydra.rl.rollout import Group, columns
-from maxhydra.rl.setup import check, split_devices
+from maxhydra.rl.setup import check, split_rollout_devices
 from tests.support.cli import ROOT, SMALL, facts, losses, parameter_hash, rewind, run_ok, start_silent
 
 PATHS = f"{ROOT}:{ROOT / 'tests/support'}"
@@ -289,14 +289,14 @@ def test_one_device_samples_episodes_while_it_trains(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("share", "sizes"), [(0, (8, 0)), (0.25, (6, 2)), (3, (5, 3))])
 def test_devices_that_only_sample(share: float, sizes: tuple[int, int]) -> None:
-    parts = split_devices(GrpoTask(name="grpo", rollout_devices=share), list(range(8)))
+    parts = split_rollout_devices(GrpoTask(name="grpo", rollout_devices=share), list(range(8)))
     assert tuple(map(len, parts)) == sizes
 
 
 def test_parts_of_the_devices_that_do_not_exist_are_rejected() -> None:
     for task in ({"rollout_devices": 8}, {"rollout_devices": 1.5}, {"rollout_devices": 0.01}, {"max_staleness": 1}):
         with pytest.raises(ConfigError, match=r"task\.rollout_devices") as caught:
-            split_devices(GrpoTask(name="grpo", **task), list(range(8)))
+            split_rollout_devices(GrpoTask(name="grpo", **task), list(range(8)))
         assert "1 to 7" in (caught.value.problems[0].accepted or "")
 
 

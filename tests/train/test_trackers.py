@@ -92,6 +92,30 @@ def test_tensorboard_reads_back_and_hides_repeated_steps(tmp_path):
     assert [v.simple_value for e in later for v in e.summary.value if v.tag == "loss"] == [9.0]
 
 
+def test_rollouts_are_sent_after_each_evaluation(tmp_path):
+    run, tracker = session(tmp_path / "a", ["tensorboard"])
+    writer = RolloutWriter(run.path / "rollouts", "eval", keep=100)
+    for step in (1, 2, 3):
+        row = {
+            "prompt_number": 0,
+            "sample": 0,
+            "reward": 1.0,
+            "tokens": 2,
+            "prompt": "1+1=",
+            "completion": f"at {step}",
+        }
+        writer.append(step, [row])
+        tracker.log(step, {"loss": 0.5} if step == 2 else {"eval/error": 0.5})
+        # The tracker's thread reads the file: wait for it before the next step.
+        tracker.close()
+        _, tracker = session(tmp_path / "a", ["tensorboard"], resumed_from=step)
+    tracker.close()
+    values = [(e.step, v) for e in events(run.path / "tensorboard") for v in e.summary.value]
+    texts = [(step, v.tensor.string_val[0].decode()) for step, v in values if v.tag.startswith("rollouts/eval")]
+    assert [step for step, _ in texts] == [1, 3]
+    assert "at 1" in texts[0][1] and texts[1][1].index("at 1") < texts[1][1].index("at 2") < texts[1][1].index("at 3")
+
+
 WANDB = """
 import sys
 sys.path.insert(0, "tests")

@@ -33,16 +33,17 @@ class EnvironmentKind(Enum):
     tools = "tools"
     reasoning_gym = "reasoning_gym"
     openenv = "openenv"
+    verifiers = "verifiers"
     function = "function"
 
 
 # Fields that a kind of environment requires; other kinds do not use them.
 NEEDED_BY_ENVIRONMENT = {
-    "function": EnvironmentKind.function,
-    "tools": EnvironmentKind.tools,
-    "url": EnvironmentKind.openenv,
-    "action": EnvironmentKind.openenv,
-    "observation": EnvironmentKind.openenv,
+    "function": (EnvironmentKind.function, EnvironmentKind.verifiers),
+    "tools": (EnvironmentKind.tools,),
+    "url": (EnvironmentKind.openenv,),
+    "action": (EnvironmentKind.openenv,),
+    "observation": (EnvironmentKind.openenv,),
 }
 # Tools that environment.tools names without a module.
 BUILT_IN_TOOLS = ("calculator", "python")
@@ -204,11 +205,13 @@ class Environment(Schema):
 
     kind: EnvironmentKind = EnvironmentKind.none
     """none: one completion per prompt; tools: the model may call functions; reasoning_gym: further attempts at a
-    problem of data=reasoning_gym, with feedback; openenv: a server of OpenEnv; function: an environment of yours."""
+    problem of data=reasoning_gym, with feedback; openenv: a server of OpenEnv; verifiers: an environment of the
+    package verifiers; function: an environment of yours."""
     function: str | None = option(None, plug_in=PlugInUse.worker)
-    """function: `package.module:name`, a class or function that is called for each episode, with options= if it has
-    such a parameter, and returns an object with reset(record) -> messages and step(message) -> (messages, reward,
-    done)."""
+    """`package.module:name`, called with options= if it has such a parameter. function: a class or function that is
+    called for each episode, and returns an object with reset(record) -> messages and step(message) -> (messages,
+    reward, done). verifiers: a function that is called once and returns an environment of the package, such as
+    wiki_search:load_environment."""
     options: Options = section(Options)
     tools: list[str] = option([])
     """tools: calculator, python (in a sandbox), and functions of yours as `package.module:function`, whose annotations
@@ -232,8 +235,8 @@ class Environment(Schema):
     """Episodes at a time, each in a separate process; further ones of a batch wait."""
 
     def check(self) -> Iterator[Problem]:
-        for field, kind in NEEDED_BY_ENVIRONMENT.items():
-            value, is_needed = getattr(self, field), self.kind is kind
+        for field, kinds in NEEDED_BY_ENVIRONMENT.items():
+            value, is_needed = getattr(self, field), self.kind in kinds
             if is_needed and not value:
                 yield Problem(field, f"is needed by kind={self.kind.value}", value=value)
             if value and not is_needed:

@@ -72,6 +72,11 @@ class Task(Schema):
         """Whether the task trains a value head on the model's hidden states."""
         return False
 
+    @property
+    def separate_devices(self) -> tuple[str, float]:
+        """Key and value of the devices of the run that do not train: a number, a fraction under 1, or 0."""
+        return "", 0
+
     def check_model(self, model: Model) -> Iterator[Problem]:
         """Yield problems of the task with this model; paths are relative to the task."""
         yield from ()

@@ -27,8 +27,10 @@ log = logging.getLogger("maxhydra")
 
 # Seconds that a tracker may take to start and to send queued calls at the end, and the maximum number of queued calls.
 OPEN_SECONDS, CLOSE_SECONDS, QUEUED_CALLS = 180.0, 60.0, 10_000
-# Rollouts of each kind that are sent at the end of a session.
+# Rollouts of each kind that are sent after an evaluation and at the end of a session.
 NUM_ROLLOUTS = 50
+# Rollouts by kind, newest last.
+Rollouts = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 class Tracker(Protocol):
@@ -39,16 +41,20 @@ class Tracker(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TrackedOutcome:
-    """How a session ended: status of the run, last step, the sample, and rollouts by kind, newest last."""
+    """How a session ended: status of the run, last step, the sample, and the newest rollouts."""
 
     status: str
     step: int
     sample: str | None
-    rollouts: Mapping[str, Sequence[Mapping[str, Any]]]
+    rollouts: Rollouts
 
 
 class Backend(Tracker, Protocol):
-    """A tracker that is closed at the end; one that can show text and tables also has `log_outcome(outcome)`."""
+    """A tracker that is closed at the end.
+
+    One that can show text and tables also has `log_rollouts(step, rollouts)`, called after evaluations, and
+    `log_outcome(outcome)`.
+    """
 
     def close(self) -> None: ...
 
@@ -96,9 +102,7 @@ def track_outcome(config: Config, run: RunDirectory, *, status: str, facts: Mapp
     """Send the status, the sample and the newest rollouts of a session to its trackers, which were closed before."""
     if not (config.tracker.backends and run.writes):
         return
-    pages = {kind: search(run.path / FOLDER, Query(kind=kind, limit=NUM_ROLLOUTS)).records for kind in KINDS}
-    rollouts = {kind: records[::-1] for kind, records in pages.items() if records}
-    outcome = TrackedOutcome(status, facts.get("end_step", 0), facts.get("sample"), rollouts)
+    outcome = TrackedOutcome(status, facts.get("end_step", 0), facts.get("sample"), _newest_rollouts(run))
     try:
         trackers = open_trackers(config.tracker, run=run, config=config, resumed_from=outcome.step)
     except ConfigError as error:
@@ -106,6 +110,11 @@ def track_outcome(config: Config, run: RunDirectory, *, status: str, facts: Mapp
         return
     trackers.log_outcome(outcome)
     trackers.close()
+
+
+def _newest_rollouts(run: RunDirectory) -> Rollouts:
+    pages = {kind: search(run.path / FOLDER, Query(kind=kind, limit=NUM_ROLLOUTS)).records for kind in KINDS}
+    return {kind: records[::-1] for kind, records in pages.items() if records}
 
 
 def missing_package(error: ImportError, backend: str, tracker: TrackerConfig) -> ConfigError:
@@ -134,8 +143,12 @@ class Trackers:
         self._threads.append(_TrackerThread(backend, session))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send metrics; with those of an evaluation, also the newest rollouts."""
+        is_evaluation = any(name.startswith("eval/") for name in metrics)
         for thread in self._threads:
             thread.send(lambda tracker: tracker.log(step, metrics))
+            if is_evaluation:
+                thread.send_rollouts(step)
 
     def log_outcome(self, outcome: TrackedOutcome) -> None:
         """Send the end of a session to the trackers that can show it."""
@@ -171,6 +184,15 @@ class _TrackerThread:
             self._calls.put_nowait(call)
         except queue.Full:
             self._warn("does not respond")
+
+    def send_rollouts(self, step: int) -> None:
+        """Send the newest rollouts, which the thread reads, to a tracker that can show them."""
+
+        def send(tracker: Any) -> None:
+            if hasattr(tracker, "log_rollouts") and (rollouts := _newest_rollouts(self._session.run)):
+                tracker.log_rollouts(step, rollouts)
+
+        self.send(send)
 
     def close(self) -> None:
         """Wait for queued calls, but not for a tracker that hangs."""

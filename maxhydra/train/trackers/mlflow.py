@@ -9,7 +9,7 @@ from typing import Any
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.errors import show
 from maxhydra.config.schema.run import Tracker as TrackerConfig
-from maxhydra.train.trackers import Backend, TrackedOutcome, TrackedSession, missing_package
+from maxhydra.train.trackers import Backend, Rollouts, TrackedOutcome, TrackedSession, missing_package
 
 # Limits of MLflow: characters of a parameter, parameters and metrics in one request.
 MAX_CHARACTERS, MAX_PARAMETERS = 500, 100
@@ -30,11 +30,15 @@ class _MLflow:
     def log_outcome(self, outcome: TrackedOutcome) -> None:
         if outcome.sample is not None:
             self._client.log_text(self._run_id, outcome.sample, "sample.txt")
-        for kind, rows in outcome.rollouts.items():
+        self.log_rollouts(outcome.step, outcome.rollouts)
+        self._client.set_terminated(self._run_id, STATUSES.get(outcome.status, "FAILED"))
+
+    def log_rollouts(self, step: int, rollouts: Rollouts) -> None:
+        """Replace the files of earlier steps; rows have their step."""
+        for kind, rows in rollouts.items():
             columns = list(dict.fromkeys(name for row in rows for name in row))
             data = [[row.get(name) for name in columns] for row in rows]
             self._client.log_dict(self._run_id, {"columns": columns, "data": data}, f"rollouts_{kind}.json")
-        self._client.set_terminated(self._run_id, STATUSES.get(outcome.status, "FAILED"))
 
     def close(self) -> None:
         """Nothing is buffered; the status is set with the outcome, and stays RUNNING if the process is killed."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from maxhydra.config.schema.run import Tracker as TrackerConfig
 from maxhydra.record.atomic_io import to_json
-from maxhydra.train.trackers import Backend, TrackedOutcome, TrackedSession, missing_package
+from maxhydra.train.trackers import Backend, Rollouts, TrackedOutcome, TrackedSession, missing_package
 
 # A killed run can lose this many seconds of its curves here; metrics.jsonl loses nothing.
 FLUSH_SECONDS = 10
@@ -29,20 +29,17 @@ class _TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def log_outcome(self, outcome: TrackedOutcome) -> None:
-        for name, text in texts(outcome).items():
-            self._writer.add_text(name, text, outcome.step)
+        if outcome.sample is not None:
+            self._writer.add_text("sample", _code(outcome.sample), outcome.step)
+        self.log_rollouts(outcome.step, outcome.rollouts)
+
+    def log_rollouts(self, step: int, rollouts: Rollouts) -> None:
+        for kind, rows in rollouts.items():
+            text = "\n\n".join(_code(to_json(row, indent=2)) for row in rows)
+            self._writer.add_text(f"rollouts/{kind}", text, step)
 
     def close(self) -> None:
         self._writer.close()
-
-
-def texts(outcome: TrackedOutcome) -> dict[str, str]:
-    """The sample and the rollouts of a session as Markdown."""
-    rollouts = {
-        f"rollouts/{kind}": "\n\n".join(_code(to_json(row, indent=2)) for row in rows)
-        for kind, rows in outcome.rollouts.items()
-    }
-    return {**({} if outcome.sample is None else {"sample": _code(outcome.sample)}), **rollouts}
 
 
 def _code(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.run import Tracker as TrackerConfig
-from maxhydra.train.trackers import Backend, TrackedOutcome, TrackedSession, missing_package
+from maxhydra.train.trackers import Backend, Rollouts, TrackedOutcome, TrackedSession, missing_package
 
 
 class _Trackio:
@@ -22,15 +22,22 @@ class _Trackio:
             self._run.log(new, step=step)
 
     def log_outcome(self, outcome: TrackedOutcome) -> None:
-        content: dict[str, Any] = {}
         if outcome.sample is not None:
-            content["sample"] = self._module.Markdown(f"```\n{outcome.sample}\n```")
-        for kind, rows in outcome.rollouts.items():
-            columns = list(dict.fromkeys(name for row in rows for name in row))
-            data = [[str(row.get(name, "")) for name in columns] for row in rows]
-            content[f"rollouts/{kind}"] = self._module.Table(columns=columns, data=data)
+            sample = self._module.Markdown(f"```\n{outcome.sample}\n```")
+            self._run.log({"sample": sample}, step=outcome.step)
+        self.log_rollouts(outcome.step, outcome.rollouts)
+
+    def log_rollouts(self, step: int, rollouts: Rollouts) -> None:
+        content: dict[str, Any] = {}
+        for kind, rows in rollouts.items():
+            name = f"rollouts/{kind}"
+            if step <= self._last_steps.get(name, -1):
+                continue
+            columns = list(dict.fromkeys(column for row in rows for column in row))
+            data = [[str(row.get(column, "")) for column in columns] for row in rows]
+            content[name] = self._module.Table(columns=columns, data=data)
         if content:
-            self._run.log(content, step=outcome.step)
+            self._run.log(content, step=step)
 
     def close(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -9,7 +9,7 @@ from typing import Any
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.run import Tracker as TrackerConfig
 from maxhydra.record import redact_argv
-from maxhydra.train.trackers import Backend, TrackedOutcome, TrackedSession, missing_package
+from maxhydra.train.trackers import Backend, Rollouts, TrackedOutcome, TrackedSession, missing_package
 
 
 class _Wandb:
@@ -23,10 +23,14 @@ class _Wandb:
     def log_outcome(self, outcome: TrackedOutcome) -> None:
         if outcome.sample is not None:
             self._run.summary["sample"] = outcome.sample
-        for kind, rows in outcome.rollouts.items():
+        # W&B has the metrics of the last step, and ignores what comes later for it.
+        self.log_rollouts(outcome.step + 1, outcome.rollouts)
+
+    def log_rollouts(self, step: int, rollouts: Rollouts) -> None:
+        for kind, rows in rollouts.items():
             columns = list(dict.fromkeys(name for row in rows for name in row))
             data = [[str(row.get(name, "")) for name in columns] for row in rows]
-            self._run.log({f"rollouts/{kind}": self._table(columns=columns, data=data)}, step=outcome.step + 1)
+            self._run.log({f"rollouts/{kind}": self._table(columns=columns, data=data)}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -37,7 +37,13 @@ class Teacher(Schema):
     model: str | None = None
     """Model option of the teacher. null: the model of the run in weights."""
     mesh: str | None = None
-    """Mesh option of the teacher, on the same devices. null: the student's mesh."""
+    """Mesh option of the teacher, on the student's devices or on its own `devices`. null: the student's."""
+    devices: float = option(0, ge=0)
+    """Devices that only run the teacher, while the others train: a fraction under 1, or a number. 0: all devices do
+    both."""
+    top_k: int | None = option(None, ge=1)
+    """With devices: number of the teacher's most likely next tokens whose logits are sent to the devices that train,
+    for each position. null: all logits."""
     align: bool = False
     """Whether the teacher has another tokenizer: completions of the student (on_policy.fraction=1,
     divergence=reverse_kl) are tokenized for it, and log-probs are compared over the shortest spans of text that both
@@ -49,6 +55,11 @@ class Teacher(Schema):
         for name in ("model", "mesh"):
             if getattr(self, name) is not None and self.weights is None:
                 yield Problem(name, "is not used without weights", value=getattr(self, name), accepted="null")
+        if self.devices and self.weights is None:
+            yield Problem("devices", "is not used without weights", value=self.devices, accepted="0")
+        if self.top_k is not None and not self.devices:
+            reason = "is used with devices only: on the student's devices, the teacher's logits are not sent"
+            yield Problem("top_k", reason, value=self.top_k, accepted="null, or set devices")
         for override in self.overrides:
             group = override.lstrip("+").partition(".")[0]
             if group not in ("model", "mesh") or getattr(self, group) is None:
@@ -160,12 +171,20 @@ class DistillTask(Task):
             "temperature": (self.temperature, 1.0),
             "temperature_end": (self.temperature_end, None),
             "features.loss": (self.features.loss, FeatureLoss.none),
+            "teacher.top_k": (self.teacher.top_k, None),
             "init_layers": (self.init_layers, None),
         }
         for path, (value, only) in needed.items():
             if value != only:
                 yield Problem(path, "is not supported with teacher.align=true", value=value, accepted=show(only))
 
+    @property
+    def separate_devices(self) -> tuple[str, float]:
+        return "task.teacher.devices", self.teacher.devices
+
     def check_model(self, model: Model) -> Iterator[Problem]:
         for problem in (*self.on_policy.engine.check_model(model), *self.on_policy.engine.check_one_group()):
             yield problem.under("on_policy")
+        if (self.teacher.top_k or 0) > model.vocab_size:
+            reason = "exceeds the size of the vocabulary"
+            yield Problem("teacher.top_k", reason, value=self.teacher.top_k, accepted=f"1 to {model.vocab_size}")

@@ -262,6 +262,10 @@ class GrpoTask(Task):
             yield Problem("engine.deterministic", reason, value=True, accepted="false")
 
     @property
+    def separate_devices(self) -> tuple[str, float]:
+        return "task.rollout_devices", self.rollout_devices
+
+    @property
     def has_value_head(self) -> bool:
         return baseline_of(self) is Baseline.critic
 
