@@ -1,0 +1,97 @@
+"""Reads images and animations from paths, bytes and data URLs; checks their size before decoding them."""
+
+import io
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from maxhydra.data.media import MediaError, Source, read_bytes
+from maxhydra.data.records import need
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
+VIDEO_FORMATS = ("GIF", "WEBP", "PNG")
+# Limits of an image, and of all frames of a video together: 64 and 512 million pixels.
+MAX_IMAGE_PIXELS = 2**26
+MAX_VIDEO_PIXELS = 2**29
+MAX_FRAMES = 4096
+# Duration of a frame if the file gives none or zero, in milliseconds, as browsers play it.
+DEFAULT_FRAME_MS = 100
+# Exceptions of Pillow's decoders for damaged files.
+_DECODING_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error)
+
+
+@dataclass(frozen=True)
+class Video:
+    """Frames in order of time, at a constant rate in frames per second."""
+
+    frames: Sequence["Image.Image"]
+    fps: float
+
+
+def pillow() -> ModuleType:
+    """Return `PIL.Image`, or raise an error that says how to install it."""
+    return need("PIL.Image", "data=images", extra="vision")
+
+
+def to_rgb(image: "Image.Image") -> "Image.Image":
+    """Convert an image of any mode to RGB, with transparent parts composited onto white."""
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    background = pillow().new("RGBA", image.size, (255, 255, 255, 255))
+    return pillow().alpha_composite(background, image).convert("RGB")
+
+
+def read_image(source: Source, *, name: str | None = None, max_pixels: int = MAX_IMAGE_PIXELS) -> "Image.Image":
+    """Read an image as RGB, upright by its EXIF orientation. An animation gives its first frame."""
+    image, name = _open(source, IMAGE_FORMATS, name)
+    with image:
+        _check_pixels(image, name, max_pixels)
+        try:
+            upright = need("PIL.ImageOps", "data=images", extra="vision").exif_transpose(image)
+            return to_rgb(upright)
+        except _DECODING_ERRORS as error:
+            raise MediaError(name, f"damaged: {error}", accepted=f"{', '.join(IMAGE_FORMATS)} files") from None
+
+
+def read_video(source: Source, *, name: str | None = None, max_pixels: int = MAX_VIDEO_PIXELS) -> Video:
+    """Read the frames of an animation as RGB; the rate is the mean of the durations in the file."""
+    image, name = _open(source, VIDEO_FORMATS, name)
+    with image:
+        count = getattr(image, "n_frames", 1)
+        if count > MAX_FRAMES:
+            raise MediaError(name, f"{count} frames are more than the limit", accepted=f"up to {MAX_FRAMES} frames")
+        _check_pixels(image, name, max_pixels, frames=count)
+        frames, milliseconds = [], 0.0
+        try:
+            for index in range(count):
+                image.seek(index)
+                frames.append(to_rgb(image))
+                milliseconds += image.info.get("duration") or DEFAULT_FRAME_MS
+        except _DECODING_ERRORS as error:
+            reason = f"frame {len(frames)} is damaged: {error}"
+            raise MediaError(name, reason, accepted=f"{', '.join(VIDEO_FORMATS)} animations") from None
+    return Video(frames, fps=1000 * count / milliseconds)
+
+
+def _open(source: Source, formats: tuple[str, ...], name: str | None) -> tuple["Image.Image", str]:
+    content, name = read_bytes(source, name=name)
+    accepted = f"{', '.join(formats)} files"
+    try:
+        return pillow().open(io.BytesIO(content), formats=formats), name
+    except pillow().DecompressionBombError as error:
+        raise MediaError(name, str(error), accepted=accepted) from None
+    except _DECODING_ERRORS:
+        raise MediaError(name, "not an image of a supported format", accepted=accepted) from None
+
+
+def _check_pixels(image: "Image.Image", name: str, limit: int, *, frames: int = 1) -> None:
+    """Reject an image by the size in its header, before it is decoded."""
+    if image.width * image.height * frames > limit:
+        size = f"{image.width}x{image.height}" + (f"x{frames}" if frames > 1 else "")
+        raise MediaError(name, f"{size} pixels are more than the limit", accepted=f"up to {limit} pixels")
