@@ -132,8 +132,11 @@ def class_entry(section: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     `mechanism` themselves.
     """
     entries = _table()[section]
-    if settings.get(section) is None and settings.get("mechanism") is not None:
-        return {"mechanism": settings["mechanism"]}
+    if settings.get(section) is None and (mechanism := settings.get("mechanism")) is not None:
+        known = list(dict.fromkeys(entry["mechanism"] for entry in entries.values()))
+        if mechanism not in known:
+            raise ConfigError(Problem("mechanism", "unknown", value=mechanism, accepted=", ".join(known)))
+        return {"mechanism": mechanism}
     name = str(settings.get(section)).removesuffix("Fast").removesuffix("Pil")
     if name not in entries:
         reason = "no such key" if settings.get(section) is None else "unsupported class"
