@@ -23,7 +23,7 @@ def clips(kind: str) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("kind", ["noise", "tone"])
 def test_centered_features_equal_transformers(kind: str) -> None:
-    """The reference in NumPy; that in torch computes the spectrum in float32, which limits quiet bands of pure tones."""
+    """In NumPy; their torch code computes the spectrum in float32, which limits the quiet bands of pure tones."""
     theirs = transformers.WhisperFeatureExtractor(feature_size=128)
     waveforms = clips(kind)
     padded = theirs(waveforms, sampling_rate=16000, padding=True, truncation=False, return_attention_mask=True)

@@ -162,5 +162,5 @@ def test_folders_of_both_kinds_are_read(tmp_path: Path) -> None:
     files = read_processor_files(tmp_path)
     assert make_processor(files.image)(picture(9, 9)).tokens == 7 and files.audio["sampling_rate"] == 16000
     (tmp_path / "processor_config.json").write_text("{")
-    with pytest.raises(ConfigError, match="processor_config.json: not readable as JSON"):
+    with pytest.raises(ConfigError, match=r"processor_config\.json: not readable as JSON"):
         read_processor_files(tmp_path)
