@@ -1,9 +1,9 @@
 """Reading images and animations: sources, formats, orientation, and files that must be rejected."""
 
 import base64
+import importlib
 import io
 import struct
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from maxhydra.config import ConfigError
-from maxhydra.data.images import read, read_image, read_video
+from maxhydra.data.images import read_image, read_video
 from maxhydra.data.media import MediaError
 from tests.support.pictures import frames, picture
 
@@ -109,7 +109,9 @@ def test_long_animations_are_rejected_before_decoding() -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "PIL.Image")
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ConfigError, match=r"needs the package PIL.*\n.*maxhydra\[vision\]"):
-        read.pillow()
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"needs the package PIL(.|\n)*maxhydra\[vision\]"):
+        read_image(encoded(picture(2, 2), "PNG"))
