@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class MediaError(ValueError):
-    """An image, video or audio file cannot be used: its name, the reason, and what is accepted."""
+    """An image, video or audio file cannot be used: its name, the reason, and accepted values."""
 
     def __init__(self, name: str, reason: str, *, accepted: str = "") -> None:
         super().__init__(f"{name}: {reason}" + (f"; accepted: {accepted}" if accepted else ""))
@@ -146,7 +146,7 @@ def class_entry(section: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def setting(read: Callable[[Any], Any], default: Any = dataclasses.MISSING) -> Any:
-    """Field of a settings dataclass; `read` converts a JSON value or raises ValueError with what is accepted."""
+    """Field of a settings dataclass; `read` converts a JSON value or raises ValueError with the accepted values."""
     return dataclasses.field(default=default, metadata={"read": read})
 
 

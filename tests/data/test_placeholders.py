@@ -33,17 +33,33 @@ def test_prompts_with_crops_equal_transformers(size: tuple[int, int]) -> None:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     names = {"boi_token": "<boi>", "image_token": "<soft>", "eoi_token": "<eoi>"}
-    words = ["[UNK]", "Look", "at", "this", "Here", "is", "the", "original", "image", "and", "here", "are", "crops"]
-    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    vocabulary = [
+        "[UNK]",
+        "Look",
+        "at",
+        "this",
+        "Here",
+        "is",
+        "the",
+        "original",
+        "image",
+        "and",
+        "here",
+        "are",
+        "crops",
+    ]
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", extra_special_tokens=names
     )
     settings = {"size": {"height": 8, "width": 8}, "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16}
     limits = {"pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2}
-    theirs = transformers.Gemma3Processor(Gemma3ImageProcessorPil(**settings, **limits), tokenizer, image_seq_length=3)
+    reference = transformers.Gemma3Processor(
+        Gemma3ImageProcessorPil(**settings, **limits), tokenizer, image_seq_length=3
+    )
     prompt = "Look at this <boi> Look"
-    expected = theirs(images=[picture(*size)], text=[prompt], **settings, **limits)["input_ids"][0]
+    expected = reference(images=[picture(*size)], text=[prompt], **settings, **limits)["input_ids"][0]
     process = make_processor({"image_processor_type": "Gemma3ImageProcessor", "image_seq_length": 3, **settings})
     layout = image_layout("Gemma3Processor", **names)
     text = expand(prompt, [image_text(process(picture(*size)), layout)], layout)
@@ -56,7 +72,7 @@ def test_tiles_equal_transformers(grid: tuple[int, int]) -> None:
     expected = transformers.Llama4Processor._prompt_split_image(None, grid, 5)
     count = grid[0] * grid[1] + (grid != (1, 1))
     assert image_text(image(count, 5 * count, grid), image_layout("Llama4Processor")) == expected
-    # The marker is part of its own replacement.
+    # The replacement contains the marker.
     layout = image_layout("Llama4Processor")
     assert expand("a<|image|>b<|image|>c", [expected, "x"], layout) == f"a{expected}bxc"
 

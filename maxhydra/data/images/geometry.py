@@ -59,11 +59,11 @@ def size_within_canvas(height: int, width: int, canvas: tuple[int, int], setting
     transformers, which decides how a size just below a whole number is rounded.
     """
 
-    def limit_and_scale(side: int, canvas_side: int) -> tuple[int, float]:
-        limit = canvas_side if settings.resize_to_max_canvas else max(side, settings.size[0])
-        if canvas_side < limit or settings.resize_to_max_canvas:
-            return canvas_side, np.float32(canvas_side) / np.float32(side)
-        return limit, limit / side
+    def limit_and_scale(length: int, canvas_length: int) -> tuple[int, float]:
+        limit = canvas_length if settings.resize_to_max_canvas else max(length, settings.size[0])
+        if canvas_length < limit or settings.resize_to_max_canvas:
+            return canvas_length, np.float32(canvas_length) / np.float32(length)
+        return limit, limit / length
 
     max_height, scale_height = limit_and_scale(height, canvas[0])
     max_width, scale_width = limit_and_scale(width, canvas[1])
@@ -108,11 +108,11 @@ def pixel_range_size(
     rounded = (round(height / multiple) * multiple, round(width / multiple) * multiple)
     if rounded_count * math.prod(rounded) > pixels[1]:
         scale = math.sqrt(count * height * width / pixels[1])
-        sides = (max(multiple, math.floor(side / scale / multiple) * multiple) for side in (height, width))
+        lengths = (max(multiple, math.floor(length / scale / multiple) * multiple) for length in (height, width))
     elif rounded_count * math.prod(rounded) < pixels[0]:
         scale = math.sqrt(pixels[0] / (count * height * width))
-        sides = (math.ceil(side * scale / multiple) * multiple for side in (height, width))
+        lengths = (math.ceil(length * scale / multiple) * multiple for length in (height, width))
     else:
         return rounded
-    new_height, new_width = sides
+    new_height, new_width = lengths
     return new_height, new_width

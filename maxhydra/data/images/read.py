@@ -1,8 +1,9 @@
 """Reads images and animations from paths, bytes and data URLs; checks their size before decoding them."""
 
+import contextlib
 import io
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ MAX_VIDEO_PIXELS = 2**29
 MAX_FRAMES = 4096
 # Duration of a frame if the file gives none or zero, in milliseconds, as browsers play it.
 DEFAULT_FRAME_MS = 100
-# Exceptions of Pillow's decoders for damaged files.
+# Exceptions of Pillow's decoders for damaged files, in addition to DecompressionBombError.
 _DECODING_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error)
 
 
@@ -49,45 +50,47 @@ def to_rgb(image: "Image.Image") -> "Image.Image":
 
 def read_image(source: Source, *, name: str | None = None, max_pixels: int = MAX_IMAGE_PIXELS) -> "Image.Image":
     """Read an image as RGB, upright by its EXIF orientation. An animation gives its first frame."""
-    image, name = _open(source, IMAGE_FORMATS, name)
-    with image:
+    transpose = need("PIL.ImageOps", "data=images", extra="vision").exif_transpose
+    content, name = read_bytes(source, name=name)
+    with _decoding(name, IMAGE_FORMATS), _open(content, name, IMAGE_FORMATS) as image:
         _check_pixels(image, name, max_pixels)
-        try:
-            upright = need("PIL.ImageOps", "data=images", extra="vision").exif_transpose(image)
-            return to_rgb(upright)
-        except _DECODING_ERRORS as error:
-            raise MediaError(name, f"damaged: {error}", accepted=f"{', '.join(IMAGE_FORMATS)} files") from None
+        return to_rgb(transpose(image))
 
 
 def read_video(source: Source, *, name: str | None = None, max_pixels: int = MAX_VIDEO_PIXELS) -> Video:
     """Read the frames of an animation as RGB; the rate is the mean of the durations in the file."""
-    image, name = _open(source, VIDEO_FORMATS, name)
-    with image:
+    content, name = read_bytes(source, name=name)
+    frames, milliseconds = [], 0.0
+    with _decoding(name, VIDEO_FORMATS), _open(content, name, VIDEO_FORMATS) as image:
         count = getattr(image, "n_frames", 1)
         if count > MAX_FRAMES:
             raise MediaError(name, f"{count} frames are more than the limit", accepted=f"up to {MAX_FRAMES} frames")
         _check_pixels(image, name, max_pixels, frames=count)
-        frames, milliseconds = [], 0.0
-        try:
-            for index in range(count):
-                image.seek(index)
-                frames.append(to_rgb(image))
-                milliseconds += image.info.get("duration") or DEFAULT_FRAME_MS
-        except _DECODING_ERRORS as error:
-            reason = f"frame {len(frames)} is damaged: {error}"
-            raise MediaError(name, reason, accepted=f"{', '.join(VIDEO_FORMATS)} animations") from None
+        for index in range(count):
+            image.seek(index)
+            frames.append(to_rgb(image))
+            milliseconds += image.info.get("duration") or DEFAULT_FRAME_MS
     return Video(frames, fps=1000 * count / milliseconds)
 
 
-def _open(source: Source, formats: tuple[str, ...], name: str | None) -> tuple["Image.Image", str]:
-    content, name = read_bytes(source, name=name)
-    accepted = f"{', '.join(formats)} files"
+@contextlib.contextmanager
+def _decoding(name: str, formats: tuple[str, ...]) -> Iterator[None]:
+    """Turn the exceptions of Pillow's decoders for damaged files into a MediaError."""
+    damaged = (pillow().DecompressionBombError, *_DECODING_ERRORS)
     try:
-        return pillow().open(io.BytesIO(content), formats=formats), name
-    except pillow().DecompressionBombError as error:
-        raise MediaError(name, str(error), accepted=accepted) from None
-    except _DECODING_ERRORS:
-        raise MediaError(name, "not an image of a supported format", accepted=accepted) from None
+        yield
+    except MediaError:
+        raise
+    except damaged as error:
+        raise MediaError(name, f"damaged: {error}", accepted=f"{', '.join(formats)} files") from None
+
+
+def _open(content: bytes, name: str, formats: tuple[str, ...]) -> "Image.Image":
+    try:
+        return pillow().open(io.BytesIO(content), formats=formats)
+    except pillow().UnidentifiedImageError:
+        reason = "not an image of a supported format"
+        raise MediaError(name, reason, accepted=f"{', '.join(formats)} files") from None
 
 
 def _check_pixels(image: "Image.Image", name: str, limit: int, *, frames: int = 1) -> None:

@@ -118,7 +118,7 @@ class DynamicSettings(PixelSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings(DynamicSettings):
-    """Frames per second or a number of frames are sampled; `budget` says what the range of pixels applies to.
+    """Frames per second or a number of frames are sampled; `budget` is the scope of the range of pixels.
 
     `pixels_per_frame` resizes each frame as an image, `pixels_per_video` counts the pixels of all frames.
     """

@@ -45,7 +45,7 @@ def shape_example(seed: int, index: int, *, size: int = 48, max_count: int = 6) 
     if generator.random() < 0.5:
         shape, colour = str(generator.choice(SHAPES)), str(generator.choice(names))
         _paint(pixels, int(generator.integers(CELLS**2)), shape, colour, generator)
-        return ShapeExample(pixels, f"What is the colour of the {shape}?", colour)
+        return ShapeExample(pixels, f"Which colour has the {shape}?", colour)
     counted = str(generator.choice(SHAPES))
     count = int(generator.integers(max_count + 1))
     distractors = int(generator.integers(CELLS**2 - count + 1))
@@ -59,11 +59,11 @@ def shape_example(seed: int, index: int, *, size: int = 48, max_count: int = 6) 
 
 def _paint(pixels: np.ndarray, cell: int, shape: str, colour: str, generator: np.random.Generator) -> None:
     """Paint one shape into a cell, with random size and position."""
-    side = len(pixels) / CELLS
-    radius = side * generator.uniform(0.28, 0.42)
+    cell_size = len(pixels) / CELLS
+    radius = cell_size * generator.uniform(0.28, 0.42)
     row, column = divmod(cell, CELLS)
-    margin = side / 2 - radius
-    y_center, x_center = (side * (at + 0.5) + generator.uniform(-margin, margin) for at in (row, column))
+    margin = cell_size / 2 - radius
+    y_center, x_center = (cell_size * (at + 0.5) + generator.uniform(-margin, margin) for at in (row, column))
     y, x = np.mgrid[: len(pixels), : len(pixels)] + 0.5
     y, x = (y - y_center) / radius, (x - x_center) / radius
     inside = {

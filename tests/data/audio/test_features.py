@@ -24,19 +24,19 @@ def clips(kind: str) -> list[np.ndarray]:
 @pytest.mark.parametrize("kind", ["noise", "tone"])
 def test_centered_features_equal_transformers(kind: str) -> None:
     """In NumPy; their torch code computes the spectrum in float32, which limits the quiet bands of pure tones."""
-    theirs = transformers.WhisperFeatureExtractor(feature_size=128)
+    reference = transformers.WhisperFeatureExtractor(feature_size=128)
     waveforms = clips(kind)
-    padded = theirs(waveforms, sampling_rate=16000, padding=True, truncation=False, return_attention_mask=True)
-    ours = make_extractor(CENTERED)(waveforms)
+    padded = reference(waveforms, sampling_rate=16000, padding=True, truncation=False, return_attention_mask=True)
+    result = make_extractor(CENTERED)(waveforms)
     stacked = np.zeros((len(waveforms), max(LENGTHS)), np.float32)
     for row, waveform in zip(stacked, waveforms, strict=True):
         row[: len(waveform)] = waveform
-    in_numpy = theirs._np_extract_fbank_features(stacked, "cpu").swapaxes(1, 2)
-    np.testing.assert_allclose(ours.features, in_numpy, atol=1e-4)
+    in_numpy = reference._np_extract_fbank_features(stacked, "cpu").swapaxes(1, 2)
+    np.testing.assert_allclose(result.features, in_numpy, atol=1e-4)
     np.testing.assert_allclose(
-        ours.features, np.swapaxes(padded["input_features"], 1, 2), atol=1e-4 if kind == "noise" else 5e-3
+        result.features, np.swapaxes(padded["input_features"], 1, 2), atol=1e-4 if kind == "noise" else 5e-3
     )
-    np.testing.assert_array_equal(ours.mask, np.array(padded["attention_mask"], bool))
+    np.testing.assert_array_equal(result.mask, np.array(padded["attention_mask"], bool))
 
 
 @pytest.mark.parametrize("kind", ["noise", "tone"])
@@ -50,19 +50,19 @@ def test_centered_features_equal_transformers(kind: str) -> None:
     ],
 )
 def test_semicausal_features_equal_transformers(kind: str, settings: dict) -> None:
-    theirs = transformers.Gemma4AudioFeatureExtractor(**settings)(clips(kind))
-    ours = make_extractor({**SEMICAUSAL, **settings})(clips(kind))
-    np.testing.assert_allclose(ours.features, np.stack(theirs["input_features"]), atol=1e-4)
-    np.testing.assert_array_equal(ours.mask, np.stack(theirs["input_features_mask"]))
+    reference = transformers.Gemma4AudioFeatureExtractor(**settings)(clips(kind))
+    result = make_extractor({**SEMICAUSAL, **settings})(clips(kind))
+    np.testing.assert_allclose(result.features, np.stack(reference["input_features"]), atol=1e-4)
+    np.testing.assert_array_equal(result.mask, np.stack(reference["input_features_mask"]))
 
 
 def test_token_counts_equal_transformers() -> None:
     from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
 
     waveforms = [np.zeros(160 * frames + 7, np.float32) for frames in (2, 99, 100, 101, 257)]
-    ours = make_extractor(CENTERED)(waveforms)
-    expected = _get_feat_extract_output_lengths(ours.mask.sum(axis=1))
-    assert list(ours.tokens) == list(expected)
+    result = make_extractor(CENTERED)(waveforms)
+    expected = _get_feat_extract_output_lengths(result.mask.sum(axis=1))
+    assert list(result.tokens) == list(expected)
     # One token for each 40 ms of a long clip.
     assert make_extractor(SEMICAUSAL)([np.zeros(160_000, np.float32)]).tokens == (250,)
 

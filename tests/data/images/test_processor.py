@@ -40,10 +40,10 @@ def test_square_images_equal_transformers(size: tuple[int, int], settings: dict)
     raw = {**SQUARE, **settings}
     defaults = {"pan_and_scan_min_ratio_to_activate": 1.2, "pan_and_scan_max_num_crops": 4}
     values = {**defaults, **{key: value for key, value in raw.items() if key != "image_processor_type"}}
-    theirs = gemma3.Gemma3ImageProcessorPil(**values)(picture(*size))
-    ours = make_processor(raw)(picture(*size))
-    np.testing.assert_array_equal(ours.pixels, np.stack(theirs["pixel_values"]).transpose(0, 2, 3, 1))
-    assert ours.grid is None and ours.tokens == 256 * (1 + theirs["num_crops"][0])
+    reference = gemma3.Gemma3ImageProcessorPil(**values)(picture(*size))
+    result = make_processor(raw)(picture(*size))
+    np.testing.assert_array_equal(result.pixels, np.stack(reference["pixel_values"]).transpose(0, 2, 3, 1))
+    assert result.grid is None and result.tokens == 256 * (1 + reference["num_crops"][0])
 
 
 def test_crops_are_made() -> None:
@@ -55,12 +55,12 @@ def test_crops_are_made() -> None:
 @pytest.mark.parametrize("tokens", [70, 280])
 def test_images_under_a_token_budget_equal_transformers(size: tuple[int, int], tokens: int) -> None:
     settings = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": tokens}
-    theirs = gemma4.Gemma4ImageProcessorPil(**settings)(picture(*size))
-    ours = make_processor({"image_processor_type": "Gemma4ImageProcessor", **settings})(picture(*size))
-    patches, positions = padded_patches(ours.pixels, patch_size=4, max_patches=tokens * 4)
-    np.testing.assert_array_equal(patches, np.array(theirs["pixel_values"]))
-    np.testing.assert_array_equal(positions, np.array(theirs["image_position_ids"]))
-    assert ours.tokens == theirs["num_soft_tokens_per_image"][0]
+    reference = gemma4.Gemma4ImageProcessorPil(**settings)(picture(*size))
+    result = make_processor({"image_processor_type": "Gemma4ImageProcessor", **settings})(picture(*size))
+    patches, positions = padded_patches(result.pixels, patch_size=4, max_patches=tokens * 4)
+    np.testing.assert_array_equal(patches, np.array(reference["pixel_values"]))
+    np.testing.assert_array_equal(positions, np.array(reference["image_position_ids"]))
+    assert result.tokens == reference["num_soft_tokens_per_image"][0]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -73,13 +73,13 @@ def test_images_under_a_token_budget_equal_transformers(size: tuple[int, int], t
     ],
 )
 def test_dynamic_images_equal_transformers(size: tuple[int, int], settings: dict) -> None:
-    theirs = qwen2_vl.Qwen2VLImageProcessorPil(**settings)
-    expected = theirs(picture(*size))
-    ours = make_processor({**DYNAMIC, **settings})(picture(*size))
-    sizes = {name: getattr(theirs, name) for name in ("patch_size", "merge_size", "temporal_patch_size")}
-    np.testing.assert_array_equal(merged_patches(ours.pixels, **sizes), expected["pixel_values"])
-    assert [1, *(ours.grid or ())] == expected["image_grid_thw"][0].tolist()
-    assert ours.tokens == np.prod(expected["image_grid_thw"][0]) // theirs.merge_size**2
+    reference = qwen2_vl.Qwen2VLImageProcessorPil(**settings)
+    expected = reference(picture(*size))
+    result = make_processor({**DYNAMIC, **settings})(picture(*size))
+    sizes = {name: getattr(reference, name) for name in ("patch_size", "merge_size", "temporal_patch_size")}
+    np.testing.assert_array_equal(merged_patches(result.pixels, **sizes), expected["pixel_values"])
+    assert [1, *(result.grid or ())] == expected["image_grid_thw"][0].tolist()
+    assert result.tokens == np.prod(expected["image_grid_thw"][0]) // reference.merge_size**2
 
 
 def golden(kind: str) -> list[Any]:
@@ -93,11 +93,11 @@ def test_tiles_are_within_a_rounding_step_of_transformers() -> None:
     cases = golden("tiles")
     for settings, size, grid, expected in cases:
         raw = {"image_processor_type": "Llama4ImageProcessorFast", "patch_size": 7, **settings}
-        ours = make_processor(raw)(picture(*size))
-        assert ours.grid == tuple(grid) and ours.pixels.shape == expected.shape
-        np.testing.assert_allclose(ours.pixels, expected, atol=2 / 255 + 1 / 256)
-        assert np.mean(ours.pixels != expected) < 0.05
-        assert ours.tokens == len(expected)
+        result = make_processor(raw)(picture(*size))
+        assert result.grid == tuple(grid) and result.pixels.shape == expected.shape
+        np.testing.assert_allclose(result.pixels, expected, atol=2 / 255 + 1 / 256)
+        assert np.mean(result.pixels != expected) < 0.05
+        assert result.tokens == len(expected)
     assert len(cases) == 12
 
 
@@ -108,9 +108,9 @@ def test_modes_become_rgb_as_in_transformers(mode: str) -> None:
     if mode in ("LA", "RGBA"):
         image.putalpha(picture(20, 30, phase=3).convert("L"))
     image = image.convert("L").convert("I;16") if mode == "I;16" else image.convert(mode)
-    theirs = gemma3.Gemma3ImageProcessorPil(size={"height": 20, "width": 30})(image)
-    ours = make_processor({**SQUARE, "size": {"height": 20, "width": 30}})(image)
-    np.testing.assert_array_equal(ours.pixels[0], theirs["pixel_values"][0].transpose(1, 2, 0))
+    reference = gemma3.Gemma3ImageProcessorPil(size={"height": 20, "width": 30})(image)
+    result = make_processor({**SQUARE, "size": {"height": 20, "width": 30}})(image)
+    np.testing.assert_array_equal(result.pixels[0], reference["pixel_values"][0].transpose(1, 2, 0))
 
 
 @pytest.mark.parametrize(

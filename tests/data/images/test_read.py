@@ -17,6 +17,8 @@ from maxhydra.data.images import read_image, read_video
 from maxhydra.data.media import MediaError
 from tests.support.pictures import frames, picture
 
+pytestmark = pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning", "ignore::UserWarning")
+
 
 def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
@@ -81,7 +83,6 @@ def small_file_of_large_image(width: int, height: int) -> bytes:
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "bytes",
 )
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_unusable_images_are_named(source: str | bytes, reason: str) -> None:
     with pytest.raises(MediaError) as error:
         read_image(source)
@@ -106,6 +107,25 @@ def test_long_animations_are_rejected_before_decoding() -> None:
     content = encoded(first, "GIF", save_all=True, append_images=others, duration=40)
     with pytest.raises(MediaError, match="10x12x4 pixels are more than the limit"):
         read_video(content, max_pixels=400)
+
+
+def test_damaged_files_raise_no_other_error() -> None:
+    """Bytes changed at random: the file is read, or the error names it."""
+    first, *others = frames(3, 12, 10)
+    animated = {"save_all": True, "append_images": others, "duration": 40}
+    contents = [encoded(first, kind) for kind in ("PNG", "JPEG", "WEBP")]
+    contents += [encoded(first, kind, **animated) for kind in ("PNG", "GIF", "WEBP")]
+    generator, rejected = np.random.default_rng(0), 0
+    for number in range(600):
+        content = bytearray(contents[number % len(contents)])
+        for at in generator.integers(len(content), size=4):
+            content[at] = generator.integers(256)
+        for read in (read_image, read_video):
+            try:
+                read(bytes(content[: generator.integers(8, 2 * len(content))]), name="file")
+            except MediaError as error:
+                rejected += str(error).startswith("file: ")
+    assert rejected > 300
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,9 @@ def test_videos_are_within_a_rounding_step_of_transformers() -> None:
     for name, settings, (count, height, width, fps), grid, indices, expected in cases:
         raw = {"video_processor_type": name, **VIDEO_SETTINGS, **settings}
         assert sample_frames(count, fps, video_settings(raw)) == indices
-        ours = make_video_processor(raw)(Video(frames(count, height, width), fps))
-        assert list(ours.grid) == grid and ours.tokens == np.prod(grid) // 4
-        patches = merged_patches(ours.pixels, patch_size=4, merge_size=2, temporal_patch_size=2)
+        result = make_video_processor(raw)(Video(frames(count, height, width), fps))
+        assert list(result.grid) == grid and result.tokens == np.prod(grid) // 4
+        patches = merged_patches(result.pixels, patch_size=4, merge_size=2, temporal_patch_size=2)
         step = 1 / 255 / min(video_settings(raw).image_std)
         np.testing.assert_allclose(patches, expected, atol=1.2 * step)
         assert np.mean(abs(patches - expected) > 0.2 * step) < 0.02
