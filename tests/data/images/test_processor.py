@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.data.images import make_processor
+from maxhydra.data.audio import make_extractor
+from maxhydra.data.images import make_processor, make_video_processor
 from maxhydra.data.images.patches import merged_patches, padded_patches
-from maxhydra.data.media import MediaError, read_processor_files
+from maxhydra.data.media import TABLE, MediaError, read_processor_files
+from maxhydra.data.placeholders import make_layouts
 from tests.support.pictures import picture
 from tests.support.skips import import_optional
 
@@ -80,6 +82,32 @@ def test_dynamic_images_equal_transformers(size: tuple[int, int], settings: dict
     np.testing.assert_array_equal(merged_patches(result.pixels, **sizes), expected["pixel_values"])
     assert [1, *(result.grid or ())] == expected["image_grid_thw"][0].tolist()
     assert result.tokens == np.prod(expected["image_grid_thw"][0]) // reference.merge_size**2
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    """Folders may leave out the defaults of the class that they name."""
+    image = picture(50, 70)
+    square = make_processor({"image_processor_type": "Gemma3ImageProcessor"})(image).pixels
+    np.testing.assert_array_equal(square.transpose(0, 3, 1, 2), gemma3.Gemma3ImageProcessorPil()(image)["pixel_values"])
+    patches, _ = padded_patches(
+        make_processor({"image_processor_type": "Gemma4ImageProcessor"})(image).pixels, patch_size=16, max_patches=2520
+    )
+    np.testing.assert_array_equal(patches, gemma4.Gemma4ImageProcessorPil()(image)["pixel_values"])
+    dynamic = make_processor(DYNAMIC)(image).pixels
+    merged = merged_patches(dynamic, patch_size=14, merge_size=2, temporal_patch_size=2)
+    np.testing.assert_array_equal(merged, qwen2_vl.Qwen2VLImageProcessorPil()(image)["pixel_values"])
+
+
+def test_every_class_of_the_table_has_complete_settings() -> None:
+    table = json.loads(TABLE.read_text())
+    for section, make in (
+        ("image_processor_type", make_processor),
+        ("video_processor_type", make_video_processor),
+        ("feature_extractor_type", make_extractor),
+        ("processor_class", make_layouts),
+    ):
+        for name in table[section]:
+            assert make({section: name})  # type: ignore[operator]
 
 
 def golden(kind: str) -> list[Any]:
