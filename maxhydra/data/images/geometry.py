@@ -59,7 +59,7 @@ def size_within_canvas(height: int, width: int, canvas: tuple[int, int], setting
     transformers, which decides how a size just below a whole number is rounded.
     """
 
-    def limit_and_scale(length: int, canvas_length: int) -> tuple[int, float]:
+    def limit_and_scale(length: int, canvas_length: int) -> tuple[int, float | np.floating]:
         limit = canvas_length if settings.resize_to_max_canvas else max(length, settings.size[0])
         if canvas_length < limit or settings.resize_to_max_canvas:
             return canvas_length, np.float32(canvas_length) / np.float32(length)

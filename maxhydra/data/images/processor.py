@@ -83,7 +83,7 @@ def pixel_values(pixels: np.ndarray, settings: PixelSettings) -> np.ndarray:
     if settings.do_rescale:
         values = (pixels.astype(np.float64) * settings.rescale_factor).astype(np.float32)
     if settings.do_normalize:
-        values = (values - np.float32(settings.image_mean)) / np.float32(settings.image_std)
+        values = (values - np.array(settings.image_mean, np.float32)) / np.array(settings.image_std, np.float32)
     return values
 
 
@@ -130,7 +130,10 @@ def _bfloat16_values(pixels: np.ndarray, settings: PixelSettings) -> np.ndarray:
     def rounded(values: np.ndarray) -> np.ndarray:
         return values.astype(ml_dtypes.bfloat16).astype(np.float32)
 
-    mean, deviation = rounded(np.float32(settings.image_mean)), rounded(np.float32(settings.image_std))
+    mean, deviation = (
+        rounded(np.array(settings.image_mean, np.float32)),
+        rounded(np.array(settings.image_std, np.float32)),
+    )
     values = rounded(pixels.astype(np.float32) * np.float32(settings.rescale_factor))
     return rounded(rounded(values - mean) / deviation)
 
