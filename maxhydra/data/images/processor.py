@@ -130,10 +130,7 @@ def _bfloat16_values(pixels: np.ndarray, settings: PixelSettings) -> np.ndarray:
     def rounded(values: np.ndarray) -> np.ndarray:
         return values.astype(ml_dtypes.bfloat16).astype(np.float32)
 
-    mean, deviation = (
-        rounded(np.array(settings.image_mean, np.float32)),
-        rounded(np.array(settings.image_std, np.float32)),
-    )
+    mean, deviation = (rounded(np.array(item, np.float32)) for item in (settings.image_mean, settings.image_std))
     values = rounded(pixels.astype(np.float32) * np.float32(settings.rescale_factor))
     return rounded(rounded(values - mean) / deviation)
 
