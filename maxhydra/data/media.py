@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.errors import did_you_mean
 
-# A path, a `data:` URL, or the bytes of a file.
-Source = str | Path | bytes
+# A path, a `data:` URL, the bytes of a file, or {bytes, path} as in a column of Hugging Face datasets.
+Source = str | Path | bytes | Mapping[str, Any]
 # Size limit of a file.
 MAX_BYTES = 256 * 2**20
 TABLE = Path(__file__).with_name("media_types.json")
@@ -41,6 +41,10 @@ class MediaError(ValueError):
 def read_bytes(source: Source, *, name: str | None = None, max_bytes: int = MAX_BYTES) -> tuple[bytes, str]:
     """Return the bytes of a source and its name in error messages. URLs other than `data:` are never fetched."""
     accepted = "a path, a data: URL with base64, or the bytes of a file"
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or source.get("path") or {}
+    if not isinstance(source, (str, Path, bytes)) or not source:
+        raise MediaError(name or "file", f"is empty or of type {type(source).__name__}", accepted=accepted)
     if isinstance(source, bytes):
         name, content = name or f"{len(source)} bytes", source
     elif isinstance(source, str) and source[:5].lower() == "data:":
@@ -49,7 +53,7 @@ def read_bytes(source: Source, *, name: str | None = None, max_bytes: int = MAX_
     elif isinstance(source, str) and "://" in source:
         raise MediaError(name or source[:200], "URLs are not fetched", accepted=accepted)
     else:
-        path = Path(source)
+        path = Path(source).expanduser()
         name = name or str(path)
         try:
             if not path.is_file():

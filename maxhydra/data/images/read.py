@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from maxhydra.data.media import MediaError, Source, read_bytes
 from maxhydra.data.records import need
 
@@ -48,8 +50,18 @@ def to_rgb(image: "Image.Image") -> "Image.Image":
     return pillow().alpha_composite(background, image).convert("RGB")
 
 
-def read_image(source: Source, *, name: str | None = None, max_pixels: int = MAX_IMAGE_PIXELS) -> "Image.Image":
-    """Read an image as RGB, upright by its EXIF orientation. An animation gives its first frame."""
+def read_image(
+    source: Source | np.ndarray, *, name: str | None = None, max_pixels: int = MAX_IMAGE_PIXELS
+) -> "Image.Image":
+    """Read an image as RGB, upright by its EXIF orientation. An animation gives its first frame.
+
+    Bytes [height, width, 3] of pixels are accepted too.
+    """
+    if isinstance(source, np.ndarray):
+        if source.dtype != np.uint8 or source.ndim != 3 or source.shape[-1] != 3 or not source.size:
+            reason = f"an array of shape {source.shape} and type {source.dtype}"
+            raise MediaError(name or "image", reason, accepted="uint8 arrays [height, width, 3]")
+        return pillow().fromarray(source)
     transpose = need("PIL.ImageOps", "data=images", extra="vision").exif_transpose
     content, name = read_bytes(source, name=name)
     with _decoding(name, IMAGE_FORMATS), _open(content, name, IMAGE_FORMATS) as image:

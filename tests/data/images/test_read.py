@@ -30,7 +30,9 @@ def test_every_source_gives_the_same_pixels(tmp_path: Path) -> None:
     content = encoded(picture(5, 9), "PNG")
     (tmp_path / "image=1.png").write_bytes(content)
     url = "data:image/png;base64," + base64.b64encode(content).decode()
-    for source in (content, url, tmp_path / "image=1.png", str(tmp_path / "image=1.png")):
+    path = tmp_path / "image=1.png"
+    pixels = np.asarray(picture(5, 9))
+    for source in (content, url, path, str(path), {"bytes": content}, {"bytes": None, "path": str(path)}, pixels):
         image = read_image(source)
         assert image.mode == "RGB"
         np.testing.assert_array_equal(np.asarray(image), np.asarray(picture(5, 9)))
@@ -65,7 +67,7 @@ def small_file_of_large_image(width: int, height: int) -> bytes:
     ("source", "reason"),
     [
         (b"no image", "not an image of a supported format; accepted: PNG, JPEG, WEBP"),
-        (b"", "not an image of a supported format"),
+        (b"", "is empty"),
         (encoded(picture(4, 4), "BMP"), "not an image of a supported format"),
         (encoded(picture(90, 90), "PNG")[:-600], "damaged"),
         (
@@ -80,10 +82,14 @@ def small_file_of_large_image(width: int, height: int) -> bytes:
         ("/no/such/image.png", "no such file"),
         ("/tmp", "not a regular file"),
         ("image\0.png", "image"),
+        ("", "is empty"),
+        ({"url": "a.png"}, "is empty"),
+        (7, "of type int"),
+        (np.zeros((2, 2), np.uint8), "an array of shape (2, 2)"),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "bytes",
 )
-def test_unusable_images_are_named(source: str | bytes, reason: str) -> None:
+def test_unusable_images_are_named(source: Any, reason: str) -> None:
     with pytest.raises(MediaError) as error:
         read_image(source)
     assert reason in str(error.value) and "accepted: " in str(error.value)
