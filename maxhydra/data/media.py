@@ -5,7 +5,6 @@ so the code below `data/images` and `data/audio` implements mechanisms, not mode
 """
 
 import base64
-import binascii
 import dataclasses
 import functools
 import json
@@ -53,15 +52,15 @@ def read_bytes(source: Source, *, name: str | None = None, max_bytes: int = MAX_
     elif isinstance(source, str) and "://" in source:
         raise MediaError(name or source[:200], "URLs are not fetched", accepted=accepted)
     else:
-        path = Path(source).expanduser()
-        name = name or str(path)
+        name = name or str(source)[:200]
         try:
+            path = Path(source).expanduser()
             if not path.is_file():
                 raise MediaError(name, "no such file" if not path.exists() else "not a regular file", accepted=accepted)
             _check_size(path.stat().st_size, name, max_bytes)
             content = path.read_bytes()
-        except OSError as error:
-            raise MediaError(name, error.strerror or str(error), accepted=accepted) from None
+        except (OSError, RuntimeError) as error:  # RuntimeError: the home folder of an unknown user
+            raise MediaError(name, getattr(error, "strerror", None) or str(error), accepted=accepted) from None
     _check_size(len(content), name, max_bytes)
     return content, name
 
@@ -77,7 +76,7 @@ def _decode_data_url(url: str, name: str) -> bytes:
         raise MediaError(name, "not a data URL with base64", accepted="data:TYPE;base64,DATA")
     try:
         return base64.b64decode(payload, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise MediaError(name, f"not base64: {error}", accepted="data:TYPE;base64,DATA") from None
 
 
@@ -102,7 +101,9 @@ def read_processor_files(folder: Path) -> ProcessorFiles:
     shared = {key: value for key, value in processor.items() if not isinstance(value, Mapping)}
 
     def settings_of(part: str, type_key: str, *files: Mapping[str, Any]) -> Mapping[str, Any]:
-        merged = {**shared, **{key: value for file in files for key, value in file.items()}, **processor.get(part, {})}
+        nested = processor.get(part)
+        parts = (shared, *files, nested if isinstance(nested, Mapping) else {})
+        merged = {key: value for settings in parts for key, value in settings.items()}
         return merged if merged.get(type_key) else {}
 
     return ProcessorFiles(
@@ -136,8 +137,8 @@ def class_entry(section: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     `mechanism` themselves.
     """
     entries = _table()[section]
-    if settings.get(section) is None and (mechanism := settings.get("mechanism")) is not None:
-        known = list(dict.fromkeys(entry["mechanism"] for entry in entries.values()))
+    known = list(dict.fromkeys(entry["mechanism"] for entry in entries.values() if "mechanism" in entry))
+    if known and settings.get(section) is None and (mechanism := settings.get("mechanism")) is not None:
         if mechanism not in known:
             raise ConfigError(Problem("mechanism", "unknown", value=mechanism, accepted=", ".join(known)))
         return {"mechanism": mechanism}

@@ -130,3 +130,5 @@ def test_wrong_numbers_of_markers_and_unknown_classes_are_named() -> None:
         expand("<|image_pad|><|image_pad|>", ["x"], layout)
     with pytest.raises(ConfigError, match="accepted: Gemma3Processor"):
         make_layouts({"processor_class": "CLIPProcessor"})
+    with pytest.raises(ConfigError, match="processor_class"):
+        make_layouts({"mechanism": "square"})
