@@ -79,7 +79,7 @@ def resize(image: "Image.Image", size: tuple[int, int], settings: PixelSettings)
 
 def pixel_values(pixels: np.ndarray, settings: PixelSettings) -> np.ndarray:
     """Scale and normalize bytes [..., 3] in float32; the multiplication is in float64, as in transformers."""
-    values = pixels.astype(np.float32)
+    values: np.ndarray = pixels.astype(np.float32)
     if settings.do_rescale:
         values = (pixels.astype(np.float64) * settings.rescale_factor).astype(np.float32)
     if settings.do_normalize:
