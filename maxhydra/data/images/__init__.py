@@ -1,0 +1,17 @@
+"""Images and videos: reading, the preprocessing of model families, and generated images with questions."""
+
+from maxhydra.data.images.processor import ProcessedImage, Processor, make_processor
+from maxhydra.data.images.read import Video, read_image, read_video
+from maxhydra.data.images.video import ProcessedVideo, VideoProcessor, make_video_processor
+
+__all__ = [
+    "ProcessedImage",
+    "ProcessedVideo",
+    "Processor",
+    "Video",
+    "VideoProcessor",
+    "make_processor",
+    "make_video_processor",
+    "read_image",
+    "read_video",
+]
