@@ -71,12 +71,16 @@ DISTILL = [
     ("one 80 GB GPU", H100, "train.per_device_batch_size=2 model.remat.policy=full"),
     ("one H200", H200, "train.per_device_batch_size=4 model.remat.policy=minimal"),
     ("8 H100", EIGHT_H100, "mesh.fsdp=8 train.per_device_batch_size=4 model.remat.policy=minimal"),
+    ("4 hosts of 8 H100", FOUR_HOSTS, "mesh.data=4 mesh.fsdp=8 train.per_device_batch_size=4"),
+    ("16 TPU v6e", V6E, "mesh.fsdp=16 train.per_device_batch_size=2 model.remat.policy=full"),
 ]
 GRPO = [
     ("one 24 GB GPU", GPU_24, f"train.per_device_batch_size=4 model.remat.policy=full {FRUGAL} {SMALL_STATE}"),
     ("one 80 GB GPU", H100, "train.per_device_batch_size=32 model.remat.policy=full"),
     ("one H200", H200, "train.per_device_batch_size=32 model.remat.policy=minimal"),
     ("8 H100", EIGHT_H100, "mesh.fsdp=8 train.per_device_batch_size=32 model.remat.policy=full"),
+    ("4 hosts of 8 H100", FOUR_HOSTS, "mesh.data=4 mesh.fsdp=8 train.per_device_batch_size=8"),
+    ("16 TPU v6e", V6E, "mesh.fsdp=16 train.per_device_batch_size=16 model.remat.policy=full"),
 ]
 LORA_8B = "model=llama3.1-8b adapter=lora adapter.rank=16"
 PAGES = {
