@@ -175,8 +175,7 @@ class LocalJobs:
     def _find_session(self, trial: Trial) -> LocalJob | None:
         """Find a job that no controller started: one in the process of its sweep, or a run that a user resumed."""
         run = RunDirectory(self._sweep.path(trial), writes=False)
-        facts = run.read() if run.exists() else {"status": "not started"}
-        if facts["status"] != "running":
+        if not run.exists() or (facts := run.read())["status"] != "running":
             return None
         job = LocalJob(trial, run, claim={name: facts["sessions"][-1][name] for name in CLAIMED})
         return job if self.is_running(job) else None
