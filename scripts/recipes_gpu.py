@@ -8,8 +8,9 @@ speed and memory are those of the real run. Weights are random and texts are byt
 weights, if given, are loaded with their tokenizers. Without the 8B, the teacher is the 1B model of `pretrain`.
 Overrides apply to all recipes.
 
-The form on a CPU: python scripts/recipes_gpu.py --steps 2 --seconds 4 --clients 2 model.num_layers=1 model.emb_dim=32 \
-model.mlp_dim=64 model.num_heads=2 model.num_kv_heads=1 model.head_dim=16 model.vocab_size=320
+The form on a CPU, with a tiny model: python scripts/recipes_gpu.py --steps 2 --seconds 4 --clients 2
+model.num_layers=1 model.emb_dim=32 model.mlp_dim=64 model.num_heads=2 model.num_kv_heads=1 model.head_dim=16
+model.vocab_size=320 model.dtypes.compute=float32
 """
 
 import argparse
