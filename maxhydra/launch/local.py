@@ -167,9 +167,18 @@ class LocalJobs:
     def find_active(self, trial: Trial) -> LocalJob | None:
         job = self.find_started(trial)
         if job is None or not self.is_running(job):
-            return None
-        self._jobs.append(job)
+            job = self._find_session(trial)
+        if job is not None:
+            self._jobs.append(job)
         return job
+
+    def _find_session(self, trial: Trial) -> LocalJob | None:
+        """Find a job that no controller started: one in the process of its sweep, or a run that a user resumed."""
+        run = RunDirectory(self._sweep.path(trial), writes=False)
+        if not run.exists() or (facts := run.read())["status"] != "running":
+            return None
+        job = LocalJob(trial, run, claim={name: facts["sessions"][-1][name] for name in CLAIMED})
+        return job if self.is_running(job) else None
 
     def find_started(self, trial: Trial) -> LocalJob | None:
         path = self._sweep.path(trial)

@@ -12,7 +12,6 @@ from typing import Any
 
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.record import scan_metrics
-from maxhydra.record.atomic_io import read_json
 from maxhydra.record.facts import SWEEP_FILE
 from maxhydra.record.metrics import Row
 from maxhydra.record.redact import redact_text
@@ -33,7 +32,15 @@ from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.report import report_page
 from maxhydra.runs.rerun import rerun_command
 from maxhydra.runs.rollouts import describe, find_rollouts, kinds_of, parse_query
-from maxhydra.runs.sweep import Sweep, read_sweep, sweep_axes, sweep_importance, sweep_lines, sweep_page
+from maxhydra.runs.sweep import (
+    Sweep,
+    is_larger_better,
+    read_sweep,
+    sweep_axes,
+    sweep_importance,
+    sweep_lines,
+    sweep_page,
+)
 
 # Minimum interval between scans of the folder, however many pages are open.
 REFRESH_SECONDS = 1.5
@@ -168,8 +175,10 @@ class Dashboard:
         runs = [run for run in self.registry.runs() if run.sweep == name]
         if not runs:
             raise KeyError(name)
-        is_largest = _is_maximized(self.registry.root / name) if largest is None else largest
-        return read_sweep(self.registry, runs, title=name, metric=metric or None, largest=is_largest)
+        if largest is None:
+            compared, _ = query.rank_runs(self.registry, runs, metric or None, largest=False)
+            largest = is_larger_better(compared, self.registry.root / name)
+        return read_sweep(self.registry, runs, title=name, metric=metric or None, largest=largest)
 
     def evaluations(self, paths: Sequence[str]) -> dict[str, Any]:
         """Metrics eval/* of the selected runs by step, grids of needle tasks, and final samples."""
@@ -360,15 +369,6 @@ def _device_count(run: Run) -> int:
     """Number of devices from a text such as `8 x NVIDIA H200`."""
     count = (run.devices or "").partition(" x ")[0]
     return int(count) if count.isdecimal() else 1
-
-
-def _is_maximized(folder: Path) -> bool:
-    """Whether the plan of a sweep maximizes its first objective."""
-    try:
-        directions = read_json(folder / SWEEP_FILE)["settings"]["directions"]
-        return bool(directions) and directions[0] == "maximize"
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
 
 
 def _search_log(log: Path, text: str) -> dict[str, Any]:

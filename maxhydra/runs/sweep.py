@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra import __version__
+from maxhydra.config.schema.run import is_maximized
 from maxhydra.record import scan_metrics, series
-from maxhydra.record.atomic_io import replace_file
+from maxhydra.record.atomic_io import read_json, replace_file
+from maxhydra.record.facts import SWEEP_FILE
 from maxhydra.runs.compare import differing_keys
 from maxhydra.runs.curves import compare_charts, encode
 from maxhydra.runs.importance import MIN_RUNS, importance
@@ -76,6 +78,18 @@ class Sweep:
         """Shade index of a run, 0 for the best."""
         ranked = self.ranked
         return ranked.index(run) * SHADES // max(1, len(ranked)) if run.id in self.values else SHADES - 1
+
+
+def is_larger_better(metric: str, folder: Path) -> bool:
+    """Whether larger values of a metric are better: by the plan of a search for it, otherwise by its name."""
+    try:
+        plan = read_json(folder / SWEEP_FILE)
+        objectives, directions = plan["objectives"], plan["settings"]["directions"]
+        if metric in objectives:
+            return bool(directions) and directions[objectives.index(metric)] == "maximize"
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    return is_maximized(metric)
 
 
 def write_sweep_report(

@@ -34,7 +34,7 @@ def run(job: Job) -> Outcome:
     config = dataclasses.replace(job.config, hardware=runtime.predict_hardware(job.config.hardware))
     _check(config, task)
     subject = Subject.of(config)
-    plans = _search(subject, task) if task.search else [_plan(subject, task)]
+    plans = _search(subject, task) if task.search else [plan_case(subject, task)]
     best = plans[0]
     command = _command(job, best) if task.search else None
     facts = {
@@ -70,7 +70,7 @@ def _check(config: Config, task: PlanTask) -> None:
         raise ConfigError(Problem("task.search", reason, value=True, hint=hint))
 
 
-def _plan(subject: Subject, task: PlanTask) -> Plan:
+def plan_case(subject: Subject, task: PlanTask) -> Plan:
     """The plan of the config's own mesh and batch, which are checked as training would."""
     case = Case.of(subject, devices=task.devices, slices=task.slices)
     config = subject.config

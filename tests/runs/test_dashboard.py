@@ -353,8 +353,17 @@ def test_sweep(server, outputs):
     assert [line["path"] for line in sweep["lines"]] == ["lr/1", "lr/2", "lr/0"]
     assert [trial["path"] for trial in sweep["trials"]] == ["lr/0", "lr/1", "lr/2"] and not sweep["is_live"]
     assert get_json(server, "sweep", name="lr", largest="1")["lines"][0]["path"] == "lr/0"
-    (outputs / "lr" / "sweep.json").write_text(json.dumps({"settings": {"directions": ["maximize"]}}))
+    plan = {"objectives": ["eval/loss"], "settings": {"directions": ["maximize"]}}
+    (outputs / "lr" / "sweep.json").write_text(json.dumps(plan))
     assert get_json(server, "sweep", name="lr")["largest"]
+
+
+def test_the_direction_of_a_grid_follows_from_its_metric(server, outputs):
+    """A plan without objectives is that of a grid; larger throughput is better."""
+    (outputs / "lr" / "sweep.json").write_text(json.dumps({"objectives": [], "settings": {"directions": []}}))
+    assert not get_json(server, "sweep", name="lr")["largest"]
+    assert get_json(server, "sweep", name="lr", metric="tokens_per_second")["largest"]
+    assert not get_json(server, "sweep", name="lr", metric="tokens_per_second", largest="0")["largest"]
 
 
 def test_evaluations(server, outputs):

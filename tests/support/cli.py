@@ -27,9 +27,9 @@ from tests.support import compile_cache, fork_server
 ROOT = Path(__file__).parents[2]
 
 
-def bench_script(name: str) -> ModuleType:
-    """Import a script of bench/, which is not a package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
+def bench_script(name: str, *, folder: str = "bench") -> ModuleType:
+    """Import a script of bench/ or scripts/, which are not packages."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

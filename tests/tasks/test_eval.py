@@ -9,6 +9,7 @@ import pytest
 
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.run import is_maximized
 from maxhydra.config.schema.tasks.evaluation import EvalTask
 from maxhydra.decode.open import open_prompts
 from maxhydra.evals.model import CheckpointModel, RequestCache
@@ -234,3 +235,14 @@ def test_several_checkpoints_of_a_run(tmp_path: Path) -> None:
     assert "bpb" in done.stdout
     wrong = run(*command, "task.steps=[3]", "run.name=f", cwd=tmp_path)
     assert wrong.returncode == 2 and "accepted: 1, 2" in wrong.stderr
+
+
+def test_directions_of_metrics_are_those_of_lm_eval() -> None:
+    import lm_eval.api.metrics  # noqa: F401 (fills the registry)
+    from lm_eval.api.registry import HIGHER_IS_BETTER_REGISTRY
+
+    # `bypass` computes nothing.
+    expected = {name: is_larger for name, is_larger in HIGHER_IS_BETTER_REGISTRY.items() if name != "bypass"}
+    assert len(expected) > 10
+    assert {name: is_maximized(f"eval/task/{name}") for name in expected} == expected
+    assert is_maximized("eval/gsm8k/exact_match,strict-match") and not is_maximized("eval/plays/bpb")

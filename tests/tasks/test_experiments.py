@@ -1,5 +1,6 @@
 """Every experiment and every debug overlay runs, with a model small enough for a test."""
 
+import json
 import re
 from pathlib import Path
 
@@ -33,17 +34,43 @@ INSTEAD["smollm2_grpo"] = [
     *INSTEAD["smollm2_lora"],
     *("model.context_length=256", "train.seq_len=192", "train.per_device_batch_size=8", "task.max_tokens=8"),
 ]
+RANDOM = ["checkpoint.load_parameters=null", "data.tokenizer.kind=byte", "data.tokenizer.path=null"]
+TEXTS = [*RANDOM, "data.path=texts.jsonl", "data.record_type=text", "train.grad_accum=1"]
+CHAT = [*RANDOM, "data.tokenizer.chat_template=lines"]
+INSTEAD["llama3.2-1b_pretrain"] = TEXTS
+INSTEAD["llama3.2-1b_continue"] = [
+    *RANDOM,
+    *(f"data.sources.{name}.path=texts.jsonl" for name in ("domain", "general")),
+    *(f"data.sources.{name}.record_type=text" for name in ("domain", "general")),
+    "train.grad_accum=1",
+]
+INSTEAD["llama3.2-1b_distill"] = [
+    *TEXTS,
+    *("task.teacher.weights=outputs/llama3.2-1b_pretrain", "task.teacher.model=null"),
+]
+INSTEAD["llama3.1-8b_lora"] = [*CHAT, "data.path=chat.jsonl"]
+INSTEAD["llama3.1-8b_dpo"] = [*CHAT, "data.path=pairs.jsonl", "train.grad_accum=1"]
+INSTEAD["llama3.2-1b_grpo"] = [
+    *(override for override in INSTEAD["smollm2_grpo"] if "batch_size" not in override),
+    *("train.per_device_batch_size=8", "train.grad_accum=1", "task.engine.max_context=256"),
+    *("task.engine.max_batch=8", "task.engine.cache_tokens=4096"),
+]
 # A tool call is longer than the sequences of the others.
 INSTEAD["calculator_sft"] = ["model.context_length=128", "train.seq_len=112", "train.per_device_batch_size=8"]
 INSTEAD["calculator_grpo"] = INSTEAD["calculator_sft"]
 # A run of another experiment that one begins with.
-BEFORE = re.compile(r"\$\{run\.outputs\}/([\w.-]+)")
+BEFORE = re.compile(r"(?:\$\{run\.outputs\}|=outputs)/([\w.-]+)")
 
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experiments")
     (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 400)
+    messages = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+    pair = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+    records = {"texts": {"text": "to be or not to be"}, "chat": {"messages": messages}, "pairs": pair}
+    for name, record in records.items():
+        (folder / f"{name}.jsonl").write_text(f"{json.dumps(record)}\n" * 200)
     return folder
 
 
@@ -51,7 +78,8 @@ def run_experiment(name: str, here: Path) -> Path:
     """The folder of its run, made after those that it needs, each once."""
     folder = here / "outputs" / name
     if not folder.exists():
-        for needed in BEFORE.findall((ROOT / "conf/experiment" / f"{name}.yaml").read_text()):
+        inputs = [(ROOT / "conf/experiment" / f"{name}.yaml").read_text(), *INSTEAD.get(name, [])]
+        for needed in BEFORE.findall("\n".join(inputs)):
             run_experiment(needed, here)
         # A run of one step saves no checkpoint by default, and later experiments need one.
         saved = ["debug=one_step", "checkpoint.mode=synchronous", f"run.name={name}"]

@@ -369,8 +369,9 @@ MAXIMIZED = (
     *SPEED,
     *("accuracy", "eval/accuracy", "reward_margin", "eval/reward_margin"),
     *("eval/reward", "reward/*", "eval/pass@*", "eval/maj@*"),
-    # Of benchmarks.
-    *(f"eval/*/{name}*" for name in ("acc", "exact_match", "f1", "bleu", "chrf", "rouge", "mcc", "pass@")),
+    # Of benchmarks; the name of a filter may follow.
+    *(f"eval/*/{name}*" for name in ("acc", "*_acc", "exact_match", "f1", "bleu", "chrf", "rouge", "mcc", "pass@")),
+    *(f"eval/*/{name}" for name in ("likelihood", "em", "score", "bert_score", "precision", "recall")),
 )
 
 
