@@ -33,6 +33,8 @@ class AttentionSpec:
     """Sizes and options of attention in one layer kind, resolved from the config."""
 
     emb_dim: int
+    out_dim: int
+    """Width of the output: latent_dim of the layer kind, or emb_dim."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -66,6 +68,7 @@ class AttentionSpec:
         head_dim = section.head_dim or model.head_dim
         return cls(
             emb_dim=model.emb_dim,
+            out_dim=kind.latent_dim or model.emb_dim,
             num_heads=section.num_heads or model.num_heads,
             num_kv_heads=section.num_kv_heads or model.num_kv_heads,
             head_dim=head_dim,
@@ -97,10 +100,11 @@ class AttentionSpec:
     def forward_flops(self, seq_len: int) -> float:
         """Forward FLOPs per token: projections, then logits and weighted sum over the visible keys."""
         key_projections = 0 if self.shares else 1 if self.value is config.ValueSource.key else 2
-        query_projections = 3 if self.is_gated else 2
+        query_projections = 2 if self.is_gated else 1
         heads = query_projections * self.num_heads + key_projections * self.num_kv_heads
+        weights = self.head_dim * (self.emb_dim * heads + self.out_dim * self.num_heads)
         keys = visible_in_chunk(self.chunk, seq_len) if self.chunk else visible_keys(self.window, seq_len)
-        return 2.0 * self.emb_dim * self.head_dim * heads + 4.0 * self.num_heads * self.head_dim * keys
+        return 2.0 * weights + 4.0 * self.num_heads * self.head_dim * keys
 
     @property
     def uses_qkv_rope(self) -> bool:
@@ -131,7 +135,7 @@ class Attention(nnx.Module):
         self.value = inner("value", (D,), (K, H), key_axes) if has_value else None
         has_bias = spec.bias is config.AttentionBias.all
         out_axes = ("heads", "head_dim", "embed")
-        self.out = make.projection("out", (N, H), (D,), out_axes, scale=spec.out_scale, has_bias=has_bias)
+        self.out = make.projection("out", (N, H), (spec.out_dim,), out_axes, scale=spec.out_scale, has_bias=has_bias)
         self.gate = inner("gate", (D,), (N, H), query_axes) if spec.is_gated else None
         self.query_norm = build_qk_norm(spec, N, make)
         self.key_norm = build_qk_norm(spec, K, make) if spec.shares is None else None

@@ -63,6 +63,8 @@ def _mixer_spec(model: config.Model, kind: config.Kind, name: str) -> MixerSpec:
 
 
 def _feed_forward_spec(model: config.Model, kind: config.Kind, name: str) -> FeedForwardSpec:
+    if kind.latent_dim is not None:
+        model = dataclasses.replace(model, emb_dim=kind.latent_dim)
     if kind.feed_forward is not config.FeedForward.own_feed_forward:
         return FEED_FORWARDS[kind.feed_forward].of(model, kind)
     key = f"model.kinds.{name}.own_feed_forward.function"
@@ -99,6 +101,10 @@ class BlockSpec:
     per_layer: PerLayerSpec | None
     is_scaled: bool
     emb_dim: int
+    latent_dim: int | None
+    """Width between mixer and feed-forward in one residual branch; None for two branches."""
+    up_scale: float
+    """Scale of the projection from latent_dim to emb_dim."""
     norms: config.Norms
     norm: NormSpec
     dropout: float
@@ -114,6 +120,8 @@ class BlockSpec:
             per_layer=PerLayerSpec.of(model),
             is_scaled=kind.is_scaled,
             emb_dim=model.emb_dim,
+            latent_dim=kind.latent_dim,
+            up_scale=model.init_scale,
             norms=kind.norms,
             norm=NormSpec.of(model),
             dropout=model.dropout,
@@ -141,7 +149,8 @@ class BlockSpec:
         """Forward FLOPs per token of a sequence of this length."""
         parallel_moe = 0.0 if self.parallel_moe is None else self.parallel_moe.moe.forward_flops()
         per_layer = 0.0 if self.per_layer is None else self.per_layer.forward_flops()
-        return self.mixer.forward_flops(seq_len) + self.feed_forward.forward_flops() + parallel_moe + per_layer
+        up = 0.0 if self.latent_dim is None else 2.0 * self.latent_dim * self.emb_dim
+        return self.mixer.forward_flops(seq_len) + self.feed_forward.forward_flops() + parallel_moe + per_layer + up
 
 
 class Block(nnx.Module):
@@ -156,7 +165,7 @@ class Block(nnx.Module):
         self.attention_norm = self._build_norm(make, has_pre)
         self.attention: Mixer = spec.mixer.build(make.below("attention"))
         self.attention_post_norm = self._build_norm(make, has_post)
-        self.mlp_norm = self._build_norm(make, has_pre)
+        self.mlp_norm = self._build_norm(make, has_pre, spec.latent_dim)
         self.mlp: FeedForward = spec.feed_forward.build(make.below("mlp"))
         self.parallel_moe = (
             None if spec.parallel_moe is None else ParallelMoe(spec.parallel_moe, make.below("parallel_moe"))
@@ -212,8 +221,33 @@ class Block(nnx.Module):
             raise ConfigError(Problem(f"model.kinds.{self.name}.own_mixer.function", reason))
         return self.attention.empty_cache(cache_spec, layers)
 
-    def _build_norm(self, make: ParamBuilder, is_present: bool) -> Norm | None:
-        return self.spec.norm.build(self.spec.emb_dim, make) if is_present else None
+    def _build_norm(self, make: ParamBuilder, is_present: bool, dim: int | None = None) -> Norm | None:
+        return self.spec.norm.build(dim or self.spec.emb_dim, make) if is_present else None
+
+
+class LatentBlock(Block):
+    """x + up(mlp(norm(attention(norm(x))))): one residual branch, whose inner width is latent_dim (L)."""
+
+    def __init__(self, spec: BlockSpec, make: ParamBuilder):
+        super().__init__(spec, make)
+        assert spec.latent_dim is not None
+        self.up = make.projection("up", (spec.latent_dim,), (spec.emb_dim,), (None, "embed"), scale=spec.up_scale)
+
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> BlockOutput:
+        x_BTD = ctx.constrain_stream(x_BTD)
+        x_BTD, normed_BTD = self.split_norm(self.attention_norm, x_BTD, ctx)
+        mixer = self.attention(normed_BTD, ctx)
+
+        x_BTD, latent_BTL = (ctx.select_output_tokens(x) for x in (x_BTD, mixer.out_BTD))
+        ctx = ctx.for_output_tokens()
+        feed_forward = self.mlp(self.split_norm(self.mlp_norm, latent_BTL, ctx)[1], ctx)
+        branch_BTD = ctx.to_stream(self.up(feed_forward.out_BTD, ctx))
+        x_BTD = add_residual(x_BTD, dropout(branch_BTD, ctx.key(0), rate=self.spec.dropout), ctx)
+
+        x_BTD = self.add_layer_input(x_BTD, ctx)
+        activations = {"attention": mixer.out_BTD, "mlp": feed_forward.out_BTD, "stream": x_BTD}
+        aux = {"mlp": feed_forward.aux, "attention": mixer.aux, LAYER: activation_statistics(activations, ctx)}
+        return BlockOutput(x_BTD, mixer.cache, drop_empty(aux), mixer.shared)
 
 
 def apply_norm(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:

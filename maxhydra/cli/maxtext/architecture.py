@@ -171,6 +171,7 @@ class Architecture:
             self._windows(f"{prefix}attention.", kind)
         if mixer == "mla":
             self._indexer(f"{prefix}mla.indexer.", kind)
+        self._latent(prefix, kind)
         if self.settings.given("use_post_attn_norm", "use_post_ffw_norm"):
             both = self.settings["use_post_attn_norm"] and self.settings["use_post_ffw_norm"]
             self._set(f"{prefix}norms", "sandwich" if both else "pre", "use_post_attn_norm", "use_post_ffw_norm")
@@ -234,6 +235,18 @@ class Architecture:
             for key, name in (("global_num_kv_heads", "num_kv_heads"), ("global_head_dim", "head_dim")):
                 if self.settings.given(key):
                     self._set(prefix + name, or_null(self.settings.count(key)), key)
+
+    def _latent(self, prefix: str, kind: Kind) -> None:
+        """Set the width between attention and experts, which MaxText gives twice."""
+        both = ("attention_output_dim", "moe_expert_input_dim")
+        if not self.settings.given(*both):
+            return
+        widths = {or_null(self.settings.count(key)) for key in both}
+        if len(widths) > 1 or kind.latent_dim is None:
+            for key in both:
+                self.t.unsupported(key, "accepted: the same width twice, with decoder_block=qwen3_custom_moe")
+            return
+        self._set(f"{prefix}latent_dim", widths.pop(), *both)
 
     def _indexer(self, prefix: str, kind: Kind) -> None:
         uses = (

@@ -72,8 +72,9 @@ def _kind_estimate(model: Model, kind: Kind) -> int:
         mixer = width * query if rank is None else rank * (width + query)
         mixer += mla.kv_lora_rank * (width + heads * (nope + value)) + width * (mla.qk_rope_head_dim + heads * value)
     else:
-        mixer = 2 * width * head_dim * (heads + kv_heads)
-    return mixer + width * _feed_forward_width(model, kind)
+        mixer = head_dim * (width * (heads + 2 * kv_heads) + (kind.latent_dim or width) * heads)
+    inner = kind.latent_dim or width
+    return mixer + inner * _feed_forward_width(model, kind) + (width * inner if kind.latent_dim else 0)
 
 
 def _feed_forward_width(model: Model, kind: Kind) -> int:
@@ -173,7 +174,8 @@ class Config(Schema):
             return
         kinds, per_layer = self.model.kinds.values(), self.model.per_layer.dim
         plain = all(
-            kind.mixer is Mixer.attention and kind.feed_forward is FeedForward.mlp and kind.norms is Norms.pre
+            (kind.mixer, kind.feed_forward, kind.norms, kind.latent_dim)
+            == (Mixer.attention, FeedForward.mlp, Norms.pre, None)
             for kind in kinds
         )
         required = {

@@ -56,6 +56,7 @@ from maxhydra.config.schema.kernels import (
     ModelKernels,
     Projection,
 )
+from maxhydra.config.schema.layer_kind import FeedForward, Kind, Mixer, Norms
 
 __all__ = [
     "Activation",
@@ -105,7 +106,6 @@ __all__ = [
     "Temperature",
     "ValueSource",
 ]
-from maxhydra.config.schema.plug_in import PlugIn
 from maxhydra.config.schema.transfer import Transfer
 
 
@@ -133,64 +133,6 @@ class Norm(Enum):
     rms = "rms"
     rms_plus_one = "rms_plus_one"
     layer = "layer"
-
-
-class Norms(Enum):
-    pre = "pre"
-    post = "post"
-    sandwich = "sandwich"
-
-
-class Mixer(Enum):
-    attention = "attention"
-    delta = "delta"
-    mla = "mla"
-    own_mixer = "own_mixer"
-
-
-class FeedForward(Enum):
-    mlp = "mlp"
-    moe = "moe"
-    own_feed_forward = "own_feed_forward"
-
-
-@schema
-class Kind(Schema):
-    """One kind of layer: x + mixer(norm(x)), then x + feed_forward(norm(x))."""
-
-    norms: Norms = Norms.pre
-    """Norm placement: on the input of mixer and feed-forward (pre), on their output (post), or both (sandwich)."""
-    mixer: Mixer = Mixer.attention
-    """Token mixer; configured in the section of the same name. own_mixer: one of yours."""
-    attention: Attention = section(Attention)
-    delta: Delta = section(Delta)
-    mla: Mla = section(Mla)
-    own_mixer: PlugIn = section(PlugIn)
-    feed_forward: FeedForward = FeedForward.mlp
-    """Per-token layer; configured in the section of the same name. own_feed_forward: one of yours."""
-    mlp: Mlp = section(Mlp)
-    moe: Moe = section(Moe)
-    own_feed_forward: PlugIn = section(PlugIn)
-    parallel_moe: ParallelMoe = ParallelMoe.none
-    """moe: a mixture of experts (section moe) in parallel with feed_forward=mlp, each followed by its own norm."""
-    is_scaled: bool = False
-    """Multiply the layer's output by a per-layer constant that is loaded with the weights and not trained."""
-
-    def check(self) -> Iterator[Problem]:
-        yield from self.own_mixer.check_use("own_mixer", self.mixer)
-        yield from self.own_feed_forward.check_use("own_feed_forward", self.feed_forward)
-        is_mixture = self.feed_forward is FeedForward.moe or self.parallel_moe is ParallelMoe.moe
-        if is_mixture and self.moe.experts is None:
-            user = "feed_forward" if self.feed_forward is FeedForward.moe else "parallel_moe"
-            yield Problem("moe.experts", f"is needed by {user}=moe", value=None, accepted="an integer, 2 or more")
-        if self.parallel_moe is ParallelMoe.moe and self.feed_forward is not FeedForward.mlp:
-            yield Problem("parallel_moe", "requires feed_forward=mlp", value="moe", accepted="none")
-        if self.parallel_moe is ParallelMoe.moe and self.moe.router.bias_rate is not None:
-            reason = "requires feed_forward=moe: a parallel MoE has no router bias for load balancing"
-            yield Problem("moe.router.bias_rate", reason, value=self.moe.router.bias_rate, accepted="null")
-        if not is_mixture and self.moe.experts is not None:
-            hint = "set feed_forward=moe or parallel_moe=moe, or leave it null"
-            yield Problem("moe.experts", "is not used by feed_forward=mlp", value=self.moe.experts, hint=hint)
 
 
 @schema
@@ -339,6 +281,9 @@ class Model(Schema):
         if self.mtp.depth and self.per_layer.dim is not None:
             reason = "is not supported together with mtp layers"
             yield Problem("per_layer.dim", reason, value=self.per_layer.dim, accepted="null, or mtp.depth=0")
+        if self.mtp.depth and any(kind.latent_dim is not None for kind in self.kinds.values()):
+            reason = "is not supported with layers of one residual branch (latent_dim)"
+            yield Problem("mtp.depth", reason, value=self.mtp.depth, accepted="0")
         if not self.pattern and len(self.prefix) != self.num_layers:
             yield Problem(
                 "pattern",

@@ -1,0 +1,88 @@
+"""A decoder in NumPy and float64, written from the papers' formulas: the reference for mechanisms without another one.
+
+It takes the config and the weights of a model, and covers layers of grouped-query attention with an MLP or a mixture of
+experts, norms=pre and RMSNorm. B batch, T tokens, D residual stream, N heads, K key heads, H head size, E experts.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from maxhydra.config.schema import model as config
+
+Tree = dict[str, Any]
+
+
+def hidden(model: config.Model, weights: Tree, ids: np.ndarray) -> np.ndarray:
+    """Hidden states [B, T, D] after the final norm."""
+    x = weights["embedding"]["table"][ids]
+    for index, name in enumerate(model.layer_kinds()):
+        x = _layer(model, model.kinds[name], _layer_weights(model, weights, index), x)
+    return _norm(x, weights["final_norm"]["scale"], model.norm_eps)
+
+
+def _layer_weights(model: config.Model, weights: Tree, index: int) -> Tree:
+    if index < len(model.prefix):
+        found: Tree = weights["prefix"][str(index)]
+        return found
+    repetition, position = divmod(index - len(model.prefix), len(model.pattern))
+    return _take(weights["pattern"][str(position)], repetition)
+
+
+def _take(tree: Any, index: int) -> Any:
+    return {name: _take(leaf, index) for name, leaf in tree.items()} if isinstance(tree, dict) else tree[index]
+
+
+def _layer(model: config.Model, kind: config.Kind, w: Tree, x: np.ndarray) -> np.ndarray:
+    attended = _attention(model, kind, w["attention"], _norm(x, w["attention_norm"]["scale"], model.norm_eps))
+    if kind.latent_dim is not None:
+        fed = _feed_forward(kind, w["mlp"], _norm(attended, w["mlp_norm"]["scale"], model.norm_eps))
+        return x + fed @ w["up"]["kernel"]
+    x = x + attended
+    return x + _feed_forward(kind, w["mlp"], _norm(x, w["mlp_norm"]["scale"], model.norm_eps))
+
+
+def _attention(model: config.Model, kind: config.Kind, w: Tree, x: np.ndarray) -> np.ndarray:
+    query, key, value = (np.einsum("btd,dnh->btnh", x, w[name]["kernel"]) for name in ("query", "key", "value"))
+    query, key = (_rotate(heads, kind.attention.rope.theta) for heads in (query, key))
+    group = query.shape[2] // key.shape[2]
+    key, value = (np.repeat(heads, group, axis=2) for heads in (key, value))
+    logits = np.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
+    length = x.shape[1]
+    probabilities = _softmax(np.where(np.tril(np.ones((length, length), bool)), logits, -np.inf))
+    return np.einsum("bnts,bsnh,nhd->btd", probabilities, value, w["out"]["kernel"])
+
+
+def _feed_forward(kind: config.Kind, w: Tree, x: np.ndarray) -> np.ndarray:
+    if kind.feed_forward is config.FeedForward.mlp:
+        hidden_units = _activate(kind.mlp.activation, x @ w["gate"]["kernel"]) * (x @ w["up"]["kernel"])
+        return hidden_units @ w["down"]["kernel"]
+    scores = _softmax(x @ w["router"]["kernel"])
+    chosen = np.argsort(-scores, axis=-1)[..., : kind.moe.top_k]
+    weight = np.zeros_like(scores)
+    np.put_along_axis(weight, chosen, np.take_along_axis(scores, chosen, axis=-1), axis=-1)
+    weight /= weight.sum(axis=-1, keepdims=True)
+    gate, up, down = (w["experts"][name]["kernel"] for name in ("gate", "up", "down"))
+    units = _activate(kind.moe.activation, np.einsum("btd,edf->btef", x, gate)) * np.einsum("btd,edf->btef", x, up)
+    return np.einsum("btef,efd,bte->btd", units, down, weight)
+
+
+def _activate(activation: config.Activation, x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def _norm(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * scale
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    powers = np.exp(x - x.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def _rotate(heads: np.ndarray, theta: float) -> np.ndarray:
+    half = heads.shape[-1] // 2
+    angle = np.arange(heads.shape[1])[:, None] * theta ** (-np.arange(half) / half)
+    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    first, second = heads[..., :half], heads[..., half:]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
