@@ -18,11 +18,12 @@ from maxhydra.kernels.attention import Request, attention
 from maxhydra.kernels.matmul import Layout
 from maxhydra.kernels.paged_attention import Pages, find_backend, paged_attention, write_prompts
 from maxhydra.kernels.qkv_rope import qkv_rope
+from maxhydra.layers.attention_heads import build_qk_norm, chunk_segments, normalize_heads, scale_queries
 from maxhydra.layers.context import Context, KernelChoice, kernel_errors_as_config_errors
 from maxhydra.layers.interfaces import AuxOutputs, MixerOutput, visible_in_chunk, visible_keys
 from maxhydra.layers.kv_cache import Cache, CacheSpec, KeysValues, NoCache
 from maxhydra.layers.linear import Linear, are_bare, fused_matmul, project_together
-from maxhydra.layers.norm import Norm, NormSpec, PlainNorm
+from maxhydra.layers.norm import Norm, NormSpec
 from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
 from maxhydra.layers.rope import Rotation, cos_and_sin, paged_rope_factors, rotate
 from maxhydra.layers.statistics import logit_statistics
@@ -48,7 +49,7 @@ class AttentionSpec:
     bias: config.AttentionBias
     is_gated: bool
     value: config.ValueSource
-    has_value_norm: bool
+    value_norm: config.QkNorm
     shares: str | None
     """Layer kind whose keys and values this one attends to; None if it has its own."""
     is_shared: bool
@@ -82,7 +83,7 @@ class AttentionSpec:
             bias=section.bias,
             is_gated=section.gated,
             value=section.value,
-            has_value_norm=section.value_norm,
+            value_norm=_value_norm(section),
             shares=section.shares,
             is_shared=any(model.kinds[other] is kind for other in sources if other is not None),
             temperature=_temperature(section.temperature),
@@ -109,14 +110,15 @@ class AttentionSpec:
     @property
     def uses_qkv_rope(self) -> bool:
         """Whether RoPE is the only operation between the fused QKV matmul and attention, so qkv_rope applies."""
-        is_plain = self.qk_norm is config.QkNorm.none and not self.has_value_norm and self.shares is None
+        is_plain = self.qk_norm is config.QkNorm.none and self.value_norm is config.QkNorm.none and self.shares is None
         is_plain = is_plain and self.value is config.ValueSource.own
         return is_plain and self.rotation is not None and self.rotation.rotates_halves(self.head_dim)
 
     @property
     def supports_paged_kernel(self) -> bool:
         """Whether the paged attention kernel implements every option of this layer kind."""
-        is_plain = self.chunk is None and self.temperature is None and not (self.has_sinks or self.has_value_norm)
+        is_plain = self.chunk is None and self.temperature is None and not self.has_sinks
+        is_plain = is_plain and self.value_norm is config.QkNorm.none
         is_plain = is_plain and self.value is config.ValueSource.own and not (self.shares or self.is_shared)
         return is_plain and (self.rotation is None or self.rotation.rotates_halves(self.head_dim))
 
@@ -137,9 +139,9 @@ class Attention(nnx.Module):
         out_axes = ("heads", "head_dim", "embed")
         self.out = make.projection("out", (N, H), (spec.out_dim,), out_axes, scale=spec.out_scale, has_bias=has_bias)
         self.gate = inner("gate", (D,), (N, H), query_axes) if spec.is_gated else None
-        self.query_norm = build_qk_norm(spec, N, make)
-        self.key_norm = build_qk_norm(spec, K, make) if spec.shares is None else None
-        self.value_norm = PlainNorm(eps=spec.norm.eps, dtypes=spec.dtypes) if spec.has_value_norm else None
+        self.query_norm = build_qk_norm(spec.qk_norm, spec.norm, (N, H), make)
+        self.key_norm = build_qk_norm(spec.qk_norm, spec.norm, (K, H), make) if spec.shares is None else None
+        self.value_norm = build_qk_norm(spec.value_norm, spec.norm, (K, H), make)
         self.sinks = make.zeros((N,), ("heads",)) if spec.has_sinks else None
 
     @jax.named_scope("attention")
@@ -354,46 +356,12 @@ def write_cache(key_BTKH: jax.Array, value_BTKH: jax.Array, ctx: Context) -> Any
     return cache.begin(key_BTKH, value_BTKH, *slots) if written is None else cache.with_pages(written)
 
 
-def build_qk_norm(spec: AttentionSpec, heads: int, make: ParamBuilder) -> Norm | None:
-    """Norm of queries or keys (Henry et al., 2020), which bounds the attention logits; None without one.
-
-    It is applied before RoPE. Without a scale the order makes no difference: a rotation keeps the mean square.
-    """
-    if spec.qk_norm is config.QkNorm.none:
-        return None
-    if spec.qk_norm is config.QkNorm.head_plain:
-        return PlainNorm(eps=spec.norm.eps, dtypes=spec.norm.dtypes)
-    return spec.norm.build(heads * spec.head_dim if spec.qk_norm is config.QkNorm.whole else spec.head_dim, make)
-
-
-def normalize_heads(x: jax.Array, kind: config.QkNorm, norm: Norm | None) -> jax.Array:
-    """Heads [..., N, H] normalized one by one, or over all heads of a token."""
-    if norm is None:
-        return x
-    if kind is config.QkNorm.whole:
-        return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
-    return norm(x)
-
-
-def scale_queries(q_BTNH: jax.Array, positions_BT: jax.Array, floor: int, scale: float) -> jax.Array:
-    """q * (1 + scale * ln(1 + floor((position + 1) / floor))): attention stays sharp at length (Nakanishi, 2025)."""
-    steps_BT = jnp.floor((positions_BT.astype(jnp.float32) + 1) / floor)
-    factor_BT = 1 + scale * jnp.log1p(steps_BT)
-    return (q_BTNH.astype(jnp.float32) * factor_BT[:, :, None, None]).astype(q_BTNH.dtype)
-
-
-def chunk_segments(segments_BT: jax.Array | None, positions_BT: jax.Array, chunk: int | None) -> jax.Array | None:
-    """Segments that also separate the chunks of each sequence (Llama 4, 2025), for rows that pack sequences.
-
-    A token attends only within its chunk. Chunks are counted from the start of each sequence. 0 is padding.
-    """
-    if segments_BT is None or chunk is None:
-        return segments_BT
-    is_first_BT = (segments_BT != jnp.roll(segments_BT, 1, axis=1)).at[:, 0].set(True)
-    numbers_BT = jnp.cumsum(is_first_BT | (positions_BT % chunk == 0), axis=1)
-    return jnp.where(segments_BT == 0, 0, numbers_BT)
-
-
 def _temperature(temperature: config.Temperature) -> tuple[int, float] | None:
     floor, scale = temperature.floor, temperature.scale
     return None if floor is None or scale is None else (floor, scale)
+
+
+def _value_norm(section: config.Attention) -> config.QkNorm:
+    if not section.value_norm:
+        return config.QkNorm.none
+    return config.QkNorm.head if section.value_norm_scale else config.QkNorm.head_plain

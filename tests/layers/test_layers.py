@@ -25,7 +25,7 @@ from maxhydra.layers import (
     RMSNorm,
     dropout,
 )
-from maxhydra.layers.attention import scale_queries
+from maxhydra.layers.attention_heads import scale_queries
 from maxhydra.layers.mlp import ACTIVATIONS, gated
 from maxhydra.layers.norm import LayerNorm
 from maxhydra.layers.rope import Rotation, frequencies, rotate

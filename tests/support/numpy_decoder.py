@@ -16,6 +16,10 @@ Tree = dict[str, Any]
 def hidden(model: config.Model, weights: Tree, ids: np.ndarray) -> np.ndarray:
     """Hidden states [B, T, D] after the final norm."""
     x = weights["embedding"]["table"][ids]
+    if model.embedding.positions is config.Positions.sinusoidal:
+        half = model.emb_dim // 2
+        angles = np.arange(ids.shape[1])[:, None] / 10000 ** (np.arange(half) / (half - 1))
+        x = x + np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
     for index, name in enumerate(model.layer_kinds()):
         x = _layer(model, model.kinds[name], _layer_weights(model, weights, index), x)
     return _norm(x, weights["final_norm"]["scale"], model.norm_eps)
@@ -44,7 +48,10 @@ def _layer(model: config.Model, kind: config.Kind, w: Tree, x: np.ndarray) -> np
 
 def _attention(model: config.Model, kind: config.Kind, w: Tree, x: np.ndarray) -> np.ndarray:
     query, key, value = (np.einsum("btd,dnh->btnh", x, w[name]["kernel"]) for name in ("query", "key", "value"))
-    query, key = (_rotate(heads, kind.attention.rope.theta) for heads in (query, key))
+    if kind.attention.rope.kind is not config.RopeKind.none:
+        query, key = (_rotate(heads, kind.attention.rope.theta) for heads in (query, key))
+    if kind.attention.value_norm:
+        value = _norm(value, w["value_norm"]["scale"], model.norm_eps)
     group = query.shape[2] // key.shape[2]
     key, value = (np.repeat(heads, group, axis=2) for heads in (key, value))
     logits = np.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
@@ -55,8 +62,10 @@ def _attention(model: config.Model, kind: config.Kind, w: Tree, x: np.ndarray) -
 
 def _feed_forward(kind: config.Kind, w: Tree, x: np.ndarray) -> np.ndarray:
     if kind.feed_forward is config.FeedForward.mlp:
-        hidden_units = _activate(kind.mlp.activation, x @ w["gate"]["kernel"]) * (x @ w["up"]["kernel"])
-        return hidden_units @ w["down"]["kernel"]
+        up = x @ w["up"]["kernel"]
+        is_gated = kind.mlp.kind is config.MlpKind.gated
+        hidden_units = _activate(kind.mlp.activation, x @ w["gate"]["kernel"] if is_gated else up)
+        return (hidden_units * up if is_gated else hidden_units) @ w["down"]["kernel"]
     scores = _softmax(x @ w["router"]["kernel"])
     chosen = np.argsort(-scores, axis=-1)[..., : kind.moe.top_k]
     weight = np.zeros_like(scores)
@@ -68,7 +77,15 @@ def _feed_forward(kind: config.Kind, w: Tree, x: np.ndarray) -> np.ndarray:
 
 
 def _activate(activation: config.Activation, x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-x))
+    functions = {
+        config.Activation.silu: lambda: x / (1 + np.exp(-x)),
+        config.Activation.relu: lambda: np.maximum(x, 0),
+        config.Activation.relu_squared: lambda: np.maximum(x, 0) ** 2,
+        config.Activation.sigmoid: lambda: 1 / (1 + np.exp(-x)),
+        config.Activation.tanh: lambda: np.tanh(x),
+        config.Activation.linear: lambda: x,
+    }
+    return functions[activation]()
 
 
 def _norm(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:

@@ -107,7 +107,8 @@ YARN = {
 }
 # rope_type=llama3.1 has these constants.
 LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_context": 8192}
-GATES = {"silu": "silu", "gelu": "gelu_tanh"}
+GATES = {"silu": "silu", "swish": "silu", "gelu": "gelu_tanh"}
+GATES |= {name: name for name in ("relu", "sigmoid", "tanh", "linear")}
 
 
 def model(t: Translation) -> None:
@@ -167,6 +168,8 @@ class Architecture:
             self._set(f"{prefix}attention.qk_norm", "head_plain", "qk_norm_with_scale")
         if mixer != "delta":
             self._rope(f"{prefix}{mixer}.rope.", kind)
+        if mixer == "attention" and self.settings.given("v_norm_with_scale") and kind.attention.value_norm:
+            self._set(f"{prefix}attention.value_norm_scale", False, "v_norm_with_scale")
         if mixer == "attention":
             self._windows(f"{prefix}attention.", kind)
         if mixer == "mla":
@@ -294,7 +297,7 @@ class Architecture:
         names = list(self.settings[key])
         is_gated = len(names) == 2 and names[1] == "linear"
         if names[0] not in GATES or not (is_gated or (len(names) == 1 and not is_moe)):
-            accepted = "[silu,linear], [gelu,linear] and, without experts, [silu] and [gelu]"
+            accepted = f"[NAME,linear] and, without experts, [NAME], NAME one of {', '.join(GATES)}"
             self.t.unsupported(key, f"accepted: {accepted}")
             return
         self._set(f"{prefix}activation", GATES[names[0]], key)
@@ -357,6 +360,8 @@ class Architecture:
     def _context_length(self) -> None:
         """Extend the context to the training length: MaxText has no limit."""
         positions, length = self.settings.count("trainable_position_size"), self.settings.count("max_target_length")
+        if self.settings["use_untrainable_positional_embedding"]:
+            self._set("embedding.positions", "sinusoidal", "use_untrainable_positional_embedding")
         if positions > 0 and self.settings.given("trainable_position_size"):
             self._set("embedding.positions", "learned", "trainable_position_size")
             self._set("context_length", positions, "trainable_position_size")

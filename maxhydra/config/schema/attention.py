@@ -147,7 +147,9 @@ class Attention(Schema):
     value: ValueSource = ValueSource.own
     """Values: a separate projection (own), or the key projection before norm and RoPE (key)."""
     value_norm: bool = False
-    """Normalize the values of each head, without a scale."""
+    """Normalize the values of each head."""
+    value_norm_scale: bool = False
+    """Multiply the normalized values by a learned scale."""
     shares: str | None = None
     """Kind of the prefix from whose last layer keys and values are taken (cross-layer sharing, Brandon et al., 2024).
     null: the layer computes its own."""
@@ -158,6 +160,8 @@ class Attention(Schema):
         if self.shares is not None and (self.value is ValueSource.key or self.value_norm):
             reason = "uses the values of another kind, so value and value_norm must be set there"
             yield Problem("shares", reason, value=self.shares, accepted="null")
+        if self.value_norm_scale and not self.value_norm:
+            yield Problem("value_norm_scale", "is not used without value_norm", value=True, hint="set value_norm=true")
         if self.window is not None and self.chunk is not None:
             yield Problem(
                 "chunk",

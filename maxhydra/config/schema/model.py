@@ -284,6 +284,9 @@ class Model(Schema):
         if self.mtp.depth and any(kind.latent_dim is not None for kind in self.kinds.values()):
             reason = "is not supported with layers of one residual branch (latent_dim)"
             yield Problem("mtp.depth", reason, value=self.mtp.depth, accepted="0")
+        if self.embedding.positions is Positions.sinusoidal and self.emb_dim % 2:
+            reason = "is odd, but sinusoidal positions are pairs of sine and cosine"
+            yield Problem("emb_dim", reason, value=self.emb_dim, accepted="an even number")
         if not self.pattern and len(self.prefix) != self.num_layers:
             yield Problem(
                 "pattern",
