@@ -91,7 +91,7 @@ FIXED_KEYS = (
     *("model.num_layers", "model.emb_dim", "model.mlp_dim", "model.num_heads", "model.num_kv_heads", "model.head_dim"),
     *("model.vocab_size", "model.prefix", "model.pattern", "model.kinds*", "model.head", "model.norm"),
     *("model.norm_eps", "model.mtp.*", "model.embedding.*", "model.logit_softcap", "model.per_layer.*"),
-    *("model.dropout", "model.init_scale", "model.transfer.*", "model.dtypes.*"),
+    *("model.dropout", "model.init_scale", "model.transfer.*", "model.dtypes.*", "model.qk_clip"),
     *("train.seq_len", "train.ramp.*", "train.z_loss", "train.diloco.*", "optimizer.moments"),
     *(f"data.{key}" for key in _CORPUS_KEYS),
     *("data.sources", *(f"data.sources.*.{key}" for key in _CORPUS_KEYS)),

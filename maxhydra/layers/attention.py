@@ -25,8 +25,9 @@ from maxhydra.layers.kv_cache import Cache, CacheSpec, KeysValues, NoCache
 from maxhydra.layers.linear import Linear, are_bare, fused_matmul, project_together
 from maxhydra.layers.norm import Norm, NormSpec
 from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
+from maxhydra.layers.qk_clip import HEAD_LOGITS, clip_factors, clip_heads
 from maxhydra.layers.rope import Rotation, cos_and_sin, paged_rope_factors, rotate
-from maxhydra.layers.statistics import logit_statistics
+from maxhydra.layers.statistics import largest_logits, logit_statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,7 @@ class AttentionSpec:
     """Whether layers of other kinds attend to the keys and values of this one."""
     temperature: tuple[int, float] | None
     rotation: Rotation | None
+    qk_clip: float | None
     kernel: KernelChoice
     qkv_rope_kernel: KernelChoice
     init_scale: float
@@ -88,6 +90,7 @@ class AttentionSpec:
             is_shared=any(model.kinds[other] is kind for other in sources if other is not None),
             temperature=_temperature(section.temperature),
             rotation=Rotation.of(section.rope, head_dim),
+            qk_clip=model.qk_clip,
             kernel=KernelChoice(model.kernels.attention.value, model.kernels.sizes("attention")),
             qkv_rope_kernel=KernelChoice(model.kernels.qkv_rope.value, model.kernels.sizes("qkv_rope")),
             init_scale=model.init_scale,
@@ -106,6 +109,13 @@ class AttentionSpec:
         weights = self.head_dim * (self.emb_dim * heads + self.out_dim * self.num_heads)
         keys = visible_in_chunk(self.chunk, seq_len) if self.chunk else visible_keys(self.window, seq_len)
         return 2.0 * weights + 4.0 * self.num_heads * self.head_dim * keys
+
+    def apply_aux_updates(self, new: Any, aux: AuxOutputs) -> Any:
+        """The weights after an optimizer step, with large attention logits clipped (qk_clip.py)."""
+        assert self.qk_clip is not None
+        has_own_keys = self.num_heads == self.num_kv_heads and self.value is config.ValueSource.own
+        has_own_keys = has_own_keys and self.shares is None and not self.is_shared
+        return clip_heads(new, clip_factors(aux[HEAD_LOGITS], self.qk_clip), has_own_keys=has_own_keys)
 
     @property
     def uses_qkv_rope(self) -> bool:
@@ -150,7 +160,7 @@ class Attention(nnx.Module):
         if pages is None:
             heads = self._heads(x_BTD, ctx)
             attended_BTNH, cache, shared = self.mix_heads(heads, ctx)
-            aux = self._statistics(heads, shared, ctx) if ctx.has_statistics else {}
+            aux = self._statistics(heads, shared, ctx)
         else:
             attended_BTNH, cache = self.mix_pages(self._qkv_heads(x_BTD, ctx)[None], pages, ctx, next_weight=None)
         attended_BTNH = ctx.constrain(attended_BTNH, "act_batch", "act_length", "act_heads", None)
@@ -227,9 +237,15 @@ class Attention(nnx.Module):
         return self._attend(q_BTNH, keys_values, ctx), cache, keys_values
 
     def _statistics(self, heads: tuple[jax.Array, ...], keys_values: KeysValues, ctx: Context) -> AuxOutputs:
+        has_clip = self.spec.qk_clip is not None and ctx.cache is None
+        if not (ctx.has_statistics or has_clip):
+            return {}
         segments_BT = chunk_segments(ctx.segments, ctx.positions, self.spec.chunk)
-        q_BTNH = self._place_heads(heads, ctx)[0]
-        return logit_statistics(q_BTNH, keys_values.key_BSKH, self._request(ctx), ctx, segments_BT=segments_BT)
+        arrays = self._place_heads(heads, ctx)[0], keys_values.key_BSKH
+        aux = logit_statistics(*arrays, self._request(ctx), ctx, segments_BT=segments_BT)
+        if has_clip:
+            aux[HEAD_LOGITS] = largest_logits(*arrays, self._request(ctx), ctx, segments_BT=segments_BT)
+        return aux
 
     def _place_heads(
         self, heads: tuple[jax.Array, ...], ctx: Context

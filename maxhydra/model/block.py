@@ -42,6 +42,7 @@ from maxhydra.layers import (
     dropout,
     norm_with_residual,
 )
+from maxhydra.layers.qk_clip import HEAD_LOGITS
 from maxhydra.layers.statistics import LAYER, activation_statistics
 
 MIXERS: dict[config.Mixer, type[AttentionSpec] | type[DeltaSpec] | type[MlaSpec]] = {
@@ -130,11 +131,14 @@ class BlockSpec:
     def apply_aux_updates(self, new: Any, old: Any, aux: dict[str, AuxOutputs]) -> Any:
         """Return the layer's weights after an optimizer step, with the updates that do not come from gradients.
 
-        Router biases follow the load in `aux`. The layer's constant scale is restored: it has no gradient, but weight
-        decay would change it.
+        Router biases follow the load in `aux`, and QK-Clip the largest attention logits. The layer's constant scale is
+        restored: it has no gradient, but weight decay would change it.
         """
         if "scale" in new:
             new = {**new, "scale": old["scale"]}
+        if HEAD_LOGITS in aux.get("attention", {}) and "attention" in new:
+            assert isinstance(self.mixer, AttentionSpec | MlaSpec)
+            new = {**new, "attention": self.mixer.apply_aux_updates(new["attention"], aux["attention"])}
         if "mlp" not in aux or "mlp" not in new:
             return new
         return {**new, "mlp": self.feed_forward.apply_aux_updates(new["mlp"], old["mlp"], aux["mlp"])}

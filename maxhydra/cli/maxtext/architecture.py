@@ -347,6 +347,8 @@ class Architecture:
             self._set("mtp.loss_weight", settings.number("mtp_loss_scaling_factor"), "mtp_num_layers")
         elif settings.given("mtp_num_layers"):
             self._set("mtp.depth", 0, "mtp_num_layers")
+        if settings["use_qk_clip"]:
+            self._set("qk_clip", settings.number("qk_clip_threshold"), "use_qk_clip", "qk_clip_threshold")
         if settings.given("scan_layers"):
             layers = self.t.values.get("model.num_layers", self.option.num_layers)
             self._set("scan_unroll", layers, "scan_layers")

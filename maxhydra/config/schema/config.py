@@ -154,10 +154,14 @@ class Config(Schema):
         trained = self.model.dtypes.weights if self.adapter.kind is AdapterKind.none else Dtype.float32
         for problem in self.optimizer.check_moments(trained):
             yield dataclasses.replace(problem, path=f"optimizer.{problem.path}")
-        has_bias = any(kind.moe.router.bias_rate for kind in self.model.kinds.values())
-        if self.optimizer.kind is OptimizerKind.schedule_free and has_bias:
-            reason = "is not supported with router biases, which change outside of the optimizer"
+        has_updates = any(kind.moe.router.bias_rate for kind in self.model.kinds.values())
+        has_updates = has_updates or self.model.qk_clip is not None
+        if self.optimizer.kind is OptimizerKind.schedule_free and has_updates:
+            reason = "is not supported with router biases and qk_clip, which change weights outside of the optimizer"
             yield Problem("optimizer.kind", reason, value="schedule_free", accepted="another kind, with ema_decay")
+        if self.adapter.kind is not AdapterKind.none and self.model.qk_clip is not None:
+            reason = "rescales weights that an adapter freezes"
+            yield Problem("model.qk_clip", reason, value=self.model.qk_clip, accepted="null, or adapter=none")
         yield from self._transfer_problems()
         compute, grad_accum = self.model.dtypes.compute, self.train.grad_accum
         for problem in self.optimizer.check_grad_dtype(compute, grad_accum=grad_accum):

@@ -237,6 +237,9 @@ class Model(Schema):
     """Dropout rate on the output of each residual branch, in training."""
     init_scale: float = option(1.0, gt=0)
     """Factor on the initial weights, which are normally distributed with variance 1 / fan-in."""
+    qk_clip: float | None = option(None, gt=0)
+    """QK-Clip (Kimi K2, 2025): after a training step, the query and key projections of each head whose largest
+    attention logit exceeded this are scaled down, so that it would have been this. null: no clipping."""
     transfer: Transfer = section(Transfer)
     dtypes: Dtypes = section(Dtypes)
     remat: Remat = section(Remat)
@@ -278,6 +281,7 @@ class Model(Schema):
                         hint=did_you_mean(name, self.kinds),
                     )
         yield from self._check_shared()
+        yield from self._check_qk_clip()
         if self.mtp.depth and self.per_layer.dim is not None:
             reason = "is not supported together with mtp layers"
             yield Problem("per_layer.dim", reason, value=self.per_layer.dim, accepted="null, or mtp.depth=0")
@@ -297,6 +301,20 @@ class Model(Schema):
         if len(self.prefix) > self.num_layers:
             reason = f"has {len(self.prefix)} layers, but num_layers is {self.num_layers}"
             yield Problem("prefix", reason, value=self.prefix, accepted=f"at most {self.num_layers} kinds")
+
+    def _check_qk_clip(self) -> Iterator[Problem]:
+        """QK-Clip needs logits that scale with the projections: norms of queries and keys would undo it."""
+        if self.qk_clip is None:
+            return
+        used = {name: self.kinds[name] for name in (*self.prefix, *self.pattern) if name in self.kinds}
+        if used and not any(kind.mixer in (Mixer.attention, Mixer.mla) for kind in used.values()):
+            reason = "has no effect: no layer has mixer=attention or mla"
+            yield Problem("qk_clip", reason, value=self.qk_clip, accepted="null")
+        for name, kind in used.items():
+            norm = kind.attention.qk_norm
+            if kind.mixer is Mixer.attention and norm is not QkNorm.none:
+                reason = "bounds the attention logits and undoes qk_clip"
+                yield Problem(f"kinds.{name}.attention.qk_norm", reason, value=norm.value, accepted="none")
 
     def _check_shared(self) -> Iterator[Problem]:
         """Shared keys and values must come from a kind in the prefix with the same KV heads."""
