@@ -162,6 +162,7 @@ class Config(Schema):
         if self.adapter.kind is not AdapterKind.none and self.model.qk_clip is not None:
             reason = "rescales weights that an adapter freezes"
             yield Problem("model.qk_clip", reason, value=self.model.qk_clip, accepted="null, or adapter=none")
+        yield from self._sparsity_problems()
         yield from self._transfer_problems()
         compute, grad_accum = self.model.dtypes.compute, self.train.grad_accum
         for problem in self.optimizer.check_grad_dtype(compute, grad_accum=grad_accum):
@@ -171,6 +172,18 @@ class Config(Schema):
         elif self.task.name not in EPOCH_TASKS:
             reason, accepted = f"is not supported by task={self.task.name}", f"null, or task={', '.join(EPOCH_TASKS)}"
             yield Problem("train.epochs", reason, value=self.train.epochs, accepted=accepted)
+
+    def _sparsity_problems(self) -> Iterator[Problem]:
+        """Masks are chosen from weights that only the optimizer changes."""
+        conflicts = {
+            "adapter=none": self.adapter.kind is not AdapterKind.none,
+            "model.qk_clip=null": self.model.qk_clip is not None,
+            "train.diloco.period=null": self.train.diloco.period is not None,
+        }
+        for accepted, is_conflict in conflicts.items():
+            if self.optimizer.sparsity.n is not None and is_conflict:
+                reason, accepted = f"is only supported with {accepted}", f"null, or {accepted}"
+                yield Problem("optimizer.sparsity.n", reason, value=self.optimizer.sparsity.n, accepted=accepted)
 
     def _transfer_problems(self) -> Iterator[Problem]:
         """Models and optimizers for which the scaling rules of model.transfer are not known here."""
