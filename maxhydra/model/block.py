@@ -42,6 +42,7 @@ from maxhydra.layers import (
     dropout,
     norm_with_residual,
 )
+from maxhydra.layers.hyper_connections import HyperSpec
 from maxhydra.layers.qk_clip import HEAD_LOGITS
 from maxhydra.layers.statistics import LAYER, activation_statistics
 
@@ -104,6 +105,8 @@ class BlockSpec:
     emb_dim: int
     latent_dim: int | None
     """Width between mixer and feed-forward in one residual branch; None for two branches."""
+    hyper: HyperSpec | None
+    """Hyper-connections; None for one residual stream."""
     up_scale: float
     """Scale of the projection from latent_dim to emb_dim."""
     norms: config.Norms
@@ -122,6 +125,7 @@ class BlockSpec:
             is_scaled=kind.is_scaled,
             emb_dim=model.emb_dim,
             latent_dim=kind.latent_dim,
+            hyper=HyperSpec.of(model),
             up_scale=model.init_scale,
             norms=kind.norms,
             norm=NormSpec.of(model),
@@ -154,7 +158,9 @@ class BlockSpec:
         parallel_moe = 0.0 if self.parallel_moe is None else self.parallel_moe.moe.forward_flops()
         per_layer = 0.0 if self.per_layer is None else self.per_layer.forward_flops()
         up = 0.0 if self.latent_dim is None else 2.0 * self.latent_dim * self.emb_dim
-        return self.mixer.forward_flops(seq_len) + self.feed_forward.forward_flops() + parallel_moe + per_layer + up
+        streams = 0.0 if self.hyper is None else self.hyper.forward_flops()
+        extra = parallel_moe + per_layer + up + streams
+        return self.mixer.forward_flops(seq_len) + self.feed_forward.forward_flops() + extra
 
 
 class Block(nnx.Module):
@@ -227,31 +233,6 @@ class Block(nnx.Module):
 
     def _build_norm(self, make: ParamBuilder, is_present: bool, dim: int | None = None) -> Norm | None:
         return self.spec.norm.build(dim or self.spec.emb_dim, make) if is_present else None
-
-
-class LatentBlock(Block):
-    """x + up(mlp(norm(attention(norm(x))))): one residual branch, whose inner width is latent_dim (L)."""
-
-    def __init__(self, spec: BlockSpec, make: ParamBuilder):
-        super().__init__(spec, make)
-        assert spec.latent_dim is not None
-        self.up = make.projection("up", (spec.latent_dim,), (spec.emb_dim,), (None, "embed"), scale=spec.up_scale)
-
-    def __call__(self, x_BTD: jax.Array, ctx: Context) -> BlockOutput:
-        x_BTD = ctx.constrain_stream(x_BTD)
-        x_BTD, normed_BTD = self.split_norm(self.attention_norm, x_BTD, ctx)
-        mixer = self.attention(normed_BTD, ctx)
-
-        x_BTD, latent_BTL = (ctx.select_output_tokens(x) for x in (x_BTD, mixer.out_BTD))
-        ctx = ctx.for_output_tokens()
-        feed_forward = self.mlp(self.split_norm(self.mlp_norm, latent_BTL, ctx)[1], ctx)
-        branch_BTD = ctx.to_stream(self.up(feed_forward.out_BTD, ctx))
-        x_BTD = add_residual(x_BTD, dropout(branch_BTD, ctx.key(0), rate=self.spec.dropout), ctx)
-
-        x_BTD = self.add_layer_input(x_BTD, ctx)
-        activations = {"attention": mixer.out_BTD, "mlp": feed_forward.out_BTD, "stream": x_BTD}
-        aux = {"mlp": feed_forward.aux, "attention": mixer.aux, LAYER: activation_statistics(activations, ctx)}
-        return BlockOutput(x_BTD, mixer.cache, drop_empty(aux), mixer.shared)
 
 
 def apply_norm(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ It takes the config and the weights of a model, and covers layers of grouped-que
 experts, norms=pre and RMSNorm. B batch, T tokens, D residual stream, N heads, K key heads, H head size, E experts.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ def hidden(model: config.Model, weights: Tree, ids: np.ndarray) -> np.ndarray:
         half = model.emb_dim // 2
         angles = np.arange(ids.shape[1])[:, None] / 10000 ** (np.arange(half) / (half - 1))
         x = x + np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    x = np.repeat(x[:, :, None], model.hyper_connections.streams, axis=2)
     for index, name in enumerate(model.layer_kinds()):
         x = _layer(model, model.kinds[name], _layer_weights(model, weights, index), x)
+    x = x.sum(axis=2)
     return _norm(x, weights["final_norm"]["scale"], model.norm_eps)
 
 
@@ -38,12 +41,41 @@ def _take(tree: Any, index: int) -> Any:
 
 
 def _layer(model: config.Model, kind: config.Kind, w: Tree, x: np.ndarray) -> np.ndarray:
-    attended = _attention(model, kind, w["attention"], _norm(x, w["attention_norm"]["scale"], model.norm_eps))
+    """x: residual streams [B, T, n, D]."""
+
+    def attend(x: np.ndarray) -> np.ndarray:
+        return _attention(model, kind, w["attention"], _norm(x, w["attention_norm"]["scale"], model.norm_eps))
+
+    def feed(x: np.ndarray) -> np.ndarray:
+        return _feed_forward(kind, w["mlp"], _norm(x, w["mlp_norm"]["scale"], model.norm_eps))
+
+    if model.hyper_connections.streams > 1:
+        x = _connect(model, w["attention_streams"], x, attend)
+        return _connect(model, w["mlp_streams"], x, feed)
     if kind.latent_dim is not None:
-        fed = _feed_forward(kind, w["mlp"], _norm(attended, w["mlp_norm"]["scale"], model.norm_eps))
-        return x + fed @ w["up"]["kernel"]
-    x = x + attended
-    return x + _feed_forward(kind, w["mlp"], _norm(x, w["mlp_norm"]["scale"], model.norm_eps))
+        return x + (feed(attend(x[:, :, 0])) @ w["up"]["kernel"])[:, :, None]
+    x = x + attend(x[:, :, 0])[:, :, None]
+    return x + feed(x[:, :, 0])[:, :, None]
+
+
+def _connect(model: config.Model, w: Tree, x: np.ndarray, branch: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Equations of manifold-constrained hyper-connections (Xie et al., 2025), token by token."""
+    out, n = np.empty_like(x), x.shape[2]
+    pre, post, mix = np.empty((*x.shape[:2], n)), np.empty((*x.shape[:2], n)), np.empty((*x.shape[:2], n, n))
+    for at in np.ndindex(*x.shape[:2]):
+        u = _norm(x[at].reshape(-1), w["norm"]["scale"], model.norm_eps) @ w["kernel"]
+        a, b = w["factor"], w["bias"]
+        pre[at] = 1 / (1 + np.exp(-(a[0] * u[:n] + b[:n])))
+        post[at] = 2 / (1 + np.exp(-(a[1] * u[n : 2 * n] + b[n : 2 * n])))
+        matrix = np.exp(a[2] * u[2 * n :] + b[2 * n :]).reshape(n, n)
+        for _ in range(model.hyper_connections.sinkhorn_iterations):
+            matrix = matrix / matrix.sum(axis=0, keepdims=True)
+            matrix = matrix / matrix.sum(axis=1, keepdims=True)
+        mix[at] = matrix
+    added = branch(np.einsum("btnd,btn->btd", x, pre))
+    for at in np.ndindex(*x.shape[:2]):
+        out[at] = mix[at] @ x[at] + np.outer(post[at], added[at])
+    return out
 
 
 def _attention(model: config.Model, kind: config.Kind, w: Tree, x: np.ndarray) -> np.ndarray:

@@ -247,7 +247,7 @@ class Architecture:
         widths = {or_null(self.settings.count(key)) for key in both}
         if len(widths) > 1 or kind.latent_dim is None:
             for key in both:
-                self.t.unsupported(key, "accepted: the same width twice, with decoder_block=qwen3_custom_moe")
+                self.t.unsupported(key, "accepted: the same width twice, with a decoder_block that has it")
             return
         self._set(f"{prefix}latent_dim", widths.pop(), *both)
 

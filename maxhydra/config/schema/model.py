@@ -106,6 +106,7 @@ __all__ = [
     "Temperature",
     "ValueSource",
 ]
+from maxhydra.config.schema.residual import HyperConnections
 from maxhydra.config.schema.transfer import Transfer
 
 
@@ -233,6 +234,7 @@ class Model(Schema):
     logit_softcap: float | None = option(None, gt=0)
     """Output logits become softcap * tanh(logits / softcap)."""
     per_layer: PerLayer = section(PerLayer)
+    hyper_connections: HyperConnections = section(HyperConnections)
     dropout: float = option(0.0, ge=0, lt=1)
     """Dropout rate on the output of each residual branch, in training."""
     init_scale: float = option(1.0, gt=0)
@@ -256,6 +258,11 @@ class Model(Schema):
     def has_experts(self) -> bool:
         """True if a layer has a mixture of experts."""
         return any(self.kinds[name].moe.experts is not None for name in {*self.prefix, *self.pattern})
+
+    @property
+    def stream_dim(self) -> int:
+        """Width of what one layer passes to the next: all residual streams."""
+        return self.emb_dim * self.hyper_connections.streams
 
     def layer_kinds(self) -> list[str]:
         """The kind of every layer from first to last: the prefix, then the pattern repeated."""
@@ -282,6 +289,7 @@ class Model(Schema):
                     )
         yield from self._check_shared()
         yield from self._check_qk_clip()
+        yield from self._check_streams()
         if self.mtp.depth and self.per_layer.dim is not None:
             reason = "is not supported together with mtp layers"
             yield Problem("per_layer.dim", reason, value=self.per_layer.dim, accepted="null, or mtp.depth=0")
@@ -301,6 +309,20 @@ class Model(Schema):
         if len(self.prefix) > self.num_layers:
             reason = f"has {len(self.prefix)} layers, but num_layers is {self.num_layers}"
             yield Problem("prefix", reason, value=self.prefix, accepted=f"at most {self.num_layers} kinds")
+
+    def _check_streams(self) -> Iterator[Problem]:
+        """Several residual streams are only known to layers of two branches."""
+        if self.hyper_connections.streams == 1:
+            return
+        conflicts = {"mtp.depth=0": self.mtp.depth > 0, "per_layer.dim=null": self.per_layer.dim is not None}
+        for name, kind in self.kinds.items():
+            conflicts[f"kinds.{name}.latent_dim=null"] = kind.latent_dim is not None
+            conflicts[f"kinds.{name}.parallel_moe=none"] = kind.parallel_moe is not ParallelMoe.none
+            conflicts[f"kinds.{name}.is_scaled=false"] = kind.is_scaled
+        for accepted, is_conflict in conflicts.items():
+            if is_conflict:
+                path, streams = "hyper_connections.streams", self.hyper_connections.streams
+                yield Problem(path, f"is only supported with {accepted}", value=streams, accepted=f"1, or {accepted}")
 
     def _check_qk_clip(self) -> Iterator[Problem]:
         """QK-Clip needs logits that scale with the projections: norms of queries and keys would undo it."""
