@@ -174,10 +174,7 @@ class Mla(nnx.Module):
         else:
             k_BSNH, v_BSNV = self._keys_values(view, ctx)
             attended_BTNV = self._attend(q_BTNH, k_BSNH, v_BSNV, view, ctx)
-            seen = {"segments_BT": ctx.segments, "selected_BTS": view.tokens.selected_BTS}
-            statistics = logit_statistics(q_BTNH, k_BSNH, self._request, ctx, **seen)
-            if self.spec.qk_clip is not None and ctx.cache is None:
-                statistics[HEAD_LOGITS] = largest_logits(q_BTNH, k_BSNH, self._request, ctx, **seen)
+            statistics = self._statistics(q_BTNH, k_BSNH, view, ctx)
             if self.indexer is not None and ctx.cache is None:
                 attended_BTS = self._visible(view, q_BTNH.shape[1]) & ctx.is_real_BT[:, :, None]
                 aux = self.indexer.aux_loss(scores_BTS, q_BTNH, k_BSNH, attended_BTS, scale=self.spec.scale)
@@ -185,6 +182,13 @@ class Mla(nnx.Module):
         out_BTD = self.out(checkpoint_name(attended_BTNV, "context"), ctx)
         out_BTD = ctx.to_stream(out_BTD)
         return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, aux | statistics)
+
+    def _statistics(self, q_BTNH: jax.Array, k_BSNH: jax.Array, view: LatentCacheView, ctx: Context) -> AuxOutputs:
+        arrays, selected_BTS = (q_BTNH, k_BSNH, self._request, ctx), view.tokens.selected_BTS
+        found = logit_statistics(*arrays, segments_BT=ctx.segments, selected_BTS=selected_BTS)
+        if self.spec.qk_clip is not None and ctx.cache is None:
+            found[HEAD_LOGITS] = largest_logits(*arrays, segments_BT=ctx.segments, selected_BTS=selected_BTS)
+        return found
 
     def empty_cache(self, cache_spec: CacheSpec, layers: int) -> Cache:
         """Latents are cached as values, since attention sums over them, and rotated and indexer keys as keys."""

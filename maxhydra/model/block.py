@@ -42,6 +42,7 @@ from maxhydra.layers import (
     dropout,
     norm_with_residual,
 )
+from maxhydra.layers.engram import EngramSpec
 from maxhydra.layers.hyper_connections import HyperSpec
 from maxhydra.layers.qk_clip import HEAD_LOGITS
 from maxhydra.layers.statistics import LAYER, activation_statistics
@@ -107,6 +108,8 @@ class BlockSpec:
     """Width between mixer and feed-forward in one residual branch; None for two branches."""
     hyper: HyperSpec | None
     """Hyper-connections; None for one residual stream."""
+    engram: EngramSpec | None
+    """Memory of n-grams before the mixer; None without one."""
     up_scale: float
     """Scale of the projection from latent_dim to emb_dim."""
     norms: config.Norms
@@ -126,6 +129,7 @@ class BlockSpec:
             emb_dim=model.emb_dim,
             latent_dim=kind.latent_dim,
             hyper=HyperSpec.of(model),
+            engram=EngramSpec.of(model, kind),
             up_scale=model.init_scale,
             norms=kind.norms,
             norm=NormSpec.of(model),
@@ -148,10 +152,10 @@ class BlockSpec:
         return {**new, "mlp": self.feed_forward.apply_aux_updates(new["mlp"], old["mlp"], aux["mlp"])}
 
     def idle_parameters(self) -> int:
-        """Number of weights that are not used for a given token (experts it is not routed to)."""
-        return self.feed_forward.idle_parameters() + (
-            self.parallel_moe.moe.idle_parameters() if self.parallel_moe else 0
-        )
+        """Number of weights that are not used for a given token: experts and rows of a memory."""
+        parallel_moe = self.parallel_moe.moe.idle_parameters() if self.parallel_moe else 0
+        memory = self.engram.idle_parameters() if self.engram else 0
+        return self.feed_forward.idle_parameters() + parallel_moe + memory
 
     def forward_flops(self, seq_len: int) -> float:
         """Forward FLOPs per token of a sequence of this length."""
@@ -159,7 +163,8 @@ class BlockSpec:
         per_layer = 0.0 if self.per_layer is None else self.per_layer.forward_flops()
         up = 0.0 if self.latent_dim is None else 2.0 * self.latent_dim * self.emb_dim
         streams = 0.0 if self.hyper is None else self.hyper.forward_flops()
-        extra = parallel_moe + per_layer + up + streams
+        memory = 0.0 if self.engram is None else self.engram.forward_flops()
+        extra = parallel_moe + per_layer + up + streams + memory
         return self.mixer.forward_flops(seq_len) + self.feed_forward.forward_flops() + extra
 
 

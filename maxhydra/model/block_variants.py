@@ -3,9 +3,12 @@
 B batch, T tokens, D residual stream, L width of a latent branch, n residual streams.
 """
 
+import dataclasses
+
 import jax
 
-from maxhydra.layers import Context, ParamBuilder, dropout
+from maxhydra.layers import Cache, CacheSpec, Context, ParamBuilder, dropout
+from maxhydra.layers.engram import Engram, EngramCache
 from maxhydra.layers.hyper_connections import HyperConnection
 from maxhydra.layers.statistics import LAYER, activation_statistics
 from maxhydra.model.block import Block, BlockOutput, BlockSpec, add_residual, apply_norm, drop_empty
@@ -65,3 +68,27 @@ class HyperBlock(Block):
         activations = {"attention": mixer.out_BTD, "mlp": feed_forward.out_BTD, "stream": x_BTD}
         aux = {"mlp": feed_forward.aux, "attention": mixer.aux, LAYER: activation_statistics(activations, ctx)}
         return BlockOutput(x_BTD, mixer.cache, drop_empty(aux), mixer.shared)
+
+
+class EngramBlock(Block):
+    """A layer that adds a memory of n-grams to the residual stream first (engram.py)."""
+
+    def __init__(self, spec: BlockSpec, make: ParamBuilder):
+        super().__init__(spec, make)
+        assert spec.engram is not None
+        self.engram = Engram(spec.engram, make.below("engram"))
+
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> BlockOutput:
+        cache = ctx.cache
+        mixer_ctx = ctx if cache is None else dataclasses.replace(ctx, cache=cache.mixer)
+        memory_ctx = ctx if cache is None else dataclasses.replace(ctx, cache=cache.memory)
+        x_BTD, memory = self.engram(x_BTD, memory_ctx)
+        out = super().__call__(x_BTD, mixer_ctx)
+        return out if cache is None else out._replace(cache=EngramCache(out.cache, memory))
+
+    def empty_cache(self, cache_spec: CacheSpec, layers: int) -> Cache:
+        return EngramCache(super().empty_cache(cache_spec, layers), self.engram.empty_cache(cache_spec, layers))
+
+
+class EngramHyperBlock(EngramBlock, HyperBlock):
+    """A memory that is added to several residual streams."""

@@ -45,7 +45,7 @@ from maxhydra.layers.mlp import ACTIVATIONS
 from maxhydra.layers.quant.int8 import Int8
 from maxhydra.layers.quant.training import is_qat
 from maxhydra.model.block import Block, BlockOutput, BlockSpec, add_residual, drop_empty
-from maxhydra.model.block_variants import HyperBlock, LatentBlock
+from maxhydra.model.block_variants import EngramBlock, EngramHyperBlock, HyperBlock, LatentBlock
 
 
 class _Attended(NamedTuple):
@@ -126,6 +126,8 @@ def block_class(spec: BlockSpec, matmul: MatmulSpec) -> type[Block]:
     """FusedBlock for pre-norm layers whose weights are laid out for the fused kernels; otherwise that of the spec."""
     if spec.latent_dim is not None:
         return LatentBlock
+    if spec.engram is not None:
+        return EngramBlock if spec.hyper is None else EngramHyperBlock
     if spec.hyper is not None:
         return HyperBlock
     is_laid_out = matmul.is_fused and matmul.layout is Layout.joined

@@ -23,7 +23,7 @@ PUBLISHED = {
     "gemma4-e4b": 7_463_013_418,
     "qwen3-next-80b-a3b": 79_674_391_296,
     "qwen3.5-397b-a17b": 396_346_350_336,
-    "deepseek-custom": 420_184_912,
+    "deepseek-custom": 4_221_258_900,
     "deepseek2-16b": 15_706_484_224,
     "deepseek2-236b": 235_741_434_880,
     "deepseek3-671b": 671_026_419_200,

@@ -23,7 +23,10 @@ def hidden(model: config.Model, weights: Tree, ids: np.ndarray) -> np.ndarray:
         x = x + np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
     x = np.repeat(x[:, :, None], model.hyper_connections.streams, axis=2)
     for index, name in enumerate(model.layer_kinds()):
-        x = _layer(model, model.kinds[name], _layer_weights(model, weights, index), x)
+        kind, layer = model.kinds[name], _layer_weights(model, weights, index)
+        if kind.engram.vocab_sizes:
+            x = x + _memory(model, kind, layer["engram"], x, ids)
+        x = _layer(model, kind, layer, x)
     x = x.sum(axis=2)
     return _norm(x, weights["final_norm"]["scale"], model.norm_eps)
 
@@ -75,6 +78,46 @@ def _connect(model: config.Model, w: Tree, x: np.ndarray, branch: Callable[[np.n
     added = branch(np.einsum("btnd,btn->btd", x, pre))
     for at in np.ndindex(*x.shape[:2]):
         out[at] = mix[at] @ x[at] + np.outer(post[at], added[at])
+    return out
+
+
+def _memory(model: config.Model, kind: config.Kind, w: Tree, x: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Engram, token by token: hashed n-grams, the gate of each stream, and the dilated convolution."""
+    section, (batch, length, n, width) = kind.engram, x.shape
+    orders = len(section.vocab_sizes)
+    bound = (2**31 - 1) // (model.vocab_size + 1) // 2
+    odd = [2 * int(r) + 1 for r in np.random.default_rng(section.seed).integers(0, bound, orders + 1)]
+    primes: list[list[int]] = []
+    for start in section.vocab_sizes:
+        used = [prime for order in primes for prime in order]
+        is_prime = [p for p in range(start, 20 * start) if p not in used and all(p % q for q in range(2, p))]
+        primes.append(is_prime[: section.num_heads])
+    scale = {name: w[name].reshape(n, width) for name in ("key_norm", "query_norm", "filter_norm")}
+    gated, taps = np.empty_like(x), w["filter"].reshape(section.kernel_size, n, width)
+    for b, t in np.ndindex(batch, length):
+        rows, first = [], 0
+        for order in range(2, orders + 2):
+            code = 0
+            for back in range(order):
+                code ^= (int(ids[b, t - back]) if t >= back else model.vocab_size) * odd[back]
+            for prime in primes[order - 2]:
+                rows.append(w["table"][first + code % prime])
+                first += prime
+        memory = np.concatenate(rows)
+        key = _norm(
+            (memory @ w["key"]["kernel"] + w["key"]["bias"]).reshape(n, width), scale["key_norm"], model.norm_eps
+        )
+        query = _norm(x[b, t], scale["query_norm"], model.norm_eps)
+        s = np.sum(query * key, axis=-1) / np.sqrt(width)
+        gate = 1 / (1 + np.exp(-np.sign(s) * np.sqrt(np.maximum(np.abs(s), 1e-6))))
+        gated[b, t] = gate[:, None] * (memory @ w["value"]["kernel"] + w["value"]["bias"])
+    normed, out = _norm(gated, scale["filter_norm"], model.norm_eps), gated.copy()
+    for b, t in np.ndindex(batch, length):
+        total = np.zeros((n, width))
+        for tap in range(section.kernel_size):
+            back = (section.kernel_size - 1 - tap) * (orders + 1)
+            total += taps[tap] * normed[b, t - back] if t >= back else 0
+        out[b, t] += total / (1 + np.exp(-total))
     return out
 
 

@@ -1,4 +1,4 @@
-"""Mechanisms that a MaxText config switches on for any model: N:M sparsity."""
+"""Mechanisms that a MaxText config switches on for any model: N:M sparsity, Engram."""
 
 from maxhydra.cli.maxtext.translation import Translation
 
@@ -11,3 +11,28 @@ def sparsity(t: Translation) -> None:
     schedule = {"weight_sparsity_start_step": "start_step", "weight_sparsity_update_step": "update_every"}
     for key, name in (sizes | schedule).items():
         t.set(f"optimizer.sparsity.{name}", t.settings.count(key), from_keys=(key,))
+
+
+def engram(t: Translation) -> None:
+    """Set the memories of the option's kinds; an option without them would need kinds for the layers that have one."""
+    keys = {
+        "engram_num_heads": "num_heads",
+        "engram_head_dim": "head_dim",
+        "engram_vocab_bases": "vocab_sizes",
+        "engram_kernel_size": "kernel_size",
+        "engram_seed": "seed",
+    }
+    model, layers, orders = t.model, "engram_layers", "engram_max_ngram_size"
+    used = model.layer_kinds()
+    memories = [name for name in dict.fromkeys(used) if model.kinds[name].engram.vocab_sizes]
+    found = [index for index, name in enumerate(used) if name in memories]
+    if t.settings.given(layers) and list(t.settings[layers]) != found:
+        t.unsupported(layers, f"set model.prefix; layers {found} of model={t.choices['model']} have a memory")
+    if not memories:
+        return
+    count = len(model.kinds[memories[0]].engram.vocab_sizes) + 1
+    if t.settings.given(orders) and t.settings[orders] != count:
+        t.unsupported(orders, "set engram_vocab_bases, with an entry for each order")
+    for key, name in keys.items():
+        for kind in memories if t.settings.given(key) else ():
+            t.set(f"model.kinds.{kind}.engram.{name}", t.settings[key], from_keys=(key,))

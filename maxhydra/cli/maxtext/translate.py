@@ -20,6 +20,7 @@ from maxhydra.config.yaml_files import dump_yaml
 FUNCTIONS: dict[str, Callable[[Translation], None]] = {
     "task": post_training.task,
     "model": architecture.model,
+    "engram": mechanisms.engram,
     "data": data.data,
     "tokenizer": data.tokenizer,
     "lengths": training.lengths,

@@ -73,8 +73,10 @@ def _kind_estimate(model: Model, kind: Kind) -> int:
         mixer += mla.kv_lora_rank * (width + heads * (nope + value)) + width * (mla.qk_rope_head_dim + heads * value)
     else:
         mixer = head_dim * (width * (heads + 2 * kv_heads) + (kind.latent_dim or width) * heads)
-    inner = kind.latent_dim or width
-    return mixer + inner * _feed_forward_width(model, kind) + (width * inner if kind.latent_dim else 0)
+    inner, orders = kind.latent_dim or width, kind.engram.vocab_sizes
+    memory = kind.engram.num_heads * kind.engram.head_dim
+    memory *= sum(orders) + len(orders) * width * (1 + model.hyper_connections.streams)
+    return mixer + inner * _feed_forward_width(model, kind) + (width * inner if kind.latent_dim else 0) + memory
 
 
 def _feed_forward_width(model: Model, kind: Kind) -> int:

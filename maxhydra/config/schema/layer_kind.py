@@ -8,6 +8,7 @@ from maxhydra.config.errors import Problem
 from maxhydra.config.schema.attention import Attention, Delta, Mla
 from maxhydra.config.schema.feed_forward import Mlp, Moe, ParallelMoe
 from maxhydra.config.schema.plug_in import PlugIn
+from maxhydra.config.schema.residual import Engram
 
 
 class Norms(Enum):
@@ -51,6 +52,7 @@ class Kind(Schema):
     latent_dim: int | None = option(None, ge=1, le=MAX_WIDTH)
     """Width between mixer and feed-forward, which then form one residual branch: x + up(feed_forward(norm(mixer(
     norm(x))))), up a projection from latent_dim to emb_dim. null: two branches of the width of the residual stream."""
+    engram: Engram = section(Engram)
     is_scaled: bool = False
     """Multiply the layer's output by a per-layer constant that is loaded with the weights and not trained."""
 
@@ -73,6 +75,9 @@ class Kind(Schema):
 
     def _check_latent(self) -> Iterator[Problem]:
         """One residual branch has one place for a norm before and after each sub-layer, and no parallel MoE."""
+        if self.latent_dim is not None and self.engram.vocab_sizes:
+            reason, sizes = "is not supported with latent_dim", self.engram.vocab_sizes
+            yield Problem("engram.vocab_sizes", reason, value=sizes, accepted="[], or latent_dim=null")
         if self.latent_dim is None:
             return
         required = {

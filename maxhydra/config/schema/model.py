@@ -271,9 +271,14 @@ class Model(Schema):
 
     @property
     def is_recurrent(self) -> bool:
-        """True if a layer keeps a recurrent state instead of a KV cache, so that prefixes cannot be shared."""
+        """True if a layer keeps a state of fixed size per sequence, so that prefixes cannot be shared."""
         used = {*self.prefix, *self.pattern}
-        return any(kind.mixer is Mixer.delta for name, kind in self.kinds.items() if name in used)
+        return self.has_memory or any(kind.mixer is Mixer.delta for name, kind in self.kinds.items() if name in used)
+
+    @property
+    def has_memory(self) -> bool:
+        """True if a layer looks up n-grams of the tokens."""
+        return any(self.kinds[name].engram.vocab_sizes for name in {*self.prefix, *self.pattern} if name in self.kinds)
 
     def check(self) -> Iterator[Problem]:
         yield from self._check_heads()
@@ -295,6 +300,9 @@ class Model(Schema):
             yield Problem("per_layer.dim", reason, value=self.per_layer.dim, accepted="null, or mtp.depth=0")
         if self.mtp.depth and any(kind.latent_dim is not None for kind in self.kinds.values()):
             reason = "is not supported with layers of one residual branch (latent_dim)"
+            yield Problem("mtp.depth", reason, value=self.mtp.depth, accepted="0")
+        if self.mtp.depth and self.has_memory:
+            reason = "is not supported with layers that have an engram"
             yield Problem("mtp.depth", reason, value=self.mtp.depth, accepted="0")
         if self.embedding.positions is Positions.sinusoidal and self.emb_dim % 2:
             reason = "is odd, but sinusoidal positions are pairs of sine and cosine"

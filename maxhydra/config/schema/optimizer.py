@@ -42,8 +42,9 @@ class DecayStyle(Enum):
 
 # Styles whose rate never reaches zero.
 POSITIVE_STYLES = (DecayStyle.exponential, DecayStyle.inverse)
-# Largest group of N:M sparsity.
+# Largest group of N:M sparsity, and the matrices that it prunes by default.
 MAX_GROUP = 64
+PRUNED = ["/attention/", "/mlp/(?!router)"]
 DECAYING = (ScheduleKind.cosine, ScheduleKind.linear, ScheduleKind.wsd)
 
 
@@ -113,7 +114,7 @@ class Sparsity(Schema):
     """Updates after which the first masks are chosen; until then the weights are dense."""
     update_every: int = option(10, ge=1)
     """Updates between two choices of the masks. Pruned weights keep learning, by straight-through gradients."""
-    targets: list[str] = option(["/attention/", "/mlp/(?!router)"])
+    targets: list[str] = option(PRUNED)
     """Pruned matrices: regular expressions on parameter paths."""
 
     def check(self) -> Iterator[Problem]:
@@ -124,8 +125,9 @@ class Sparsity(Schema):
             yield Problem("n", f"is not smaller than m={self.m}", value=self.n, accepted=f"1 to {self.m - 1}")
         yield from regex_problems("targets", self.targets)
         if self.n is None:
-            for name in ("start_step", "update_every", "targets"):
-                if getattr(self, name) != getattr(Sparsity(), name):
+            defaults = {"start_step": Sparsity.start_step, "update_every": Sparsity.update_every, "targets": PRUNED}
+            for name, default in defaults.items():
+                if getattr(self, name) != default:
                     hint = "set n and m, such as n=2 m=4"
                     yield Problem(name, "is not used without n and m", value=getattr(self, name), hint=hint)
 

@@ -1,6 +1,9 @@
-"""Schema of the residual stream between layers: hyper-connections."""
+"""Schema of what is added to the residual stream between layers: hyper-connections, and a memory of n-grams."""
 
-from maxhydra.config.declare import Schema, option, schema
+from collections.abc import Iterator
+
+from maxhydra.config.declare import MAX_HEADS, MAX_VOCABULARY, MAX_WIDTH, Schema, option, schema
+from maxhydra.config.errors import Problem
 
 
 @schema
@@ -12,3 +15,28 @@ class HyperConnections(Schema):
     of its own; the weights depend on the token. 1: one stream, to which branches are added."""
     sinkhorn_iterations: int = option(20, ge=1, le=100)
     """Column and row normalizations by which the matrix that mixes the streams becomes doubly stochastic."""
+
+
+@schema
+class Engram(Schema):
+    """Engram (Cheng et al., 2026): a memory of n-grams. Rows of tables, looked up by hashes of the last tokens, are
+    gated and added to the residual stream before the mixer."""
+
+    vocab_sizes: list[int] = option([], ge=2, le=MAX_VOCABULARY)
+    """Rows of the table of a hash head, by order of the n-grams: [A, B] for bigrams and trigrams. Heads of an order
+    have the next primes from there on. []: no memory."""
+    num_heads: int = option(8, ge=1, le=MAX_HEADS)
+    """Hash heads of each order."""
+    head_dim: int = option(1280, ge=1, le=MAX_WIDTH)
+    """Width of a row."""
+    kernel_size: int = option(4, ge=1, le=64)
+    """Taps of the causal convolution over the memory, as far apart as the longest n-gram."""
+    seed: int = option(0, ge=0)
+    """Seed of the hash functions."""
+
+    def check(self) -> Iterator[Problem]:
+        for name in ("num_heads", "head_dim", "kernel_size", "seed"):
+            value = getattr(self, name)
+            if not self.vocab_sizes and value != getattr(type(self), name):
+                hint = "set vocab_sizes, such as [200000,200000] for bigrams and trigrams"
+                yield Problem(name, "is not used without vocab_sizes", value=value, hint=hint)
