@@ -23,6 +23,7 @@ from maxhydra.layers.context import Context, KernelChoice, kernel_errors_as_conf
 from maxhydra.layers.interfaces import AuxOutputs, MixerOutput, visible_in_chunk, visible_keys
 from maxhydra.layers.kv_cache import Cache, CacheSpec, KeysValues, NoCache
 from maxhydra.layers.linear import Linear, are_bare, fused_matmul, project_together
+from maxhydra.layers.moba import BlockSpec, attend_to_blocks, visible_in_blocks
 from maxhydra.layers.norm import Norm, NormSpec
 from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
 from maxhydra.layers.qk_clip import HEAD_LOGITS, clip_factors, clip_heads
@@ -58,6 +59,8 @@ class AttentionSpec:
     temperature: tuple[int, float] | None
     rotation: Rotation | None
     qk_clip: float | None
+    blocks: BlockSpec | None
+    """Mixture of block attention; None: attention to all visible keys."""
     kernel: KernelChoice
     qkv_rope_kernel: KernelChoice
     init_scale: float
@@ -91,6 +94,7 @@ class AttentionSpec:
             temperature=_temperature(section.temperature),
             rotation=Rotation.of(section.rope, head_dim),
             qk_clip=model.qk_clip,
+            blocks=BlockSpec.of(section.moba),
             kernel=KernelChoice(model.kernels.attention.value, model.kernels.sizes("attention")),
             qkv_rope_kernel=KernelChoice(model.kernels.qkv_rope.value, model.kernels.sizes("qkv_rope")),
             init_scale=model.init_scale,
@@ -108,6 +112,8 @@ class AttentionSpec:
         heads = query_projections * self.num_heads + key_projections * self.num_kv_heads
         weights = self.head_dim * (self.emb_dim * heads + self.out_dim * self.num_heads)
         keys = visible_in_chunk(self.chunk, seq_len) if self.chunk else visible_keys(self.window, seq_len)
+        if self.blocks is not None:
+            keys = visible_in_blocks(self.blocks, seq_len)
         return 2.0 * weights + 4.0 * self.num_heads * self.head_dim * keys
 
     def apply_aux_updates(self, new: Any, aux: AuxOutputs) -> Any:
@@ -127,7 +133,7 @@ class AttentionSpec:
     @property
     def supports_paged_kernel(self) -> bool:
         """Whether the paged attention kernel implements every option of this layer kind."""
-        is_plain = self.chunk is None and self.temperature is None and not self.has_sinks
+        is_plain = (self.chunk, self.blocks, self.temperature) == (None, None, None) and not self.has_sinks
         is_plain = is_plain and self.value_norm is config.QkNorm.none
         is_plain = is_plain and self.value is config.ValueSource.own and not (self.shares or self.is_shared)
         return is_plain and (self.rotation is None or self.rotation.rotates_halves(self.head_dim))
@@ -280,9 +286,11 @@ class Attention(nnx.Module):
 
         Padding behind the tokens that start a sequence comes later than all of them, and its own output is not used.
         """
+        if self.spec.blocks is not None:
+            return attend_to_blocks(q_BTNH, keys_values, self._request(ctx), ctx, blocks=self.spec.blocks)
         tokens: dict[str, Any] = {}
         if keys_values.positions_BS is not None:
-            tokens = {"q_positions_BT": cached_positions(ctx), "kv_positions_BS": keys_values.positions_BS}
+            tokens = {"q_positions_BT": ctx.cached_positions_BT, "kv_positions_BS": keys_values.positions_BS}
         elif ctx.cache is None:
             segments = chunk_segments(ctx.segments, ctx.positions, self.spec.chunk)
             tokens = {"q_segments_BT": segments, "kv_segments_BS": segments}
@@ -295,7 +303,7 @@ class Attention(nnx.Module):
         is_plain = are_bare(self.qkv) and self.spec.supports_paged_kernel
         if ctx.cache is None or self.spec.kernel.backend != "auto" or not is_plain or x_BTD.shape[1] > 1:
             return None
-        pages: Pages | None = ctx.cache.pages(cached_positions(ctx), ctx.rows)
+        pages: Pages | None = ctx.cache.pages(ctx.cached_positions_BT, ctx.rows)
         return pages if pages is not None and find_backend(pages, x_BTD.dtype.name, ctx.place) else None
 
     def _qkv_heads(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
@@ -357,14 +365,9 @@ def attend(
         return attention(q_BTNH, k_BSKH, v_BSKH, request, **options)
 
 
-def cached_positions(ctx: Context) -> jax.Array:
-    """Positions of the tokens of this call as caches take them, -1 for padding."""
-    return ctx.positions if ctx.segments is None else jnp.where(ctx.segments == 0, -1, ctx.positions)
-
-
 def write_cache(key_BTKH: jax.Array, value_BTKH: jax.Array, ctx: Context) -> Any:
     """The cache with the keys and values of this call written to it."""
-    cache, slots = ctx.cache, (cached_positions(ctx), ctx.rows)
+    cache, slots = ctx.cache, (ctx.cached_positions_BT, ctx.rows)
     if not ctx.is_fresh:
         return cache.insert(key_BTKH, value_BTKH, *slots)
     pages: Pages | None = cache.pages(*slots)

@@ -125,6 +125,11 @@ class Context:
         return (self.positions > 0) | (jnp.arange(self.positions.shape[1]) == 0)
 
     @property
+    def cached_positions_BT(self) -> jax.Array:
+        """[B, T] positions of the tokens as caches take them, -1 for padding."""
+        return self.positions if self.segments is None else jnp.where(self.segments == 0, -1, self.positions)
+
+    @property
     def place(self) -> Placement:
         """The devices and the sharding as kernels take them."""
         spec, length = self.sharder.spec, "act_length" if self.is_length_split else None

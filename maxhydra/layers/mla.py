@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.attention.context import choose_strategy, whole_key_spec
 from maxhydra.kernels.attention.spec import Request, TokenInfo, visible
-from maxhydra.layers.attention import attend, cached_positions, write_cache
+from maxhydra.layers.attention import attend, write_cache
 from maxhydra.layers.context import Context, KernelChoice, kernel_errors_as_config_errors
 from maxhydra.layers.indexer import Indexer, IndexerSpec
 from maxhydra.layers.interfaces import AuxOutputs, MixerOutput, visible_keys
@@ -232,7 +232,7 @@ class Mla(nnx.Module):
         cache = write_cache(keys_BTH[:, :, None], latent_BTR[:, :, None], ctx)
         cached: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
         key_BSP, index_BSI = jnp.split(cached.key_BSKH[:, :, 0], [self.spec.rope_dim], axis=-1)
-        tokens = TokenInfo(None, None, cached_positions(ctx), cached.positions_BS)
+        tokens = TokenInfo(None, None, ctx.cached_positions_BT, cached.positions_BS)
         return LatentCacheView(cached.value_BSKH[:, :, 0], key_BSP, index_BSI, tokens), cache
 
     def _strategy(self, ctx: Context) -> str | None:

@@ -131,8 +131,23 @@ def _attention(model: config.Model, kind: config.Kind, w: Tree, x: np.ndarray) -
     key, value = (np.repeat(heads, group, axis=2) for heads in (key, value))
     logits = np.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
     length = x.shape[1]
-    probabilities = _softmax(np.where(np.tril(np.ones((length, length), bool)), logits, -np.inf))
+    mask = np.broadcast_to(np.tril(np.ones((length, length), bool)), logits.shape).copy()
+    if kind.attention.moba.block_size is not None:
+        mask &= _block_mask(query, key, kind.attention.moba.block_size, kind.attention.moba.top_k)
+    probabilities = _softmax(np.where(mask, logits, -np.inf))
     return np.einsum("bnts,bsnh,nhd->btd", probabilities, value, w["out"]["kernel"])
+
+
+def _block_mask(query: np.ndarray, key: np.ndarray, size: int, top_k: int) -> np.ndarray:
+    """[B, N, T, S] keys of the query's own block and of the top_k - 1 earlier ones with the best mean key."""
+    batch, length, heads, _ = query.shape
+    mask = np.zeros((batch, heads, length, length), bool)
+    for b, t, n in np.ndindex(batch, length, heads):
+        own = t // size
+        scores = [query[b, t, n] @ key[b, block * size : (block + 1) * size, n].mean(axis=0) for block in range(own)]
+        for block in [own, *np.argsort(scores)[::-1][: top_k - 1]]:
+            mask[b, n, t, block * size : (block + 1) * size] = True
+    return mask
 
 
 def _feed_forward(kind: config.Kind, w: Tree, x: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Mechanisms that a MaxText config switches on for any model: N:M sparsity, Engram."""
+"""Mechanisms that a MaxText config switches on for any model: N:M sparsity, Engram, mixture of block attention."""
 
 from maxhydra.cli.maxtext.translation import Translation
 
@@ -36,3 +36,15 @@ def engram(t: Translation) -> None:
     for key, name in keys.items():
         for kind in memories if t.settings.given(key) else ():
             t.set(f"model.kinds.{kind}.engram.{name}", t.settings[key], from_keys=(key,))
+
+
+def moba(t: Translation) -> None:
+    """Set the blocks of all layers with attention to all earlier tokens; latent attention has no such form."""
+    if not t.settings["moba"]:
+        return
+    kinds = [name for name, kind in t.model.kinds.items() if kind.mixer.name == "attention"]
+    if not kinds:
+        t.unsupported("moba", f"model={t.choices['model']} has no layer with mixer=attention")
+    for name in kinds:
+        for key, path in {"moba_chunk_size": "block_size", "moba_topk": "top_k"}.items():
+            t.set(f"model.kinds.{name}.attention.moba.{path}", t.settings.count(key), from_keys=("moba", key))

@@ -21,6 +21,7 @@ FUNCTIONS: dict[str, Callable[[Translation], None]] = {
     "task": post_training.task,
     "model": architecture.model,
     "engram": mechanisms.engram,
+    "moba": mechanisms.moba,
     "data": data.data,
     "tokenizer": data.tokenizer,
     "lengths": training.lengths,

@@ -22,6 +22,7 @@ from maxhydra.config.schema.attention import (
     DeltaBackend,
     Indexer,
     Mla,
+    Moba,
     Pairs,
     QkNorm,
     Rope,
@@ -83,6 +84,7 @@ __all__ = [
     "Mla",
     "Mlp",
     "MlpKind",
+    "Moba",
     "Model",
     "ModelKernels",
     "Moe",
@@ -295,6 +297,7 @@ class Model(Schema):
         yield from self._check_shared()
         yield from self._check_qk_clip()
         yield from self._check_streams()
+        yield from self._check_blocks()
         if self.mtp.depth and self.per_layer.dim is not None:
             reason = "is not supported together with mtp layers"
             yield Problem("per_layer.dim", reason, value=self.per_layer.dim, accepted="null, or mtp.depth=0")
@@ -332,6 +335,14 @@ class Model(Schema):
                 path, streams = "hyper_connections.streams", self.hyper_connections.streams
                 yield Problem(path, f"is only supported with {accepted}", value=streams, accepted=f"1, or {accepted}")
 
+    def _check_blocks(self) -> Iterator[Problem]:
+        """Mixture of block attention is not a kernel: its masks differ between heads."""
+        backend = self.kernels.attention
+        has_blocks = any(kind.attention.moba.block_size is not None for kind in self.kinds.values())
+        if has_blocks and backend not in (AttentionBackend.auto, AttentionBackend.xla):
+            reason = "has no form for attention.moba"
+            yield Problem("kernels.attention", reason, value=backend.value, accepted="auto, xla")
+
     def _check_qk_clip(self) -> Iterator[Problem]:
         """QK-Clip needs logits that scale with the projections: norms of queries and keys would undo it."""
         if self.qk_clip is None:
@@ -341,7 +352,10 @@ class Model(Schema):
             reason = "has no effect: no layer has mixer=attention or mla"
             yield Problem("qk_clip", reason, value=self.qk_clip, accepted="null")
         for name, kind in used.items():
-            norm = kind.attention.qk_norm
+            norm, block = kind.attention.qk_norm, kind.attention.moba.block_size
+            if kind.mixer is Mixer.attention and block is not None:
+                reason = "is not supported with qk_clip, which reads the logits of all earlier tokens"
+                yield Problem(f"kinds.{name}.attention.moba.block_size", reason, value=block, accepted="null")
             if kind.mixer is Mixer.attention and norm is not QkNorm.none:
                 reason = "bounds the attention logits and undoes qk_clip"
                 yield Problem(f"kinds.{name}.attention.qk_norm", reason, value=norm.value, accepted="none")
