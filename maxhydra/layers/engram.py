@@ -1,13 +1,13 @@
 """Engram (Cheng et al., 2026): a memory of n-grams, looked up by hash and gated by the residual stream.
 
-The tokens of each n-gram that ends at a position are hashed by several heads, each to a row of its own table. The rows
-e of all heads and orders, side by side, are the memory of the position. For each residual stream x:
+The tokens of each n-gram that ends at a position are hashed by several heads, each to a row of a separate table. The
+concatenated rows e of all heads and orders are the memory of the position. For each residual stream x:
 
     gate = sigmoid(sign(s) sqrt(|s|)),  s = norm(x) . norm(key(e)) / sqrt(D)
     u = gate * value(e),  x' = x + u + silu(convolution(norm(u)))
 
-The convolution is causal and depthwise, over every max_ngram-th token. An n-gram and the convolution see only their own
-document: what lies before its first token is a token of its own, and zero.
+The convolution is causal and depthwise, over every max_ngram-th token. N-grams and the convolution do not cross the
+start of a document: a special token id, and zeros, take the place of earlier tokens.
 
 B batch, T tokens, n residual streams, D width of a stream, S = n * D, E width of the memory, H heads of all orders, P
 earlier tokens, W taps.
@@ -59,7 +59,7 @@ class EngramSpec:
         section = kind.engram
         if not section.vocab_sizes:
             return None
-        # Products of a token and a factor stay below 2^31.
+        # Token id times factor stays below 2^31.
         most = max(1, (2**31 - 1) // (model.vocab_size + 1) // 2)
         odd = 2 * np.random.default_rng(section.seed).integers(0, most, len(section.vocab_sizes) + 1) + 1
         return cls(
@@ -166,7 +166,7 @@ class Engram(nnx.Module):
         hashed_BT, first, ids = tokens_BT * spec.multipliers[0], 0, []
         for distance, rows in enumerate(spec.rows, 1):
             earlier_BT = all_BS[:, before - distance : all_BS.shape[1] - distance]
-            # A token of its own stands for what lies before the document.
+            # The special id of positions before the document.
             earlier_BT = jnp.where(ctx.positions >= distance, earlier_BT, spec.vocab_size)
             hashed_BT = hashed_BT ^ (earlier_BT * spec.multipliers[distance])
             starts = first + np.cumsum([0, *rows[:-1]])
@@ -176,7 +176,7 @@ class Engram(nnx.Module):
         return jnp.concatenate(ids, axis=-1), tail
 
     def _norm(self, x_BTS: jax.Array, scale: nnx.Param) -> jax.Array:
-        """Each stream normalized by itself, [B, T, n, D] in float32."""
+        """Each stream normalized separately, [B, T, n, D] in float32."""
         x_BTnD = x_BTS.astype(jnp.float32).reshape(*x_BTS.shape[:2], self.spec.streams, self.spec.emb_dim)
         return unit_rms(x_BTnD, self.spec.norm_eps) * scale[...].astype(jnp.float32).reshape(x_BTnD.shape[2:])
 

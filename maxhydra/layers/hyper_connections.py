@@ -9,7 +9,7 @@ The weights depend on the token: with u = RMSNorm of all streams, H_pre = sigmoi
 2 sigmoid(a_post u W_post + b_post), and H_res = Sinkhorn(a_res u W_res + b_res), which is doubly stochastic, so that
 mixing keeps the mean of the streams at any depth.
 
-Streams lie side by side in the residual stream, [B, T, n * D]. B batch, T tokens, n streams, D width of a stream.
+Streams are concatenated in the residual stream, [B, T, n * D]. B batch, T tokens, n streams, D width of a stream.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Mixture of block attention (Lu et al., 2025): a query attends to its own block of keys and to the best earlier ones.
 
-The score of an earlier block is the dot product of the query with the mean of the block's keys, for each query head by
-itself. The top_k blocks include the query's own, of which it sees the keys up to itself. The choice has no gradient.
-Blocks are counted from the start of each document.
+The score of an earlier block is the dot product of the query with the mean of the block's keys, separately for each
+query head. The top_k blocks include the query's own, of which it sees the keys up to itself. The choice has no
+gradient. Blocks are counted from the start of each document.
 
 All logits are computed and those of other blocks are masked, for a few queries at a time: this costs what dense
 attention costs.

@@ -1,7 +1,7 @@
 """QK-Clip (Kimi K2, 2025): after an optimizer step, rescale the query and key projections of heads with large logits.
 
 A head whose largest attention logit S of a step exceeds the threshold t gets the factor g = t / S on its logits. Query
-and key projections of the head take sqrt(g) each. A key that other heads share stays as it is, and the queries that
+and key projections of the head take sqrt(g) each. A key that other heads share is not changed, and the queries that
 attend to it take all of g: the rotary part of latent attention, and the keys of grouped-query attention.
 
 N query heads, H head size; weights may have leading axes of stacked layers.
