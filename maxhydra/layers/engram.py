@@ -26,7 +26,7 @@ from maxhydra.config.schema import model as config
 from maxhydra.kernels.rms_norm.reference import unit_rms
 from maxhydra.layers.context import Context
 from maxhydra.layers.gated_delta import last_tokens
-from maxhydra.layers.kv_cache import CacheSpec, StateCache, StateSpec
+from maxhydra.layers.kv_cache import CacheSpec, SequenceIndex, StateSpec
 from maxhydra.layers.params import Dtypes, ParamBuilder
 from maxhydra.layers.table_lookup import look_up
 
@@ -202,7 +202,7 @@ class EngramCache:
     """The cache of a layer with a memory: that of its mixer, and the memory's states. Also the view of one layer."""
 
     mixer: Any
-    memory: StateCache | Any
+    memory: Any
 
     def at(self, layer: jax.Array | int) -> "EngramCache":
         return EngramCache(self.mixer.at(layer), self.memory.at(layer))
@@ -213,10 +213,10 @@ class EngramCache:
     def axes(self) -> "EngramCache":
         return EngramCache(self.mixer.axes(), self.memory.axes())
 
-    def take(self, index: Any) -> "EngramCache":
+    def take(self, index: SequenceIndex) -> "EngramCache":
         """The caches of one sequence."""
         return EngramCache(self.mixer.take(index), self.memory.take(index))
 
-    def put(self, taken: "EngramCache", index: Any) -> "EngramCache":
+    def put(self, taken: "EngramCache", index: SequenceIndex) -> "EngramCache":
         """The caches with those of one sequence replaced."""
         return EngramCache(self.mixer.put(taken.mixer, index), self.memory.put(taken.memory, index))
