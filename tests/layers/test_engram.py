@@ -1,10 +1,7 @@
-"""Engram against a NumPy transcription: hashes, gates, convolution; documents in one row, decoding, devices."""
+"""Engram and hyper-connections against NumPy: hashes, gates, convolution, streams; documents, decoding, devices."""
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from maxhydra.config.compose.composer import compose
@@ -12,7 +9,6 @@ from maxhydra.config.errors import ConfigError
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.hardware import Mesh
 from maxhydra.config.schema.residual import Engram, HyperConnections
-from maxhydra.layers import Context
 from maxhydra.layers.engram import distinct_primes
 from tests.layers.test_latent_block import NARROW
 from tests.support import mechanism_checks as checks
@@ -31,14 +27,7 @@ def test_memory_matches_numpy_and_itself_in_documents_decoding_and_on_a_mesh() -
     checks.assert_matches_reference(checked)
     checks.assert_decodes_alike(checked)
     checks.assert_shards_alike(checked, Mesh(fsdp=2, tensor=2))
-    # The first five tokens of both rows as two documents of one row.
-    row = np.concatenate([checked.ids[0, :5], checked.ids[1, :5]])[None]
-    positions, segments = np.tile(np.arange(5), 2)[None], np.repeat([1, 2], 5)[None]
-    tokens = {"positions": jnp.asarray(positions), "segments": jnp.asarray(segments)}
-    ctx = Context(**tokens, sharder=checks.SINGLE, cache=None, dropout_key=None)
-    hidden = np.asarray(jax.jit(checked.model.hidden)(checked.params, jnp.asarray(row), ctx)[0])[0]
-    np.testing.assert_allclose(hidden[:5], checked.hidden[0, :5], atol=3e-5)
-    np.testing.assert_allclose(hidden[5:], checked.hidden[1, :5], atol=3e-5)
+    checks.assert_documents_do_not_meet(checked)
 
 
 def test_heads_have_distinct_primes() -> None:

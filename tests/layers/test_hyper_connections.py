@@ -1,6 +1,4 @@
-"""Manifold-constrained hyper-connections against the equations of the paper in NumPy."""
-
-import dataclasses
+"""Manifold-constrained hyper-connections: Sinkhorn and rejected settings. test_engram.py compares them with NumPy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,26 +6,7 @@ import pytest
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.errors import ConfigError
-from maxhydra.config.schema import model as config
-from maxhydra.config.schema.hardware import Mesh
-from maxhydra.config.schema.residual import HyperConnections
 from maxhydra.layers.hyper_connections import sinkhorn
-from tests.layers.test_latent_block import NARROW
-from tests.support import mechanism_checks as checks
-
-STREAMS = dataclasses.replace(
-    NARROW,
-    kinds={"layer": config.Kind()},
-    hyper_connections=HyperConnections(streams=3, sinkhorn_iterations=5),
-)
-
-
-@pytest.mark.slow
-def test_streams_match_numpy_and_each_other_in_decoding_and_on_a_mesh() -> None:
-    checked = checks.check(STREAMS)
-    checks.assert_matches_reference(checked)
-    checks.assert_decodes_alike(checked)
-    checks.assert_shards_alike(checked, Mesh(fsdp=2, tensor=2))
 
 
 def test_sinkhorn_gives_a_doubly_stochastic_matrix() -> None:

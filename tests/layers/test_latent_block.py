@@ -1,13 +1,14 @@
-"""Layers with one residual branch of another width (latent_dim), against a NumPy reference."""
+"""Layers with one residual branch of another width (latent_dim): FLOPs and rejected settings.
+
+test_simple_mechanisms.py compares them with NumPy.
+"""
 
 import pytest
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.errors import ConfigError
 from maxhydra.config.schema import model as config
-from maxhydra.config.schema.hardware import Mesh
 from maxhydra.model import flops_per_token
-from tests.support import mechanism_checks as checks
 
 MOE = config.Moe(experts=4, top_k=2, dim=16)
 NARROW = config.Model(
@@ -23,14 +24,6 @@ NARROW = config.Model(
     kinds={"layer": config.Kind(latent_dim=8, feed_forward=config.FeedForward.moe, moe=MOE)},
     dtypes=config.Dtypes(compute=config.Dtype.float32),
 )
-
-
-@pytest.mark.slow
-def test_latent_layers_match_numpy_and_each_other_in_decoding_and_on_a_mesh() -> None:
-    checked = checks.check(NARROW)
-    checks.assert_matches_reference(checked)
-    checks.assert_decodes_alike(checked)
-    checks.assert_shards_alike(checked, Mesh(fsdp=2, tensor=2))
 
 
 def test_flops_of_a_latent_layer_count_its_widths() -> None:

@@ -1,4 +1,4 @@
-"""Activations, sinusoidal positions and value norms with a scale, against NumPy and jax.nn."""
+"""Mechanisms of single layers in one model against NumPy, and activations against jax.nn."""
 
 import dataclasses
 
@@ -15,22 +15,25 @@ from tests.layers.test_latent_block import NARROW
 from tests.support import mechanism_checks as checks
 
 SCALED = config.Attention(value_norm=True, value_norm_scale=True, rope=config.Rope(kind=config.RopeKind.none))
-MLPS = {
-    "first": config.Mlp(activation=config.Activation.relu, kind=config.MlpKind.plain),
-    "second": config.Mlp(activation=config.Activation.relu_squared),
-    "third": config.Mlp(activation=config.Activation.tanh),
+BLOCKS = config.Attention(moba=config.Moba(block_size=2, top_k=2))
+RELU = config.Mlp(activation=config.Activation.relu, kind=config.MlpKind.plain)
+KINDS = {
+    "scaled": config.Kind(attention=SCALED, mlp=RELU),
+    "blocks": config.Kind(attention=BLOCKS, mlp=config.Mlp(activation=config.Activation.relu_squared)),
+    **NARROW.kinds,
 }
 
 
 @pytest.mark.slow
-def test_activations_positions_and_value_norms_match_numpy() -> None:
-    kinds = {name: config.Kind(attention=SCALED, mlp=mlp) for name, mlp in MLPS.items()}
+def test_layers_match_numpy_and_themselves_in_documents_decoding_and_on_a_mesh() -> None:
+    """Value norms with a scale, block attention, a latent branch with experts, activations, sinusoidal positions."""
     sinusoidal = config.Embedding(positions=config.Positions.sinusoidal)
-    model = dataclasses.replace(NARROW, num_layers=3, pattern=list(MLPS), kinds=kinds, embedding=sinusoidal)
+    model = dataclasses.replace(NARROW, num_layers=3, pattern=list(KINDS), kinds=KINDS, embedding=sinusoidal)
     checked = checks.check(model)
     checks.assert_matches_reference(checked)
     checks.assert_decodes_alike(checked)
-    checks.assert_shards_alike(checked, Mesh(fsdp=2, sequence=2))
+    checks.assert_shards_alike(checked, Mesh(fsdp=2, tensor=2))
+    checks.assert_documents_do_not_meet(checked)
 
 
 @pytest.mark.parametrize("name", ["relu", "sigmoid", "tanh", "identity"])

@@ -95,6 +95,16 @@ def assert_decodes_alike(checked: Checked, *, atol: float = 3e-5) -> None:
         np.testing.assert_allclose(hidden[:, 0], checked.hidden[:, at], atol=atol)
 
 
+def assert_documents_do_not_meet(checked: Checked, *, length: int = 5, atol: float = 3e-5) -> None:
+    """The starts of two rows as two documents of one row give the outputs that they have alone."""
+    row = jnp.asarray(checked.ids[:, :length].reshape(1, -1))
+    positions, segments = np.tile(np.arange(length), ROWS)[None], np.repeat(np.arange(1, ROWS + 1), length)[None]
+    tokens = {"positions": jnp.asarray(positions), "segments": jnp.asarray(segments)}
+    ctx = Context(**tokens, sharder=SINGLE, cache=None, dropout_key=None)
+    hidden = np.asarray(jax.jit(checked.model.hidden)(checked.params, row, ctx)[0])
+    np.testing.assert_allclose(hidden.reshape(ROWS, length, -1), checked.hidden[:, :length], atol=atol)
+
+
 def assert_shards_alike(checked: Checked, mesh: Mesh, *, atol: float = 3e-5) -> None:
     """Outputs and gradients on a mesh of simulated devices are those of one device."""
     count = mesh.fsdp * mesh.tensor * mesh.sequence * mesh.expert * mesh.data
@@ -102,8 +112,8 @@ def assert_shards_alike(checked: Checked, mesh: Mesh, *, atol: float = 3e-5) -> 
     placed = jax.device_put(checked.params, sharder.tree(checked.model.axes))
     hidden, gradients = run(checked.model, placed, checked.ids, sharder)
     np.testing.assert_allclose(hidden, checked.hidden, atol=atol)
-    for (path, ours), expected in zip(
+    for (path, found), expected in zip(
         jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(checked.gradients), strict=True
     ):
         scale = max(1.0, float(np.abs(expected).max()))
-        np.testing.assert_allclose(ours, expected, atol=2e-4 * scale, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(found, expected, atol=2e-4 * scale, err_msg=jax.tree_util.keystr(path))
