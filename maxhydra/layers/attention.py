@@ -18,14 +18,17 @@ from maxhydra.kernels.attention import Request, attention
 from maxhydra.kernels.matmul import Layout
 from maxhydra.kernels.paged_attention import Pages, find_backend, paged_attention, write_prompts
 from maxhydra.kernels.qkv_rope import qkv_rope
+from maxhydra.layers.attention_heads import build_qk_norm, chunk_segments, normalize_heads, scale_queries
 from maxhydra.layers.context import Context, KernelChoice, kernel_errors_as_config_errors
 from maxhydra.layers.interfaces import AuxOutputs, MixerOutput, visible_in_chunk, visible_keys
 from maxhydra.layers.kv_cache import Cache, CacheSpec, KeysValues, NoCache
 from maxhydra.layers.linear import Linear, are_bare, fused_matmul, project_together
-from maxhydra.layers.norm import Norm, NormSpec, PlainNorm
+from maxhydra.layers.moba import BlockSpec, attend_to_blocks, visible_in_blocks
+from maxhydra.layers.norm import Norm, NormSpec
 from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
+from maxhydra.layers.qk_clip import HEAD_LOGITS, clip_factors, clip_heads
 from maxhydra.layers.rope import Rotation, cos_and_sin, paged_rope_factors, rotate
-from maxhydra.layers.statistics import logit_statistics
+from maxhydra.layers.statistics import largest_logits, logit_statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +36,8 @@ class AttentionSpec:
     """Sizes and options of attention in one layer kind, resolved from the config."""
 
     emb_dim: int
+    out_dim: int
+    """Width of the output: latent_dim of the layer kind, or emb_dim."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -46,13 +51,16 @@ class AttentionSpec:
     bias: config.AttentionBias
     is_gated: bool
     value: config.ValueSource
-    has_value_norm: bool
+    value_norm: config.QkNorm
     shares: str | None
     """Layer kind whose keys and values this one attends to; None if it has its own."""
     is_shared: bool
     """Whether layers of other kinds attend to the keys and values of this one."""
     temperature: tuple[int, float] | None
     rotation: Rotation | None
+    qk_clip: float | None
+    blocks: BlockSpec | None
+    """Mixture of block attention; None: attention to all visible keys."""
     kernel: KernelChoice
     qkv_rope_kernel: KernelChoice
     init_scale: float
@@ -66,6 +74,7 @@ class AttentionSpec:
         head_dim = section.head_dim or model.head_dim
         return cls(
             emb_dim=model.emb_dim,
+            out_dim=kind.latent_dim or model.emb_dim,
             num_heads=section.num_heads or model.num_heads,
             num_kv_heads=section.num_kv_heads or model.num_kv_heads,
             head_dim=head_dim,
@@ -79,11 +88,13 @@ class AttentionSpec:
             bias=section.bias,
             is_gated=section.gated,
             value=section.value,
-            has_value_norm=section.value_norm,
+            value_norm=_value_norm(section),
             shares=section.shares,
             is_shared=any(model.kinds[other] is kind for other in sources if other is not None),
             temperature=_temperature(section.temperature),
             rotation=Rotation.of(section.rope, head_dim),
+            qk_clip=model.qk_clip,
+            blocks=BlockSpec.of(section.moba),
             kernel=KernelChoice(model.kernels.attention.value, model.kernels.sizes("attention")),
             qkv_rope_kernel=KernelChoice(model.kernels.qkv_rope.value, model.kernels.sizes("qkv_rope")),
             init_scale=model.init_scale,
@@ -97,22 +108,33 @@ class AttentionSpec:
     def forward_flops(self, seq_len: int) -> float:
         """Forward FLOPs per token: projections, then logits and weighted sum over the visible keys."""
         key_projections = 0 if self.shares else 1 if self.value is config.ValueSource.key else 2
-        query_projections = 3 if self.is_gated else 2
+        query_projections = 2 if self.is_gated else 1
         heads = query_projections * self.num_heads + key_projections * self.num_kv_heads
+        weights = self.head_dim * (self.emb_dim * heads + self.out_dim * self.num_heads)
         keys = visible_in_chunk(self.chunk, seq_len) if self.chunk else visible_keys(self.window, seq_len)
-        return 2.0 * self.emb_dim * self.head_dim * heads + 4.0 * self.num_heads * self.head_dim * keys
+        if self.blocks is not None:
+            keys = visible_in_blocks(self.blocks, seq_len)
+        return 2.0 * weights + 4.0 * self.num_heads * self.head_dim * keys
+
+    def apply_aux_updates(self, new: Any, aux: AuxOutputs) -> Any:
+        """The weights after an optimizer step, with large attention logits clipped (qk_clip.py)."""
+        assert self.qk_clip is not None
+        has_own_keys = self.num_heads == self.num_kv_heads and self.value is config.ValueSource.own
+        has_own_keys = has_own_keys and self.shares is None and not self.is_shared
+        return clip_heads(new, clip_factors(aux[HEAD_LOGITS], self.qk_clip), has_own_keys=has_own_keys)
 
     @property
     def uses_qkv_rope(self) -> bool:
         """Whether RoPE is the only operation between the fused QKV matmul and attention, so qkv_rope applies."""
-        is_plain = self.qk_norm is config.QkNorm.none and not self.has_value_norm and self.shares is None
+        is_plain = self.qk_norm is config.QkNorm.none and self.value_norm is config.QkNorm.none and self.shares is None
         is_plain = is_plain and self.value is config.ValueSource.own
         return is_plain and self.rotation is not None and self.rotation.rotates_halves(self.head_dim)
 
     @property
     def supports_paged_kernel(self) -> bool:
         """Whether the paged attention kernel implements every option of this layer kind."""
-        is_plain = self.chunk is None and self.temperature is None and not (self.has_sinks or self.has_value_norm)
+        is_plain = (self.chunk, self.blocks, self.temperature) == (None, None, None) and not self.has_sinks
+        is_plain = is_plain and self.value_norm is config.QkNorm.none
         is_plain = is_plain and self.value is config.ValueSource.own and not (self.shares or self.is_shared)
         return is_plain and (self.rotation is None or self.rotation.rotates_halves(self.head_dim))
 
@@ -131,11 +153,11 @@ class Attention(nnx.Module):
         self.value = inner("value", (D,), (K, H), key_axes) if has_value else None
         has_bias = spec.bias is config.AttentionBias.all
         out_axes = ("heads", "head_dim", "embed")
-        self.out = make.projection("out", (N, H), (D,), out_axes, scale=spec.out_scale, has_bias=has_bias)
+        self.out = make.projection("out", (N, H), (spec.out_dim,), out_axes, scale=spec.out_scale, has_bias=has_bias)
         self.gate = inner("gate", (D,), (N, H), query_axes) if spec.is_gated else None
-        self.query_norm = build_qk_norm(spec, N, make)
-        self.key_norm = build_qk_norm(spec, K, make) if spec.shares is None else None
-        self.value_norm = PlainNorm(eps=spec.norm.eps, dtypes=spec.dtypes) if spec.has_value_norm else None
+        self.query_norm = build_qk_norm(spec.qk_norm, spec.norm, (N, H), make)
+        self.key_norm = build_qk_norm(spec.qk_norm, spec.norm, (K, H), make) if spec.shares is None else None
+        self.value_norm = build_qk_norm(spec.value_norm, spec.norm, (K, H), make)
         self.sinks = make.zeros((N,), ("heads",)) if spec.has_sinks else None
 
     @jax.named_scope("attention")
@@ -144,7 +166,7 @@ class Attention(nnx.Module):
         if pages is None:
             heads = self._heads(x_BTD, ctx)
             attended_BTNH, cache, shared = self.mix_heads(heads, ctx)
-            aux = self._statistics(heads, shared, ctx) if ctx.has_statistics else {}
+            aux = self._statistics(heads, shared, ctx)
         else:
             attended_BTNH, cache = self.mix_pages(self._qkv_heads(x_BTD, ctx)[None], pages, ctx, next_weight=None)
         attended_BTNH = ctx.constrain(attended_BTNH, "act_batch", "act_length", "act_heads", None)
@@ -221,9 +243,15 @@ class Attention(nnx.Module):
         return self._attend(q_BTNH, keys_values, ctx), cache, keys_values
 
     def _statistics(self, heads: tuple[jax.Array, ...], keys_values: KeysValues, ctx: Context) -> AuxOutputs:
+        has_clip = self.spec.qk_clip is not None and ctx.cache is None
+        if not (ctx.has_statistics or has_clip):
+            return {}
         segments_BT = chunk_segments(ctx.segments, ctx.positions, self.spec.chunk)
-        q_BTNH = self._place_heads(heads, ctx)[0]
-        return logit_statistics(q_BTNH, keys_values.key_BSKH, self._request(ctx), ctx, segments_BT=segments_BT)
+        arrays = self._place_heads(heads, ctx)[0], keys_values.key_BSKH
+        aux = logit_statistics(*arrays, self._request(ctx), ctx, segments_BT=segments_BT)
+        if has_clip:
+            aux[HEAD_LOGITS] = largest_logits(*arrays, self._request(ctx), ctx, segments_BT=segments_BT)
+        return aux
 
     def _place_heads(
         self, heads: tuple[jax.Array, ...], ctx: Context
@@ -258,9 +286,11 @@ class Attention(nnx.Module):
 
         Padding behind the tokens that start a sequence comes later than all of them, and its own output is not used.
         """
+        if self.spec.blocks is not None:
+            return attend_to_blocks(q_BTNH, keys_values, self._request(ctx), ctx, blocks=self.spec.blocks)
         tokens: dict[str, Any] = {}
         if keys_values.positions_BS is not None:
-            tokens = {"q_positions_BT": cached_positions(ctx), "kv_positions_BS": keys_values.positions_BS}
+            tokens = {"q_positions_BT": ctx.cached_positions_BT, "kv_positions_BS": keys_values.positions_BS}
         elif ctx.cache is None:
             segments = chunk_segments(ctx.segments, ctx.positions, self.spec.chunk)
             tokens = {"q_segments_BT": segments, "kv_segments_BS": segments}
@@ -273,7 +303,7 @@ class Attention(nnx.Module):
         is_plain = are_bare(self.qkv) and self.spec.supports_paged_kernel
         if ctx.cache is None or self.spec.kernel.backend != "auto" or not is_plain or x_BTD.shape[1] > 1:
             return None
-        pages: Pages | None = ctx.cache.pages(cached_positions(ctx), ctx.rows)
+        pages: Pages | None = ctx.cache.pages(ctx.cached_positions_BT, ctx.rows)
         return pages if pages is not None and find_backend(pages, x_BTD.dtype.name, ctx.place) else None
 
     def _qkv_heads(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
@@ -335,14 +365,9 @@ def attend(
         return attention(q_BTNH, k_BSKH, v_BSKH, request, **options)
 
 
-def cached_positions(ctx: Context) -> jax.Array:
-    """Positions of the tokens of this call as caches take them, -1 for padding."""
-    return ctx.positions if ctx.segments is None else jnp.where(ctx.segments == 0, -1, ctx.positions)
-
-
 def write_cache(key_BTKH: jax.Array, value_BTKH: jax.Array, ctx: Context) -> Any:
     """The cache with the keys and values of this call written to it."""
-    cache, slots = ctx.cache, (cached_positions(ctx), ctx.rows)
+    cache, slots = ctx.cache, (ctx.cached_positions_BT, ctx.rows)
     if not ctx.is_fresh:
         return cache.insert(key_BTKH, value_BTKH, *slots)
     pages: Pages | None = cache.pages(*slots)
@@ -350,46 +375,12 @@ def write_cache(key_BTKH: jax.Array, value_BTKH: jax.Array, ctx: Context) -> Any
     return cache.begin(key_BTKH, value_BTKH, *slots) if written is None else cache.with_pages(written)
 
 
-def build_qk_norm(spec: AttentionSpec, heads: int, make: ParamBuilder) -> Norm | None:
-    """Norm of queries or keys (Henry et al., 2020), which bounds the attention logits; None without one.
-
-    It is applied before RoPE. Without a scale the order makes no difference: a rotation keeps the mean square.
-    """
-    if spec.qk_norm is config.QkNorm.none:
-        return None
-    if spec.qk_norm is config.QkNorm.head_plain:
-        return PlainNorm(eps=spec.norm.eps, dtypes=spec.norm.dtypes)
-    return spec.norm.build(heads * spec.head_dim if spec.qk_norm is config.QkNorm.whole else spec.head_dim, make)
-
-
-def normalize_heads(x: jax.Array, kind: config.QkNorm, norm: Norm | None) -> jax.Array:
-    """Heads [..., N, H] normalized one by one, or over all heads of a token."""
-    if norm is None:
-        return x
-    if kind is config.QkNorm.whole:
-        return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
-    return norm(x)
-
-
-def scale_queries(q_BTNH: jax.Array, positions_BT: jax.Array, floor: int, scale: float) -> jax.Array:
-    """q * (1 + scale * ln(1 + floor((position + 1) / floor))): attention stays sharp at length (Nakanishi, 2025)."""
-    steps_BT = jnp.floor((positions_BT.astype(jnp.float32) + 1) / floor)
-    factor_BT = 1 + scale * jnp.log1p(steps_BT)
-    return (q_BTNH.astype(jnp.float32) * factor_BT[:, :, None, None]).astype(q_BTNH.dtype)
-
-
-def chunk_segments(segments_BT: jax.Array | None, positions_BT: jax.Array, chunk: int | None) -> jax.Array | None:
-    """Segments that also separate the chunks of each sequence (Llama 4, 2025), for rows that pack sequences.
-
-    A token attends only within its chunk. Chunks are counted from the start of each sequence. 0 is padding.
-    """
-    if segments_BT is None or chunk is None:
-        return segments_BT
-    is_first_BT = (segments_BT != jnp.roll(segments_BT, 1, axis=1)).at[:, 0].set(True)
-    numbers_BT = jnp.cumsum(is_first_BT | (positions_BT % chunk == 0), axis=1)
-    return jnp.where(segments_BT == 0, 0, numbers_BT)
-
-
 def _temperature(temperature: config.Temperature) -> tuple[int, float] | None:
     floor, scale = temperature.floor, temperature.scale
     return None if floor is None or scale is None else (floor, scale)
+
+
+def _value_norm(section: config.Attention) -> config.QkNorm:
+    if not section.value_norm:
+        return config.QkNorm.none
+    return config.QkNorm.head if section.value_norm_scale else config.QkNorm.head_plain

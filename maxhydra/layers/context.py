@@ -43,7 +43,7 @@ def collect_statistics(is_on: bool) -> Iterator[None]:
     jax.tree_util.register_dataclass,
     data_fields=[
         *("positions", "segments", "cache", "dropout_key", "rows", "layer_input", "expert_ids", "shared"),
-        *("output_index", "adapters_B"),
+        *("output_index", "adapters_B", "tokens"),
     ],
     meta_fields=["sharder", "is_adapted", "is_fresh", "has_statistics", "records_experts"],
 )
@@ -79,6 +79,8 @@ class Context:
     others. None: the outputs of all tokens are used."""
     adapters_B: jax.Array | None = None
     """[B] index of each row's adapter, in a model with several; None: no row has one."""
+    tokens: jax.Array | None = None
+    """[B, T] ids of the tokens, for layers with a memory of n-grams; None in models without."""
     is_adapted: bool = True
     """Whether the adapter is applied; without it the model gives the outputs of its base."""
     is_fresh: bool = False
@@ -121,6 +123,11 @@ class Context:
         if self.segments is not None:
             return self.segments != 0
         return (self.positions > 0) | (jnp.arange(self.positions.shape[1]) == 0)
+
+    @property
+    def cached_positions_BT(self) -> jax.Array:
+        """[B, T] positions of the tokens as caches take them, -1 for padding."""
+        return self.positions if self.segments is None else jnp.where(self.segments == 0, -1, self.positions)
 
     @property
     def place(self) -> Placement:

@@ -43,6 +43,8 @@ class VocabularySpec:
     """Whether embeddings are multiplied by sqrt(emb_dim)."""
     positions: int | None
     """Number of learned position embeddings; None without any."""
+    is_sinusoidal: bool
+    """Whether sines and cosines of the position are added."""
     softcap: float | None
     layout: Layout
     init_scale: float
@@ -59,6 +61,7 @@ class VocabularySpec:
             emb_dim=model.emb_dim,
             is_scaled=model.embedding.scale is config.EmbeddingScale.root_dim,
             positions=model.context_length if model.embedding.positions is config.Positions.learned else None,
+            is_sinusoidal=model.embedding.positions is config.Positions.sinusoidal,
             softcap=model.logit_softcap,
             layout=Layout(model.kernels.projection.value),
             init_scale=model.init_scale,
@@ -93,9 +96,11 @@ class Embedding(nnx.Module):
         return self._scale_and_position(rows_BTD, positions_BT)
 
     def _scale_and_position(self, rows_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """Embeddings scaled, with learned positions added. Positions of padding may be out of range and are clipped."""
+        """Embeddings scaled, with positions added. Positions of padding may be out of range and are clipped."""
         if self.spec.is_scaled:
             rows_BTD = rows_BTD * jnp.asarray(self.spec.emb_dim**0.5, rows_BTD.dtype)
+        if self.spec.is_sinusoidal:
+            return rows_BTD + sinusoids(positions_BT, self.spec.emb_dim).astype(rows_BTD.dtype)
         if self.positions is None:
             return rows_BTD
         return rows_BTD + jnp.take(self.positions[...], positions_BT, axis=0, mode="clip").astype(rows_BTD.dtype)
@@ -110,6 +115,14 @@ class Embedding(nnx.Module):
         return _largest(
             _HeadMatmul("...D,VD->...V", 1, self.format, is_single_device=True), hidden_BD, self.table, self.spec
         )
+
+
+def sinusoids(positions_BT: jax.Array, dim: int) -> jax.Array:
+    """[B, T, D] sines, then cosines, of the positions at wavelengths from 2 pi to 20000 pi (Vaswani et al., 2017)."""
+    half = dim // 2
+    frequencies = 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1))
+    angles = positions_BT.astype(jnp.float32)[..., None] * frequencies
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
 class Head(nnx.Module):

@@ -44,7 +44,9 @@ class ShortConvolution(nnx.Module):
             x_BTNH = jnp.where((segments_BT != 0)[:, :, None, None], x_BTNH, 0)
         if tail_BPNH is not None:
             all_BSNH = jnp.concatenate([tail_BPNH.astype(x_BTNH.dtype), x_BTNH], axis=1)
-            return _convolve(kernel_WNH, all_BSNH, None), _last(all_BSNH, segments_BT, before).astype(tail_BPNH.dtype)
+            return _convolve(kernel_WNH, all_BSNH, None), last_tokens(all_BSNH, segments_BT, before).astype(
+                tail_BPNH.dtype
+            )
         axis, size = place.spec("length")[0], place.num_shards("length")
 
         def on_device(kernel_WNH: jax.Array, x_BTNH: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
@@ -74,7 +76,7 @@ def _convolve(kernel_WNH: jax.Array, x_BSNH: jax.Array, segments_BS: jax.Array |
     return jax.nn.silu(total_BTNH)
 
 
-def _last(all_BSNH: jax.Array, segments_BT: jax.Array | None, count: int) -> jax.Array:
+def last_tokens(all_BSNH: jax.Array, segments_BT: jax.Array | None, count: int) -> jax.Array:
     """The last `count` tokens before the trailing padding."""
     if segments_BT is None:
         return all_BSNH[:, all_BSNH.shape[1] - count :]

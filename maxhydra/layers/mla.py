@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.attention.context import choose_strategy, whole_key_spec
 from maxhydra.kernels.attention.spec import Request, TokenInfo, visible
-from maxhydra.layers.attention import attend, cached_positions, write_cache
+from maxhydra.layers.attention import attend, write_cache
 from maxhydra.layers.context import Context, KernelChoice, kernel_errors_as_config_errors
 from maxhydra.layers.indexer import Indexer, IndexerSpec
 from maxhydra.layers.interfaces import AuxOutputs, MixerOutput, visible_keys
@@ -30,8 +30,9 @@ from maxhydra.layers.kv_cache import Cache, CacheSpec, KeysValues
 from maxhydra.layers.linear import Linear
 from maxhydra.layers.norm import RMSNorm
 from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
+from maxhydra.layers.qk_clip import HEAD_LOGITS, clip_factors, clip_latent_heads
 from maxhydra.layers.rope import Rotation, rotate
-from maxhydra.layers.statistics import logit_statistics
+from maxhydra.layers.statistics import largest_logits, logit_statistics
 
 # Epsilon of the latent norms, independent of the model's.
 NORM_EPS = 1e-6
@@ -51,6 +52,7 @@ class MlaSpec:
     scale: float
     rotation: Rotation | None
     indexer: IndexerSpec | None
+    qk_clip: float | None
     kernel: KernelChoice
     init_scale: float
     out_scale: float
@@ -71,6 +73,7 @@ class MlaSpec:
             scale=_logit_scale(section) * (plain_dim + section.qk_rope_head_dim) ** -0.5,
             rotation=Rotation.of(section.rope, section.qk_rope_head_dim),
             indexer=IndexerSpec.of(model, kind),
+            qk_clip=model.qk_clip,
             kernel=KernelChoice(model.kernels.attention.value, model.kernels.sizes("attention")),
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
@@ -83,6 +86,12 @@ class MlaSpec:
 
     def build(self, make: ParamBuilder) -> "Mla":
         return Mla(self, make)
+
+    def apply_aux_updates(self, new: Any, aux: AuxOutputs) -> Any:
+        """The weights after an optimizer step, with large attention logits clipped (qk_clip.py)."""
+        assert self.qk_clip is not None
+        sizes = {"plain_dim": self.plain_dim, "rope_dim": self.rope_dim, "value_dim": self.value_dim}
+        return clip_latent_heads(new, clip_factors(aux[HEAD_LOGITS], self.qk_clip), **sizes)
 
     def forward_flops(self, seq_len: int) -> float:
         """Forward FLOPs per token in the form with keys and values, over the keys that a token attends to."""
@@ -165,8 +174,7 @@ class Mla(nnx.Module):
         else:
             k_BSNH, v_BSNV = self._keys_values(view, ctx)
             attended_BTNV = self._attend(q_BTNH, k_BSNH, v_BSNV, view, ctx)
-            seen = {"segments_BT": ctx.segments, "selected_BTS": view.tokens.selected_BTS}
-            statistics = logit_statistics(q_BTNH, k_BSNH, self._request, ctx, **seen)
+            statistics = self._statistics(q_BTNH, k_BSNH, view, ctx)
             if self.indexer is not None and ctx.cache is None:
                 attended_BTS = self._visible(view, q_BTNH.shape[1]) & ctx.is_real_BT[:, :, None]
                 aux = self.indexer.aux_loss(scores_BTS, q_BTNH, k_BSNH, attended_BTS, scale=self.spec.scale)
@@ -174,6 +182,13 @@ class Mla(nnx.Module):
         out_BTD = self.out(checkpoint_name(attended_BTNV, "context"), ctx)
         out_BTD = ctx.to_stream(out_BTD)
         return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, aux | statistics)
+
+    def _statistics(self, q_BTNH: jax.Array, k_BSNH: jax.Array, view: LatentCacheView, ctx: Context) -> AuxOutputs:
+        arrays, selected_BTS = (q_BTNH, k_BSNH, self._request, ctx), view.tokens.selected_BTS
+        found = logit_statistics(*arrays, segments_BT=ctx.segments, selected_BTS=selected_BTS)
+        if self.spec.qk_clip is not None and ctx.cache is None:
+            found[HEAD_LOGITS] = largest_logits(*arrays, segments_BT=ctx.segments, selected_BTS=selected_BTS)
+        return found
 
     def empty_cache(self, cache_spec: CacheSpec, layers: int) -> Cache:
         """Latents are cached as values, since attention sums over them, and rotated and indexer keys as keys."""
@@ -217,7 +232,7 @@ class Mla(nnx.Module):
         cache = write_cache(keys_BTH[:, :, None], latent_BTR[:, :, None], ctx)
         cached: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
         key_BSP, index_BSI = jnp.split(cached.key_BSKH[:, :, 0], [self.spec.rope_dim], axis=-1)
-        tokens = TokenInfo(None, None, cached_positions(ctx), cached.positions_BS)
+        tokens = TokenInfo(None, None, ctx.cached_positions_BT, cached.positions_BS)
         return LatentCacheView(cached.value_BSKH[:, :, 0], key_BSP, index_BSI, tokens), cache
 
     def _strategy(self, ctx: Context) -> str | None:

@@ -23,6 +23,11 @@ ACTIVATIONS: dict[config.Activation, Callable[[jax.Array], jax.Array]] = {
     config.Activation.silu: jax.nn.silu,
     config.Activation.gelu: partial(jax.nn.gelu, approximate=False),
     config.Activation.gelu_tanh: partial(jax.nn.gelu, approximate=True),
+    config.Activation.relu: lambda x: jnp.where(x > 0, x, 0),
+    config.Activation.relu_squared: lambda x: jnp.where(x > 0, x * x, 0),
+    config.Activation.sigmoid: jax.nn.sigmoid,
+    config.Activation.tanh: jnp.tanh,
+    config.Activation.linear: lambda x: x,
 }
 
 

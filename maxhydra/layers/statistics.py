@@ -75,10 +75,25 @@ def logit_statistics(
     """
     if not ctx.has_statistics:
         return {}
+    stride = max(1, q_BTNH.shape[1] // QUERIES)
+    tokens = {"segments_BT": segments_BT, "selected_BTS": selected_BTS}
+    return {"logit_max": jnp.max(largest_logits(q_BTNH, k_BSKH, request, ctx, stride=stride, **tokens))}
+
+
+def largest_logits(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    request: Request,
+    ctx: Context,
+    *,
+    segments_BT: jax.Array | None,
+    selected_BTS: jax.Array | None = None,
+    stride: int = 1,
+) -> jax.Array:
+    """[N] largest attention logit of each query head, before any soft cap, of every `stride`-th query."""
     q_BTNH, k_BSKH = (jax.lax.stop_gradient(x) for x in (q_BTNH, k_BSKH))
     segments_BT = ctx.is_real_BT.astype(jnp.int32) if segments_BT is None else segments_BT
     S, K = k_BSKH.shape[1:3]
-    stride = max(1, q_BTNH.shape[1] // QUERIES)
     index_T = jnp.arange(q_BTNH.shape[1])[stride - 1 :: stride]
     q_BTNH, query_segments_BT, selected_BTS = jax.tree.map(
         lambda x: x[:, stride - 1 :: stride], (q_BTNH, segments_BT, selected_BTS)
@@ -92,10 +107,11 @@ def logit_statistics(
         mask_BCS = visible(request, tokens, queries=range(chunk), keys=range(S))
         assert mask_BCS is not None
         logits_BKGCS = jnp.einsum("BCKGH,BSKH->BKGCS", q_BCNH.reshape(B, chunk, K, N // K, H), k_BSKH)
-        return jnp.max(jnp.where(mask_BCS[:, None, None], logits_BKGCS.astype(jnp.float32) * request.scale, -jnp.inf))
+        logits_BKGCS = logits_BKGCS.astype(jnp.float32) * request.scale
+        return jnp.max(jnp.where(mask_BCS[:, None, None], logits_BKGCS, -jnp.inf), axis=(0, 3, 4)).reshape(N)
 
     def cut(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(x.shape[0], T // chunk, chunk, *x.shape[2:]), 1, 0)
 
     chunks = (*jax.tree.map(cut, (q_BTNH, query_segments_BT, selected_BTS)), index_T.reshape(-1, chunk))
-    return {"logit_max": jnp.max(jax.lax.map(of_chunk, chunks))}
+    return jnp.max(jax.lax.map(of_chunk, chunks), axis=0)

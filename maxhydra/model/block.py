@@ -42,6 +42,9 @@ from maxhydra.layers import (
     dropout,
     norm_with_residual,
 )
+from maxhydra.layers.engram import EngramSpec
+from maxhydra.layers.hyper_connections import HyperSpec
+from maxhydra.layers.qk_clip import HEAD_LOGITS
 from maxhydra.layers.statistics import LAYER, activation_statistics
 
 MIXERS: dict[config.Mixer, type[AttentionSpec] | type[DeltaSpec] | type[MlaSpec]] = {
@@ -63,6 +66,8 @@ def _mixer_spec(model: config.Model, kind: config.Kind, name: str) -> MixerSpec:
 
 
 def _feed_forward_spec(model: config.Model, kind: config.Kind, name: str) -> FeedForwardSpec:
+    if kind.latent_dim is not None:
+        model = dataclasses.replace(model, emb_dim=kind.latent_dim)
     if kind.feed_forward is not config.FeedForward.own_feed_forward:
         return FEED_FORWARDS[kind.feed_forward].of(model, kind)
     key = f"model.kinds.{name}.own_feed_forward.function"
@@ -99,6 +104,14 @@ class BlockSpec:
     per_layer: PerLayerSpec | None
     is_scaled: bool
     emb_dim: int
+    latent_dim: int | None
+    """Width between mixer and feed-forward in one residual branch; None for two branches."""
+    hyper: HyperSpec | None
+    """Hyper-connections; None for one residual stream."""
+    engram: EngramSpec | None
+    """Memory of n-grams before the mixer; None without one."""
+    up_scale: float
+    """Scale of the projection from latent_dim to emb_dim."""
     norms: config.Norms
     norm: NormSpec
     dropout: float
@@ -114,6 +127,10 @@ class BlockSpec:
             per_layer=PerLayerSpec.of(model),
             is_scaled=kind.is_scaled,
             emb_dim=model.emb_dim,
+            latent_dim=kind.latent_dim,
+            hyper=HyperSpec.of(model),
+            engram=EngramSpec.of(model, kind),
+            up_scale=model.init_scale,
             norms=kind.norms,
             norm=NormSpec.of(model),
             dropout=model.dropout,
@@ -122,26 +139,33 @@ class BlockSpec:
     def apply_aux_updates(self, new: Any, old: Any, aux: dict[str, AuxOutputs]) -> Any:
         """Return the layer's weights after an optimizer step, with the updates that do not come from gradients.
 
-        Router biases follow the load in `aux`. The layer's constant scale is restored: it has no gradient, but weight
-        decay would change it.
+        Router biases follow the load in `aux`, and QK-Clip the largest attention logits. The layer's constant scale is
+        restored: it has no gradient, but weight decay would change it.
         """
         if "scale" in new:
             new = {**new, "scale": old["scale"]}
+        if HEAD_LOGITS in aux.get("attention", {}) and "attention" in new:
+            assert isinstance(self.mixer, AttentionSpec | MlaSpec)
+            new = {**new, "attention": self.mixer.apply_aux_updates(new["attention"], aux["attention"])}
         if "mlp" not in aux or "mlp" not in new:
             return new
         return {**new, "mlp": self.feed_forward.apply_aux_updates(new["mlp"], old["mlp"], aux["mlp"])}
 
     def idle_parameters(self) -> int:
-        """Number of weights that are not used for a given token (experts it is not routed to)."""
-        return self.feed_forward.idle_parameters() + (
-            self.parallel_moe.moe.idle_parameters() if self.parallel_moe else 0
-        )
+        """Number of weights that are not used for a given token: experts and rows of a memory."""
+        parallel_moe = self.parallel_moe.moe.idle_parameters() if self.parallel_moe else 0
+        memory = self.engram.idle_parameters() if self.engram else 0
+        return self.feed_forward.idle_parameters() + parallel_moe + memory
 
     def forward_flops(self, seq_len: int) -> float:
         """Forward FLOPs per token of a sequence of this length."""
         parallel_moe = 0.0 if self.parallel_moe is None else self.parallel_moe.moe.forward_flops()
         per_layer = 0.0 if self.per_layer is None else self.per_layer.forward_flops()
-        return self.mixer.forward_flops(seq_len) + self.feed_forward.forward_flops() + parallel_moe + per_layer
+        up = 0.0 if self.latent_dim is None else 2.0 * self.latent_dim * self.emb_dim
+        streams = 0.0 if self.hyper is None else self.hyper.forward_flops()
+        memory = 0.0 if self.engram is None else self.engram.forward_flops()
+        extra = parallel_moe + per_layer + up + streams + memory
+        return self.mixer.forward_flops(seq_len) + self.feed_forward.forward_flops() + extra
 
 
 class Block(nnx.Module):
@@ -156,7 +180,7 @@ class Block(nnx.Module):
         self.attention_norm = self._build_norm(make, has_pre)
         self.attention: Mixer = spec.mixer.build(make.below("attention"))
         self.attention_post_norm = self._build_norm(make, has_post)
-        self.mlp_norm = self._build_norm(make, has_pre)
+        self.mlp_norm = self._build_norm(make, has_pre, spec.latent_dim)
         self.mlp: FeedForward = spec.feed_forward.build(make.below("mlp"))
         self.parallel_moe = (
             None if spec.parallel_moe is None else ParallelMoe(spec.parallel_moe, make.below("parallel_moe"))
@@ -212,8 +236,8 @@ class Block(nnx.Module):
             raise ConfigError(Problem(f"model.kinds.{self.name}.own_mixer.function", reason))
         return self.attention.empty_cache(cache_spec, layers)
 
-    def _build_norm(self, make: ParamBuilder, is_present: bool) -> Norm | None:
-        return self.spec.norm.build(self.spec.emb_dim, make) if is_present else None
+    def _build_norm(self, make: ParamBuilder, is_present: bool, dim: int | None = None) -> Norm | None:
+        return self.spec.norm.build(dim or self.spec.emb_dim, make) if is_present else None
 
 
 def apply_norm(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:

@@ -38,6 +38,7 @@ from maxhydra.layers import (
     VocabularySpec,
     with_aux_losses,
 )
+from maxhydra.layers.hyper_connections import HyperSpec, expand_streams, sum_streams
 from maxhydra.layers.weight_sampler import Sizes
 from maxhydra.model.block import Block, BlockSpec, Mtp, Remat
 from maxhydra.model.fused_block import NormHandoff, block_class, embed_with_norm
@@ -65,6 +66,7 @@ class DecoderSpec:
     """Multi-token prediction layers after the last (mtp.py)."""
     vocabulary: VocabularySpec
     per_layer: PerLayerSpec | None
+    hyper: HyperSpec | None
     is_tied: bool
     has_score: bool
     """Whether the head is that of a reward model."""
@@ -96,6 +98,7 @@ class DecoderSpec:
             mtp=(BlockSpec.of(model, model.layer_kinds()[-1]),) * model.mtp.depth,
             vocabulary=VocabularySpec.of(model),
             per_layer=PerLayerSpec.of(model),
+            hyper=HyperSpec.of(model),
             is_tied=model.head is config.Head.tied,
             has_score=model.head is config.Head.score,
             norm=NormSpec.of(model),
@@ -190,16 +193,16 @@ class Decoder(nnx.Module):
             ctx = dataclasses.replace(ctx, layer_input=self.per_layer(tokens_BT, x_BTD, ctx))
         prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first_norm_BTD, first=0)
         pattern = self._run_pattern(prefix.x_BTD, prefix.ctx, caches["pattern"], keep_layers=keep_layers)
-        first = len(self.spec.layers) - len(self.remainder)
+        spec, first = self.spec, len(self.spec.layers) - len(self.remainder)
         remainder = self._run_blocks(self.remainder, pattern.x_BTD, pattern.ctx, caches["remainder"], None, first=first)
         stacks = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
-        x_BTD = remainder.ctx.select_output_tokens(remainder.x_BTD)
+        x_BTD = sum_streams(remainder.ctx.select_output_tokens(remainder.x_BTD), spec.hyper)
         hidden_BTD = ctx.constrain_stream(self.final_norm(x_BTD))
         mtp = self._run_mtp(hidden_BTD, tokens_BT, ctx) if mtp_hidden else StackOutput(hidden_BTD, [], [], {}, ctx)
         return ModelOutput(
             hidden_BTD=hidden_BTD,
             cache=None if ctx.cache is None else {name: stack.caches for name, stack in stacks.items()},
-            layer_outputs=[x_BTD for stack in stacks.values() for x_BTD in stack.layer_outputs] if keep_layers else [],
+            layer_outputs=[sum_streams(x, spec.hyper) for s in stacks.values() for x in s.layer_outputs if keep_layers],
             aux=with_aux_losses({name: stack.aux for name, stack in {**stacks, "mtp": mtp}.items() if stack.aux}),
             mtp_hidden=mtp.layer_outputs,
         )
@@ -209,10 +212,10 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens_BT: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array | None]:
         """Embeddings of the tokens, and the first layer's norm of them if a fused kernel computed it too."""
-        fused = embed_with_norm(self.embedding, tokens_BT, _in_order(self.prefix), ctx)
-        if fused is not None:
+        if (fused := embed_with_norm(self.embedding, tokens_BT, _in_order(self.prefix), ctx)) is not None:
             return fused
-        return ctx.constrain_stream(self.embedding(tokens_BT, ctx.positions, ctx)), None
+        x_BTD = self.embedding(tokens_BT, ctx.positions, ctx)
+        return ctx.constrain_stream(expand_streams(x_BTD, self.spec.hyper)), None
 
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """Soft-capped logits [B, T, V] of hidden states [B, T, D]; T is sharded if it is divisible."""

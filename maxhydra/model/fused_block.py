@@ -45,6 +45,7 @@ from maxhydra.layers.mlp import ACTIVATIONS
 from maxhydra.layers.quant.int8 import Int8
 from maxhydra.layers.quant.training import is_qat
 from maxhydra.model.block import Block, BlockOutput, BlockSpec, add_residual, drop_empty
+from maxhydra.model.block_variants import EngramBlock, EngramHyperBlock, HyperBlock, LatentBlock
 
 
 class _Attended(NamedTuple):
@@ -122,7 +123,13 @@ class FusedBlock(Block):
 
 
 def block_class(spec: BlockSpec, matmul: MatmulSpec) -> type[Block]:
-    """FusedBlock for pre-norm layers whose weights are laid out for the fused kernels, otherwise Block."""
+    """FusedBlock for pre-norm layers whose weights are laid out for the fused kernels; otherwise that of the spec."""
+    if spec.latent_dim is not None:
+        return LatentBlock
+    if spec.engram is not None:
+        return EngramBlock if spec.hyper is None else EngramHyperBlock
+    if spec.hyper is not None:
+        return HyperBlock
     is_laid_out = matmul.is_fused and matmul.layout is Layout.joined
     return FusedBlock if is_laid_out and spec.norms is config.Norms.pre and spec.parallel_moe is None else Block
 
@@ -139,7 +146,7 @@ class NormHandoff:
     def inputs(self, index: int) -> tuple[Callable[..., Any], tuple[jax.Array | None, ...]]:
         """The method that runs the block of this index, and its arguments after the stream and the context."""
         if not isinstance(self._blocks[index], FusedBlock):
-            return Block.__call__, ()
+            return type(self._blocks[index]).__call__, ()
         next_norm = self._next_norms[index]
         return FusedBlock.run, (self._normed_BTD, None if next_norm is None else next_norm.scale_K)
 
@@ -158,7 +165,7 @@ def embed_with_norm(
         return None
     spec = embedding.spec
     is_plain = not (isinstance(embedding.table, Int8) or is_qat(embedding.format) or spec.is_scaled)
-    if not is_plain or embedding.positions is not None:
+    if not is_plain or embedding.positions is not None or spec.is_sinusoidal:
         return None
     shape = (*tokens_BT.shape, spec.emb_dim)
     with jax.named_scope("embedding"):

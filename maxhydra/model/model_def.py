@@ -127,6 +127,8 @@ class ModelDef:
 
         `keep_layers`: also return the residual stream after every layer. `mtp_hidden`: also run the MTP layers.
         """
+        if self.config.has_memory:
+            ctx = dataclasses.replace(ctx, tokens=tokens)
         return self._bind(params)(tokens, ctx, keep_layers=keep_layers, mtp_hidden=mtp_hidden)
 
     def hidden(self, params: Tree, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:

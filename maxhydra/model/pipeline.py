@@ -70,7 +70,7 @@ def run_pipeline(
     sharder = ctx.sharder
     _reject_amax_history(repetitions.weights)
     schedule = sharder.pipeline_schedule(x_BTD.shape[0])
-    tokens = {"positions": ctx.positions, "segments": ctx.segments, "shared": dict(ctx.shared)}
+    tokens = {"positions": ctx.positions, "segments": ctx.segments, "tokens": ctx.tokens, "shared": dict(ctx.shared)}
     cut = partial(_cut, schedule=schedule, outer=_outer_shards(sharder))
     stacked = repetitions._replace(layer_inputs=jax.tree.map(partial(cut, axis=2), repetitions.layer_inputs))
     without_tokens: dict[str, Any] = dict.fromkeys(tokens)

@@ -26,6 +26,7 @@ from maxhydra.optim.averages import Averaging, ExponentialAverage, ScheduleFreeA
 from maxhydra.optim.muon import muon_matrices, orthogonal_momentum
 from maxhydra.optim.parameters import axes_by_path, check_patterns, is_stacked, matrix_dims, path_of, paths
 from maxhydra.optim.schedule import Schedule, schedule
+from maxhydra.optim.sparsity import pruned_axes, with_sparsity
 from maxhydra.sharding import LogicalAxes, is_axes
 
 Tree = Any
@@ -69,12 +70,13 @@ def clip_to_norm(grads: Tree, norm: jax.Array, limit: float) -> Tree:
 class OptimizerState(NamedTuple):
     """Number of applied updates, the state of the inner transformations, and an average of the weights.
 
-    `average` is an `Average`, or None.
+    `average` is an `Average`, or None; `sparse` is `SparseWeights`, or None.
     """
 
     applied: jax.Array
     inner: Tree
     average: Tree = None
+    sparse: Tree = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +154,8 @@ def build(
     norm = GradNorm(is_trained=is_trained, is_per_layer=is_per_layer)
     averaging = _averaging(config)
     transform = _scale_by_schedule(inner, learning_rate, norm, config.clip_norm)
+    if config.sparsity.n is not None:
+        transform = with_sparsity(transform, config.sparsity, pruned_axes(config.sparsity, axes_of, shapes))
     return Optimizer(
         transform if averaging is None else _with_average(transform, averaging, learning_rate, is_trained),
         learning_rate,

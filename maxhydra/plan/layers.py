@@ -89,7 +89,7 @@ def trace_layer(model: "HashedModel", kind: str, remat: Remat, *, platform: str)
     def residuals(weights: Any, x_BTD: jax.Array, ctx: Context) -> Any:
         return jax.vjp(lambda weights, x_BTD: run(weights, x_BTD, ctx), weights, x_BTD)[1]
 
-    x_BTD = jax.ShapeDtypeStruct((rows, length, wide.emb_dim), compute)
+    x_BTD = jax.ShapeDtypeStruct((rows, length, wide.stream_dim), compute)
     with unlogged_choices():
         leaves = jax.tree.leaves(jax.eval_shape(residuals, weights, x_BTD, ctx))
     arrays = [leaf for leaf in leaves if leaf.size and leaf.size % BATCH == 0 and leaf.dtype != jnp.int32]
@@ -137,6 +137,7 @@ def _context(model: config.Model, spec: BlockSpec, compute: np.dtype, platform: 
         cache=None,
         dropout_key=None,
         layer_input=per_layer,
+        tokens=tokens if spec.engram is not None else None,
         shared=shared,
     )
 

@@ -83,7 +83,7 @@ class Memory:
 def memory(case: Case) -> Memory:
     """Memory of a training step on each device."""
     accumulators = _accumulator_bytes(case) if case.grad_accum > 1 else 0
-    stream = case.stream_tokens * case.config.model.emb_dim * _compute_bytes(case)
+    stream = case.stream_tokens * case.config.model.stream_dim * _compute_bytes(case)
     layer, rows = _layer_work(case)
     in_work = _layers_in_work(case)
     gathered, gradient = _gathered_bytes(case)
@@ -191,7 +191,7 @@ def _gathered_stream_bytes(case: Case) -> float:
     """Inputs of both sublayers, gathered over a tensor-parallel group, and their gradients to be scattered."""
     if case.sharder.num_shards("act_stream_length") == case.sharder.num_shards("act_length"):
         return 0.0
-    return 4 * case.stream_tokens * case.config.model.emb_dim * _compute_bytes(case)
+    return 4 * case.stream_tokens * case.config.model.stream_dim * _compute_bytes(case)
 
 
 def _loss_chunk(case: Case) -> int:

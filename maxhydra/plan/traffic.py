@@ -188,7 +188,9 @@ def tensor_transfers(case: Case) -> Iterator[Transfer]:
     axes = case.sharder.mesh_axes("act_heads")
     if not axes:
         return
-    size = case.stream_tokens * case.config.model.emb_dim * jnp.dtype(case.config.model.dtypes.compute.value).itemsize
+    size = (
+        case.stream_tokens * case.config.model.stream_dim * jnp.dtype(case.config.model.dtypes.compute.value).itemsize
+    )
     sent = ring(case, axes, size)
     times = case.grad_accum * len(case.subject.spec.layers) * case.ticks
     policy = case.remat.policy
@@ -313,7 +315,7 @@ def expert_transfers(case: Case) -> Iterator[Transfer]:
     devices = math.prod(case.mesh[axis] for axis in axes)
     gathers = gathers_tokens(case, spec)
     rows = case.stream_tokens * (devices - 1 if gathers else spec.router.top_k * (devices - 1) / devices)
-    size = rows * case.config.model.emb_dim * jnp.dtype(case.config.model.dtypes.compute.value).itemsize
+    size = rows * case.config.model.stream_dim * jnp.dtype(case.config.model.dtypes.compute.value).itemsize
     # Tokens are sent again for the recomputed pass; outputs are not.
     recomputed = case.remat.policy is not RematPolicy.none
     for phase, passes in ((Phase.forward, 2), (Phase.backward, 2 + recomputed)):
@@ -328,7 +330,7 @@ def stage_transfers(case: Case) -> Iterator[Transfer]:
         return
     compute = jnp.dtype(case.config.model.dtypes.compute.value).itemsize
     microbatch = case.stream_tokens * schedule.stages / schedule.microbatches
-    size = microbatch * case.config.model.emb_dim * compute
+    size = microbatch * case.config.model.stream_dim * compute
     calls = 3 * schedule.ticks * case.grad_accum
     yield Transfer("microbatches", (STAGE,), calls * size, calls, Phase.forward, Overlap.none)
     yield Transfer("microbatches", (STAGE,), calls * size, calls, Phase.backward, Overlap.none)

@@ -22,6 +22,7 @@ from maxhydra.kernels.linear_cross_entropy.xla import is_target, logprobs_at_tar
 from maxhydra.kernels.placement import Placement
 from maxhydra.layers import Context
 from maxhydra.layers.context import KernelChoice, kernel_errors_as_config_errors
+from maxhydra.layers.qk_clip import HEAD_LOGITS
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 
@@ -138,15 +139,18 @@ def add_aux_losses(sums: Sums, aux: Tree) -> Sums:
     return {**sums, **extra}
 
 
-def load_metrics(aux: Tree) -> dict[str, jax.Array]:
-    """Metrics of the experts' load; empty for models without experts.
+def layer_metrics(aux: Tree) -> dict[str, jax.Array]:
+    """Metrics of the experts' load and of attention logits; empty for models without experts and QK-Clip.
 
-    Max over mean of the load in the most imbalanced layer, and, if rows can be dropped, how many were in all layers.
+    Max over mean of the load in the most imbalanced layer, and, if rows can be dropped, how many were in all layers;
+    the largest attention logit of all layers before QK-Clip.
     """
     leaves = jax.tree_util.tree_leaves_with_path(aux)
     ratios = [_max_over_mean(leaf) for keys, leaf in leaves if keys[-1].key == "load"]
     dropped = [jnp.sum(leaf) for keys, leaf in leaves if keys[-1].key == "dropped"]
+    logits = [jnp.max(leaf) for keys, leaf in leaves if keys[-1].key == HEAD_LOGITS]
     metrics = {"moe/load_max_mean": jnp.max(jnp.stack(ratios))} if ratios else {}
+    metrics |= {"attention/logit_max": jnp.max(jnp.stack(logits))} if logits else {}
     return {**metrics, "moe/dropped": jnp.sum(jnp.stack(dropped))} if dropped else metrics
 
 

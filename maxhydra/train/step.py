@@ -14,13 +14,13 @@ from maxhydra.layers.statistics import add_aux, is_maximum
 from maxhydra.model import merge_trees
 from maxhydra.optim import Optimizer
 from maxhydra.train.evaluate import split_microbatches
-from maxhydra.train.loss import AUX, Batch, LossFn, Sums, Tree, load_metrics
+from maxhydra.train.loss import AUX, Batch, LossFn, Sums, Tree, layer_metrics
 from maxhydra.train.state import DEFAULT_LAYOUT, Guard, StateLayout, TrainState, unchanged
 from maxhydra.train.statistics import STATISTICS, reduce_step
 
 Metrics = dict[str, jax.Array]
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-# (new params, old params, aux statistics of layers) -> new params with the router biases updated from the expert load.
+# (new params, old params, aux statistics of layers) -> new params with router biases and QK-Clip applied.
 ApplyRouterBias = Callable[[Tree, Tree, Tree], Tree]
 # Trainable params -> the same in the compute dtypes; the loss is differentiated with respect to the result.
 Cast = Callable[[Tree], Tree]
@@ -87,7 +87,7 @@ def make_step(
             guard=_observe(state.guard, observed, train.spike, counts=counts, apply=apply, halted=halted),
             history=history,
         )
-        metrics = {**means, **load_metrics(aux), "grad_norm": grad_norm, "learning_rate": learning_rate}
+        metrics = {**means, **layer_metrics(aux), "grad_norm": grad_norm, "learning_rate": learning_rate}
         counters = {"tokens": sums["weight"], "skipped": new_state.guard.skipped, "halted": new_state.guard.halted}
         if has_statistics:
             trees = {"grad": grads, "weight": old_params, "update": updates}

@@ -145,13 +145,16 @@ def test_command_composes_and_experiment_is_the_same_run(name: str, tmp_path: Pa
 
 
 def test_printed_command_and_written_experiment(tmp_path: Path, capsys: Any) -> None:
-    path, output = config_file(tmp_path, TINY + "prompt: it's\nmoba: true"), tmp_path / "conf" / "experiment" / "x.yaml"
+    path, output = (
+        config_file(tmp_path, TINY + "prompt: it's\nrope_min_timescale: 2"),
+        tmp_path / "conf" / "experiment" / "x.yaml",
+    )
     assert main.run(["import", "maxtext", str(path)]) == 0
     arguments = shlex.split(capsys.readouterr().out.replace("\\\n", ""))
     assert arguments[0] == "maxhydra" and compose(arguments[1:]).config.model.emb_dim == 32
     assert main.run(["import", "maxtext", "--output", str(output), str(path), "steps=3"]) == 0
     assert capsys.readouterr() == ("maxhydra experiment=x\n", "")
-    assert "#   moba=true: " in output.read_text() and "steps: 3" in output.read_text()
+    assert "#   rope_min_timescale=2: " in output.read_text() and "steps: 3" in output.read_text()
 
 
 def test_decode_has_no_keys_of_training(tmp_path: Path) -> None:
@@ -197,11 +200,11 @@ def test_scale_doubles_heads_then_width_then_layers(tmp_path: Path) -> None:
 
 
 def test_keys_without_an_equivalent_are_named(tmp_path: Path, capsys: Any) -> None:
-    text = TINY + "moba: true\nuse_pathways: true\nhf_access_token: hf_abcdefghijklmnopqrstuvwxyz012345"
+    text = TINY + "enable_mhc_lite: true\nuse_pathways: true\nhf_access_token: hf_abcdefghijklmnopqrstuvwxyz012345"
     assert main.run(["import", "maxtext", str(config_file(tmp_path, text)), "rope_min_timescale=2"]) == 0
     out, err = capsys.readouterr()
     first, other = err.split("set in another way")
-    assert "moba=true: Mixture of block attention" in first and "rope_min_timescale=2" in first
+    assert "enable_mhc_lite=true: The mixing matrix" in first and "rope_min_timescale=2" in first
     assert "use_pathways=true: Pathways" in other and "HF_TOKEN" in other and "hf_abcdef" not in out + err
 
 

@@ -19,7 +19,7 @@ from maxhydra.layers.expert_rows import RoutedTokens, Weights
 from maxhydra.measure import hlo
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.sharding.mesh import AXIS_TYPES
-from maxhydra.train.loss import load_metrics
+from maxhydra.train.loss import layer_metrics
 from tests.support.mixtures import EMB, HIDDEN, Mixture, expert, softmax_top_k
 
 AUTO, SEND, GATHER = config.Dispatch
@@ -167,8 +167,8 @@ def test_full_buffers_drop_the_end_of_the_longest_queues(favourite, dispatch):
 
 def test_dropped_rows_of_all_layers_are_a_metric():
     layers = {"pattern": {"0": {"mlp": {"load": jnp.ones((2, 4)), "dropped": jnp.array([3.0, 4.0])}}}}
-    assert load_metrics({**layers, "prefix": {"0": {"mlp": {"dropped": jnp.array(5.0)}}}})["moe/dropped"] == 12
-    assert "moe/dropped" not in load_metrics({"pattern": {"0": {"mlp": {"load": jnp.ones((2, 4))}}}})
+    assert layer_metrics({**layers, "prefix": {"0": {"mlp": {"dropped": jnp.array(5.0)}}}})["moe/dropped"] == 12
+    assert "moe/dropped" not in layer_metrics({"pattern": {"0": {"mlp": {"load": jnp.ones((2, 4))}}}})
 
 
 @pytest.mark.slow

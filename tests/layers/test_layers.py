@@ -25,7 +25,7 @@ from maxhydra.layers import (
     RMSNorm,
     dropout,
 )
-from maxhydra.layers.attention import scale_queries
+from maxhydra.layers.attention_heads import scale_queries
 from maxhydra.layers.mlp import ACTIVATIONS, gated
 from maxhydra.layers.norm import LayerNorm
 from maxhydra.layers.rope import Rotation, frequencies, rotate
@@ -146,6 +146,11 @@ def test_mlp_gates(activation):
         "silu": lambda a: a / (1 + np.exp(-a)),
         "gelu": lambda a: a * (1 + erf(a / np.sqrt(2))) / 2,
         "gelu_tanh": lambda a: a * (1 + np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3))) / 2,
+        "relu": lambda a: np.maximum(a, 0),
+        "relu_squared": lambda a: np.maximum(a, 0) ** 2,
+        "sigmoid": lambda a: 1 / (1 + np.exp(-a)),
+        "tanh": np.tanh,
+        "linear": lambda a: a,
     }
     gate, up, down = (np.asarray(projection.kernel[...], np.float64) for projection in (mlp.gate, mlp.up, mlp.down))
     assert gate.shape == (24, 16)

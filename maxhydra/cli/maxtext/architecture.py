@@ -107,7 +107,8 @@ YARN = {
 }
 # rope_type=llama3.1 has these constants.
 LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_context": 8192}
-GATES = {"silu": "silu", "gelu": "gelu_tanh"}
+GATES = {"silu": "silu", "swish": "silu", "gelu": "gelu_tanh"}
+GATES |= {name: name for name in ("relu", "sigmoid", "tanh", "linear")}
 
 
 def model(t: Translation) -> None:
@@ -167,10 +168,13 @@ class Architecture:
             self._set(f"{prefix}attention.qk_norm", "head_plain", "qk_norm_with_scale")
         if mixer != "delta":
             self._rope(f"{prefix}{mixer}.rope.", kind)
+        if mixer == "attention" and self.settings.given("v_norm_with_scale") and kind.attention.value_norm:
+            self._set(f"{prefix}attention.value_norm_scale", False, "v_norm_with_scale")
         if mixer == "attention":
             self._windows(f"{prefix}attention.", kind)
         if mixer == "mla":
             self._indexer(f"{prefix}mla.indexer.", kind)
+        self._latent(prefix, kind)
         if self.settings.given("use_post_attn_norm", "use_post_ffw_norm"):
             both = self.settings["use_post_attn_norm"] and self.settings["use_post_ffw_norm"]
             self._set(f"{prefix}norms", "sandwich" if both else "pre", "use_post_attn_norm", "use_post_ffw_norm")
@@ -235,6 +239,18 @@ class Architecture:
                 if self.settings.given(key):
                     self._set(prefix + name, or_null(self.settings.count(key)), key)
 
+    def _latent(self, prefix: str, kind: Kind) -> None:
+        """Set the width between attention and experts, which MaxText gives twice."""
+        both = ("attention_output_dim", "moe_expert_input_dim")
+        if not self.settings.given(*both):
+            return
+        widths = {or_null(self.settings.count(key)) for key in both}
+        if len(widths) > 1 or kind.latent_dim is None:
+            for key in both:
+                self.t.unsupported(key, "accepted: the same width twice, with a decoder_block that has it")
+            return
+        self._set(f"{prefix}latent_dim", widths.pop(), *both)
+
     def _indexer(self, prefix: str, kind: Kind) -> None:
         uses = (
             self.settings["use_indexer"] if self.settings.given("use_indexer") else kind.mla.indexer.top_k is not None
@@ -281,7 +297,7 @@ class Architecture:
         names = list(self.settings[key])
         is_gated = len(names) == 2 and names[1] == "linear"
         if names[0] not in GATES or not (is_gated or (len(names) == 1 and not is_moe)):
-            accepted = "[silu,linear], [gelu,linear] and, without experts, [silu] and [gelu]"
+            accepted = f"[NAME,linear] and, without experts, [NAME], NAME one of {', '.join(GATES)}"
             self.t.unsupported(key, f"accepted: {accepted}")
             return
         self._set(f"{prefix}activation", GATES[names[0]], key)
@@ -331,6 +347,8 @@ class Architecture:
             self._set("mtp.loss_weight", settings.number("mtp_loss_scaling_factor"), "mtp_num_layers")
         elif settings.given("mtp_num_layers"):
             self._set("mtp.depth", 0, "mtp_num_layers")
+        if settings["use_qk_clip"]:
+            self._set("qk_clip", settings.number("qk_clip_threshold"), "use_qk_clip", "qk_clip_threshold")
         if settings.given("scan_layers"):
             layers = self.t.values.get("model.num_layers", self.option.num_layers)
             self._set("scan_unroll", layers, "scan_layers")
@@ -344,6 +362,8 @@ class Architecture:
     def _context_length(self) -> None:
         """Extend the context to the training length: MaxText has no limit."""
         positions, length = self.settings.count("trainable_position_size"), self.settings.count("max_target_length")
+        if self.settings["use_untrainable_positional_embedding"]:
+            self._set("embedding.positions", "sinusoidal", "use_untrainable_positional_embedding")
         if positions > 0 and self.settings.given("trainable_position_size"):
             self._set("embedding.positions", "learned", "trainable_position_size")
             self._set("context_length", positions, "trainable_position_size")

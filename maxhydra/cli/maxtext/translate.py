@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from maxhydra.cli.maxtext import architecture, data, parallelism, post_training, training
+from maxhydra.cli.maxtext import architecture, data, mechanisms, parallelism, post_training, training
 from maxhydra.cli.maxtext.settings import Settings, read_settings
 from maxhydra.cli.maxtext.table import Row, rows
 from maxhydra.cli.maxtext.translation import Note, Translation
@@ -20,6 +20,8 @@ from maxhydra.config.yaml_files import dump_yaml
 FUNCTIONS: dict[str, Callable[[Translation], None]] = {
     "task": post_training.task,
     "model": architecture.model,
+    "engram": mechanisms.engram,
+    "moba": mechanisms.moba,
     "data": data.data,
     "tokenizer": data.tokenizer,
     "lengths": training.lengths,
@@ -33,6 +35,7 @@ FUNCTIONS: dict[str, Callable[[Translation], None]] = {
     "engine": post_training.engine,
     "optimizer": training.optimizer,
     "schedule": training.schedule,
+    "sparsity": mechanisms.sparsity,
     "spikes": training.spikes,
     "seeds": training.seeds,
     "mesh": parallelism.mesh,

@@ -118,6 +118,16 @@ class Temperature(Schema):
 
 
 @schema
+class Moba(Schema):
+    """Mixture of block attention (Lu et al., 2025): a query attends to its own block and to the best earlier ones."""
+
+    block_size: int | None = option(None, ge=1)
+    """Tokens of a block. null: a query attends to all earlier tokens."""
+    top_k: int = option(8, ge=1)
+    """Blocks that a query head attends to, its own included; the others by the dot product with their mean key."""
+
+
+@schema
 class Attention(Schema):
     """Grouped-query attention (Ainslie et al., 2023); multi-head and multi-query attention are special cases."""
 
@@ -147,17 +157,29 @@ class Attention(Schema):
     value: ValueSource = ValueSource.own
     """Values: a separate projection (own), or the key projection before norm and RoPE (key)."""
     value_norm: bool = False
-    """Normalize the values of each head, without a scale."""
+    """Normalize the values of each head."""
+    value_norm_scale: bool = False
+    """Multiply the normalized values by a learned scale."""
     shares: str | None = None
     """Kind of the prefix from whose last layer keys and values are taken (cross-layer sharing, Brandon et al., 2024).
     null: the layer computes its own."""
     temperature: Temperature = section(Temperature)
+    moba: Moba = section(Moba)
     rope: Rope = section(Rope)
 
     def check(self) -> Iterator[Problem]:
+        if self.moba.block_size is None and self.moba.top_k != Moba.top_k:
+            yield Problem("moba.top_k", "is not used without block_size", self.moba.top_k, hint="set moba.block_size")
+        conflicts = {"window": self.window, "chunk": self.chunk, "softcap": self.softcap, "sinks": self.sinks or None}
+        for name, value in conflicts.items():
+            if self.moba.block_size is not None and value is not None:
+                reason, accepted = "is not supported with moba.block_size", "false" if name == "sinks" else "null"
+                yield Problem(name, reason, value=value, accepted=accepted)
         if self.shares is not None and (self.value is ValueSource.key or self.value_norm):
             reason = "uses the values of another kind, so value and value_norm must be set there"
             yield Problem("shares", reason, value=self.shares, accepted="null")
+        if self.value_norm_scale and not self.value_norm:
+            yield Problem("value_norm_scale", "is not used without value_norm", value=True, hint="set value_norm=true")
         if self.window is not None and self.chunk is not None:
             yield Problem(
                 "chunk",

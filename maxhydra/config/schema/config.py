@@ -72,8 +72,11 @@ def _kind_estimate(model: Model, kind: Kind) -> int:
         mixer = width * query if rank is None else rank * (width + query)
         mixer += mla.kv_lora_rank * (width + heads * (nope + value)) + width * (mla.qk_rope_head_dim + heads * value)
     else:
-        mixer = 2 * width * head_dim * (heads + kv_heads)
-    return mixer + width * _feed_forward_width(model, kind)
+        mixer = head_dim * (width * (heads + 2 * kv_heads) + (kind.latent_dim or width) * heads)
+    inner, orders = kind.latent_dim or width, kind.engram.vocab_sizes
+    memory = kind.engram.num_heads * kind.engram.head_dim
+    memory *= sum(orders) + len(orders) * width * (1 + model.hyper_connections.streams)
+    return mixer + inner * _feed_forward_width(model, kind) + (width * inner if kind.latent_dim else 0) + memory
 
 
 def _feed_forward_width(model: Model, kind: Kind) -> int:
@@ -153,10 +156,15 @@ class Config(Schema):
         trained = self.model.dtypes.weights if self.adapter.kind is AdapterKind.none else Dtype.float32
         for problem in self.optimizer.check_moments(trained):
             yield dataclasses.replace(problem, path=f"optimizer.{problem.path}")
-        has_bias = any(kind.moe.router.bias_rate for kind in self.model.kinds.values())
-        if self.optimizer.kind is OptimizerKind.schedule_free and has_bias:
-            reason = "is not supported with router biases, which change outside of the optimizer"
+        has_updates = any(kind.moe.router.bias_rate for kind in self.model.kinds.values())
+        has_updates = has_updates or self.model.qk_clip is not None
+        if self.optimizer.kind is OptimizerKind.schedule_free and has_updates:
+            reason = "is not supported with router biases and qk_clip, which change weights outside of the optimizer"
             yield Problem("optimizer.kind", reason, value="schedule_free", accepted="another kind, with ema_decay")
+        if self.adapter.kind is not AdapterKind.none and self.model.qk_clip is not None:
+            reason = "rescales weights that an adapter freezes"
+            yield Problem("model.qk_clip", reason, value=self.model.qk_clip, accepted="null, or adapter=none")
+        yield from self._sparsity_problems()
         yield from self._transfer_problems()
         compute, grad_accum = self.model.dtypes.compute, self.train.grad_accum
         for problem in self.optimizer.check_grad_dtype(compute, grad_accum=grad_accum):
@@ -167,13 +175,26 @@ class Config(Schema):
             reason, accepted = f"is not supported by task={self.task.name}", f"null, or task={', '.join(EPOCH_TASKS)}"
             yield Problem("train.epochs", reason, value=self.train.epochs, accepted=accepted)
 
+    def _sparsity_problems(self) -> Iterator[Problem]:
+        """Masks are chosen from weights that only the optimizer changes."""
+        conflicts = {
+            "adapter=none": self.adapter.kind is not AdapterKind.none,
+            "model.qk_clip=null": self.model.qk_clip is not None,
+            "train.diloco.period=null": self.train.diloco.period is not None,
+        }
+        for accepted, is_conflict in conflicts.items():
+            if self.optimizer.sparsity.n is not None and is_conflict:
+                reason, accepted = f"is only supported with {accepted}", f"null, or {accepted}"
+                yield Problem("optimizer.sparsity.n", reason, value=self.optimizer.sparsity.n, accepted=accepted)
+
     def _transfer_problems(self) -> Iterator[Problem]:
         """Models and optimizers for which the scaling rules of model.transfer are not known here."""
         if not self.model.transfer.is_used:
             return
         kinds, per_layer = self.model.kinds.values(), self.model.per_layer.dim
         plain = all(
-            kind.mixer is Mixer.attention and kind.feed_forward is FeedForward.mlp and kind.norms is Norms.pre
+            (kind.mixer, kind.feed_forward, kind.norms, kind.latent_dim)
+            == (Mixer.attention, FeedForward.mlp, Norms.pre, None)
             for kind in kinds
         )
         required = {

@@ -11,6 +11,11 @@ class Activation(Enum):
     silu = "silu"
     gelu = "gelu"
     gelu_tanh = "gelu_tanh"
+    relu = "relu"
+    relu_squared = "relu_squared"
+    sigmoid = "sigmoid"
+    tanh = "tanh"
+    linear = "linear"
 
 
 class MlpKind(Enum):
@@ -32,7 +37,8 @@ class Mlp(Schema):
     dim: int | None = option(None, ge=1, le=MAX_WIDTH)
     """Hidden size of this kind. null: model.mlp_dim."""
     activation: Activation = Activation.silu
-    """Activation of the gate or, if plain, of the hidden layer; gelu is exact, gelu_tanh its approximation."""
+    """Activation of the gate or, if plain, of the hidden layer; gelu is exact, gelu_tanh its approximation.
+    relu_squared: relu(x)^2 (So et al., 2021); linear: none, so that a gated MLP is bilinear."""
     bias: bool = False
     """Add a bias to the projections."""
 
@@ -187,6 +193,7 @@ class EmbeddingScale(Enum):
 class Positions(Enum):
     none = "none"
     learned = "learned"
+    sinusoidal = "sinusoidal"
 
 
 @schema
@@ -196,7 +203,8 @@ class Embedding(Schema):
     scale: EmbeddingScale = EmbeddingScale.one
     """Factor on embeddings: one, or root_dim, sqrt(emb_dim) in the compute dtype (Vaswani et al., 2017)."""
     positions: Positions = Positions.none
-    """learned: add a learned vector for each of context_length positions (Radford et al., 2018)."""
+    """learned: add a learned vector for each of context_length positions (Radford et al., 2018). sinusoidal: add sines,
+    then cosines, of position * f_i with f_i = 10000^(-i / (emb_dim / 2 - 1)) (Vaswani et al., 2017)."""
 
 
 @schema

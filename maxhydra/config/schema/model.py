@@ -22,6 +22,7 @@ from maxhydra.config.schema.attention import (
     DeltaBackend,
     Indexer,
     Mla,
+    Moba,
     Pairs,
     QkNorm,
     Rope,
@@ -56,6 +57,7 @@ from maxhydra.config.schema.kernels import (
     ModelKernels,
     Projection,
 )
+from maxhydra.config.schema.layer_kind import FeedForward, Kind, Mixer, Norms
 
 __all__ = [
     "Activation",
@@ -82,6 +84,7 @@ __all__ = [
     "Mla",
     "Mlp",
     "MlpKind",
+    "Moba",
     "Model",
     "ModelKernels",
     "Moe",
@@ -105,7 +108,8 @@ __all__ = [
     "Temperature",
     "ValueSource",
 ]
-from maxhydra.config.schema.plug_in import PlugIn
+from maxhydra.config.schema.remat import Remat, RematPolicy
+from maxhydra.config.schema.residual import HyperConnections
 from maxhydra.config.schema.transfer import Transfer
 
 
@@ -121,76 +125,10 @@ class Head(Enum):
     score = "score"
 
 
-class RematPolicy(Enum):
-    none = "none"
-    full = "full"
-    minimal = "minimal"
-    custom = "custom"
-    auto = "auto"
-
-
 class Norm(Enum):
     rms = "rms"
     rms_plus_one = "rms_plus_one"
     layer = "layer"
-
-
-class Norms(Enum):
-    pre = "pre"
-    post = "post"
-    sandwich = "sandwich"
-
-
-class Mixer(Enum):
-    attention = "attention"
-    delta = "delta"
-    mla = "mla"
-    own_mixer = "own_mixer"
-
-
-class FeedForward(Enum):
-    mlp = "mlp"
-    moe = "moe"
-    own_feed_forward = "own_feed_forward"
-
-
-@schema
-class Kind(Schema):
-    """One kind of layer: x + mixer(norm(x)), then x + feed_forward(norm(x))."""
-
-    norms: Norms = Norms.pre
-    """Norm placement: on the input of mixer and feed-forward (pre), on their output (post), or both (sandwich)."""
-    mixer: Mixer = Mixer.attention
-    """Token mixer; configured in the section of the same name. own_mixer: one of yours."""
-    attention: Attention = section(Attention)
-    delta: Delta = section(Delta)
-    mla: Mla = section(Mla)
-    own_mixer: PlugIn = section(PlugIn)
-    feed_forward: FeedForward = FeedForward.mlp
-    """Per-token layer; configured in the section of the same name. own_feed_forward: one of yours."""
-    mlp: Mlp = section(Mlp)
-    moe: Moe = section(Moe)
-    own_feed_forward: PlugIn = section(PlugIn)
-    parallel_moe: ParallelMoe = ParallelMoe.none
-    """moe: a mixture of experts (section moe) in parallel with feed_forward=mlp, each followed by its own norm."""
-    is_scaled: bool = False
-    """Multiply the layer's output by a per-layer constant that is loaded with the weights and not trained."""
-
-    def check(self) -> Iterator[Problem]:
-        yield from self.own_mixer.check_use("own_mixer", self.mixer)
-        yield from self.own_feed_forward.check_use("own_feed_forward", self.feed_forward)
-        is_mixture = self.feed_forward is FeedForward.moe or self.parallel_moe is ParallelMoe.moe
-        if is_mixture and self.moe.experts is None:
-            user = "feed_forward" if self.feed_forward is FeedForward.moe else "parallel_moe"
-            yield Problem("moe.experts", f"is needed by {user}=moe", value=None, accepted="an integer, 2 or more")
-        if self.parallel_moe is ParallelMoe.moe and self.feed_forward is not FeedForward.mlp:
-            yield Problem("parallel_moe", "requires feed_forward=mlp", value="moe", accepted="none")
-        if self.parallel_moe is ParallelMoe.moe and self.moe.router.bias_rate is not None:
-            reason = "requires feed_forward=moe: a parallel MoE has no router bias for load balancing"
-            yield Problem("moe.router.bias_rate", reason, value=self.moe.router.bias_rate, accepted="null")
-        if not is_mixture and self.moe.experts is not None:
-            hint = "set feed_forward=moe or parallel_moe=moe, or leave it null"
-            yield Problem("moe.experts", "is not used by feed_forward=mlp", value=self.moe.experts, hint=hint)
 
 
 @schema
@@ -205,51 +143,6 @@ class Dtypes(Schema):
     """Attention logits and their softmax."""
     logits: Dtype = Dtype.float32
     """Output logits and the loss."""
-
-
-@schema
-class Remat(Schema):
-    """Rematerialization: which activations are saved for the backward pass, and which are recomputed."""
-
-    policy: RematPolicy = RematPolicy.none
-    """none saves all activations, full only layer inputs, minimal also matmul and attention outputs, custom those named
-    in save and offload. auto: the first of none, minimal and full that fits in device memory by the estimate of
-    task=plan (dpo, reward_model, grpo, distill: minimal or full); minimal if the memory is unknown."""
-    save: list[str] = option([])
-    """custom: activations saved on the device: query, key, value, context, attention_out, mlp_gate, mlp_up, mlp_out."""
-    offload: list[str] = option([])
-    """custom: activations offloaded to host memory."""
-
-    def check(self) -> Iterator[Problem]:
-        for field in ("save", "offload"):
-            names: list[str] = getattr(self, field)
-            for name in names:
-                if name not in ACTIVATIONS:
-                    yield Problem(
-                        field,
-                        f"has no activation {name!r}",
-                        value=names,
-                        accepted=", ".join(ACTIVATIONS),
-                        hint=did_you_mean(name, ACTIVATIONS),
-                    )
-            if names and self.policy is not RematPolicy.custom:
-                yield Problem(
-                    field,
-                    f"is not used by policy={self.policy.value}",
-                    value=names,
-                    hint="set policy=custom, or leave this empty",
-                )
-        if self.policy is RematPolicy.custom and not self.save and not self.offload:
-            yield Problem(
-                "policy",
-                "needs names in save or offload",
-                value="custom",
-                accepted="names from " + ", ".join(ACTIVATIONS),
-                hint="to save nothing but layer inputs, set policy=full",
-            )
-
-
-ACTIVATIONS = ("query", "key", "value", "context", "attention_out", "mlp_gate", "mlp_up", "mlp_out")
 
 
 @schema
@@ -291,10 +184,14 @@ class Model(Schema):
     logit_softcap: float | None = option(None, gt=0)
     """Output logits become softcap * tanh(logits / softcap)."""
     per_layer: PerLayer = section(PerLayer)
+    hyper_connections: HyperConnections = section(HyperConnections)
     dropout: float = option(0.0, ge=0, lt=1)
     """Dropout rate on the output of each residual branch, in training."""
     init_scale: float = option(1.0, gt=0)
     """Factor on the initial weights, which are normally distributed with variance 1 / fan-in."""
+    qk_clip: float | None = option(None, gt=0)
+    """QK-Clip (Kimi K2, 2025): after a training step, the query and key projections of each head whose largest
+    attention logit exceeded this are scaled down, so that it would have been this. null: no clipping."""
     transfer: Transfer = section(Transfer)
     dtypes: Dtypes = section(Dtypes)
     remat: Remat = section(Remat)
@@ -312,6 +209,11 @@ class Model(Schema):
         """True if a layer has a mixture of experts."""
         return any(self.kinds[name].moe.experts is not None for name in {*self.prefix, *self.pattern})
 
+    @property
+    def stream_dim(self) -> int:
+        """Width of what one layer passes to the next: all residual streams."""
+        return self.emb_dim * self.hyper_connections.streams
+
     def layer_kinds(self) -> list[str]:
         """The kind of every layer from first to last: the prefix, then the pattern repeated."""
         repeated = self.num_layers - len(self.prefix)
@@ -319,9 +221,14 @@ class Model(Schema):
 
     @property
     def is_recurrent(self) -> bool:
-        """True if a layer keeps a recurrent state instead of a KV cache, so that prefixes cannot be shared."""
+        """True if a layer keeps a state of fixed size per sequence, so that prefixes cannot be shared."""
         used = {*self.prefix, *self.pattern}
-        return any(kind.mixer is Mixer.delta for name, kind in self.kinds.items() if name in used)
+        return self.has_memory or any(kind.mixer is Mixer.delta for name, kind in self.kinds.items() if name in used)
+
+    @property
+    def has_memory(self) -> bool:
+        """True if a layer looks up n-grams of the tokens."""
+        return any(self.kinds[name].engram.vocab_sizes for name in {*self.prefix, *self.pattern} if name in self.kinds)
 
     def check(self) -> Iterator[Problem]:
         yield from self._check_heads()
@@ -336,9 +243,21 @@ class Model(Schema):
                         hint=did_you_mean(name, self.kinds),
                     )
         yield from self._check_shared()
+        yield from self._check_qk_clip()
+        yield from self._check_streams()
+        yield from self._check_blocks()
         if self.mtp.depth and self.per_layer.dim is not None:
             reason = "is not supported together with mtp layers"
             yield Problem("per_layer.dim", reason, value=self.per_layer.dim, accepted="null, or mtp.depth=0")
+        if self.mtp.depth and any(kind.latent_dim is not None for kind in self.kinds.values()):
+            reason = "is not supported with layers of one residual branch (latent_dim)"
+            yield Problem("mtp.depth", reason, value=self.mtp.depth, accepted="0")
+        if self.mtp.depth and self.has_memory:
+            reason = "is not supported with layers that have an engram"
+            yield Problem("mtp.depth", reason, value=self.mtp.depth, accepted="0")
+        if self.embedding.positions is Positions.sinusoidal and self.emb_dim % 2:
+            reason = "is odd, but sinusoidal positions are pairs of sine and cosine"
+            yield Problem("emb_dim", reason, value=self.emb_dim, accepted="an even number")
         if not self.pattern and len(self.prefix) != self.num_layers:
             yield Problem(
                 "pattern",
@@ -349,6 +268,45 @@ class Model(Schema):
         if len(self.prefix) > self.num_layers:
             reason = f"has {len(self.prefix)} layers, but num_layers is {self.num_layers}"
             yield Problem("prefix", reason, value=self.prefix, accepted=f"at most {self.num_layers} kinds")
+
+    def _check_streams(self) -> Iterator[Problem]:
+        """Several residual streams are only known to layers of two branches."""
+        if self.hyper_connections.streams == 1:
+            return
+        conflicts = {"mtp.depth=0": self.mtp.depth > 0, "per_layer.dim=null": self.per_layer.dim is not None}
+        for name, kind in self.kinds.items():
+            conflicts[f"kinds.{name}.latent_dim=null"] = kind.latent_dim is not None
+            conflicts[f"kinds.{name}.parallel_moe=none"] = kind.parallel_moe is not ParallelMoe.none
+            conflicts[f"kinds.{name}.is_scaled=false"] = kind.is_scaled
+        for accepted, is_conflict in conflicts.items():
+            if is_conflict:
+                path, streams = "hyper_connections.streams", self.hyper_connections.streams
+                yield Problem(path, f"is only supported with {accepted}", value=streams, accepted=f"1, or {accepted}")
+
+    def _check_blocks(self) -> Iterator[Problem]:
+        """Mixture of block attention is not a kernel: its masks differ between heads."""
+        backend = self.kernels.attention
+        has_blocks = any(kind.attention.moba.block_size is not None for kind in self.kinds.values())
+        if has_blocks and backend not in (AttentionBackend.auto, AttentionBackend.xla):
+            reason = "has no form for attention.moba"
+            yield Problem("kernels.attention", reason, value=backend.value, accepted="auto, xla")
+
+    def _check_qk_clip(self) -> Iterator[Problem]:
+        """QK-Clip needs logits that scale with the projections: norms of queries and keys would undo it."""
+        if self.qk_clip is None:
+            return
+        used = {name: self.kinds[name] for name in (*self.prefix, *self.pattern) if name in self.kinds}
+        if used and not any(kind.mixer in (Mixer.attention, Mixer.mla) for kind in used.values()):
+            reason = "has no effect: no layer has mixer=attention or mla"
+            yield Problem("qk_clip", reason, value=self.qk_clip, accepted="null")
+        for name, kind in used.items():
+            norm, block = kind.attention.qk_norm, kind.attention.moba.block_size
+            if kind.mixer is Mixer.attention and block is not None:
+                reason = "is not supported with qk_clip, which reads the logits of all earlier tokens"
+                yield Problem(f"kinds.{name}.attention.moba.block_size", reason, value=block, accepted="null")
+            if kind.mixer is Mixer.attention and norm is not QkNorm.none:
+                reason = "bounds the attention logits and undoes qk_clip"
+                yield Problem(f"kinds.{name}.attention.qk_norm", reason, value=norm.value, accepted="none")
 
     def _check_shared(self) -> Iterator[Problem]:
         """Shared keys and values must come from a kind in the prefix with the same KV heads."""

@@ -7,6 +7,7 @@ from itertools import pairwise
 from maxhydra.config.declare import Options, PlugInUse, Schema, option, schema, section
 from maxhydra.config.errors import Problem
 from maxhydra.config.schema.model import Dtype
+from maxhydra.config.values import regex_problems
 
 
 class OptimizerKind(Enum):
@@ -41,6 +42,9 @@ class DecayStyle(Enum):
 
 # Styles whose rate never reaches zero.
 POSITIVE_STYLES = (DecayStyle.exponential, DecayStyle.inverse)
+# Largest group of N:M sparsity, and the matrices that it prunes by default.
+MAX_GROUP = 64
+PRUNED = ["/attention/", "/mlp/(?!router)"]
 DECAYING = (ScheduleKind.cosine, ScheduleKind.linear, ScheduleKind.wsd)
 
 
@@ -96,6 +100,36 @@ class Schedule(Schema):
                 accepted=f"{needed} or more",
                 hint="or reduce optimizer.schedule.warmup_steps, restarts and decay_steps",
             )
+
+
+@schema
+class Sparsity(Schema):
+    """N:M sparsity: of every m consecutive inputs of an output, the n weights of the largest magnitude are kept."""
+
+    n: int | None = option(None, ge=1, le=MAX_GROUP)
+    """Weights that are kept of m. null: all weights are trained and used."""
+    m: int | None = option(None, ge=2, le=MAX_GROUP)
+    """Size of a group; divides the inputs of every target."""
+    start_step: int = option(50, ge=1)
+    """Updates after which the first masks are chosen; until then the weights are dense."""
+    update_every: int = option(10, ge=1)
+    """Updates between two choices of the masks. Pruned weights keep learning, by straight-through gradients."""
+    targets: list[str] = option(PRUNED)
+    """Pruned matrices: regular expressions on parameter paths."""
+
+    def check(self) -> Iterator[Problem]:
+        if (self.n is None) != (self.m is None):
+            name, other = ("n", "m") if self.n is None else ("m", "n")
+            yield Problem(name, f"is required together with {other}", value=None, accepted=f"2 to {MAX_GROUP}")
+        if self.n is not None and self.m is not None and self.n >= self.m:
+            yield Problem("n", f"is not smaller than m={self.m}", value=self.n, accepted=f"1 to {self.m - 1}")
+        yield from regex_problems("targets", self.targets)
+        if self.n is None:
+            defaults = {"start_step": Sparsity.start_step, "update_every": Sparsity.update_every, "targets": PRUNED}
+            for name, default in defaults.items():
+                if getattr(self, name) != default:
+                    hint = "set n and m, such as n=2 m=4"
+                    yield Problem(name, "is not used without n and m", value=getattr(self, name), hint=hint)
 
 
 MUON_OPTIONAL = ("matrix_weight_decay", "update_rms", "neuron_b2")
@@ -184,6 +218,7 @@ class Optimizer(Schema):
     offload_weights: bool = False
     """Keep the trained weights in pinned host memory too: a step copies them to the device twice, for the forward pass
     in the compute dtype and for the update."""
+    sparsity: Sparsity = section(Sparsity)
     moments: MomentFormat | None = None
     """adamw: dynamic8 stores both moments of the layers' matrices in 8 bits, with a scale per block of 256 (Dettmers et
     al., 2021): 2 bytes per weight instead of 8. null: as arrays, see mu_dtype."""
@@ -198,6 +233,9 @@ class Optimizer(Schema):
         if self.neuron_b2 is not None and self.update_rms == 0:
             reason, accepted = "is not the RMS of an update, to which neuron_b2 scales", "over 0, or null"
             yield Problem("update_rms", reason, value=0, accepted=accepted)
+        if self.sparsity.n is not None and self.has_average:
+            reason = "is not supported with an average of the weights, which would not be sparse"
+            yield Problem("sparsity.n", reason, self.sparsity.n, accepted="null, or ema_decay=null and another kind")
         if self.kind is OptimizerKind.schedule_free and self.ema_decay is not None:
             reason = "is not supported with kind=schedule_free, which has its own average"
             yield Problem("ema_decay", reason, value=self.ema_decay, accepted="null")

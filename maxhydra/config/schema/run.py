@@ -342,7 +342,7 @@ BENCHMARKS = ("eval/*/*",)
 # Metrics of every training task. `*` matches names known only to the run, such as those of data sources.
 STEPS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "input_wait", "data/*", "system/*")
 # Aux losses and statistics of layers, and multi-token prediction.
-LAYERS = ("side_loss", "moe/*", "mtp_loss")
+LAYERS = ("side_loss", "moe/*", "attention/logit_max", "mtp_loss")
 SPEED = ("tokens_per_second", "tflops_per_device", "mfu")
 LIKELIHOOD = (EVAL_LOSS, EVAL_BPB, "eval/perplexity", "eval/tokens", *SET_METRICS)
 PAIRS = ("accuracy", "logprob_chosen", "logprob_rejected", "reward_chosen", "reward_rejected", "reward_margin", "kl")
