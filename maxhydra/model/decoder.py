@@ -35,12 +35,14 @@ from maxhydra.layers import (
     PerLayerSpec,
     QuantRule,
     ScoreHead,
+    VisionSpec,
+    VisionTower,
     VocabularySpec,
     with_aux_losses,
 )
 from maxhydra.model.block import Block, BlockSpec, Mtp, Remat
 from maxhydra.model.fused_block import NormHandoff, block_class, embed_with_norm
-from maxhydra.model.pattern import Pattern, Repetitions, cache_view, merge_view
+from maxhydra.model.pattern import Pattern, Repetitions, StackOutput, cache_view, merge_view
 from maxhydra.model.pipeline import check_stages, run_pipeline, shard_over_embed
 from maxhydra.sharding import Sharder
 
@@ -64,6 +66,7 @@ class DecoderSpec:
     """Multi-token prediction layers after the last (mtp.py)."""
     vocabulary: VocabularySpec
     per_layer: PerLayerSpec | None
+    vision: VisionSpec | None
     is_tied: bool
     has_score: bool
     """Whether the head is that of a reward model."""
@@ -95,6 +98,7 @@ class DecoderSpec:
             mtp=(BlockSpec.of(model, model.layer_kinds()[-1]),) * model.mtp.depth,
             vocabulary=VocabularySpec.of(model),
             per_layer=PerLayerSpec.of(model),
+            vision=VisionSpec.of(model),
             is_tied=model.head is config.Head.tied,
             has_score=model.head is config.Head.score,
             norm=NormSpec.of(model),
@@ -149,17 +153,6 @@ class ModelOutput(NamedTuple):
     """Hidden states of the multi-token prediction layers (mtp.py), if requested."""
 
 
-class StackOutput(NamedTuple):
-    """What a run of consecutive layers returns."""
-
-    x_BTD: jax.Array
-    caches: list[Any]
-    layer_outputs: list[jax.Array]
-    aux: dict[str, Any]
-    ctx: Context
-    """The context, with what these layers share with later ones."""
-
-
 class Decoder(nnx.Module):
     """Maps tokens to hidden states, and hidden states to logits."""
 
@@ -176,6 +169,7 @@ class Decoder(nnx.Module):
         self.head = None if spec.is_tied or spec.has_score else Head(spec.vocabulary, make)
         self.score = ScoreHead(spec.vocabulary, make) if spec.has_score else None
         scale = spec.vocabulary.init_scale
+        self.vision = None if spec.vision is None else VisionTower(spec.vision, make.below("vision"))
         self.mtp = _numbered([Mtp(block, make.below("mtp"), scale=scale) for block in spec.mtp])
 
     def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep_layers: bool, mtp_hidden: bool) -> ModelOutput:
@@ -184,7 +178,7 @@ class Decoder(nnx.Module):
         `keep_layers`: also return the residual stream after every layer. `mtp_hidden`: also run the MTP layers.
         """
         caches = ctx.cache or self._map_blocks(lambda block, layers: None)
-        x_BTD, first_norm_BTD = self._embed(tokens_BT, ctx)
+        x_BTD, first_norm_BTD, ctx = self._embed(tokens_BT, ctx)
         if self.per_layer is not None:
             ctx = dataclasses.replace(ctx, layer_input=self.per_layer(tokens_BT, x_BTD, ctx))
         prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first_norm_BTD, first=0)
@@ -206,12 +200,16 @@ class Decoder(nnx.Module):
     def _build_blocks(self, specs: Sequence[BlockSpec], make: ParamBuilder) -> nnx.Dict:
         return _numbered([block_class(spec, self.spec.matmul_spec)(spec, make.below(spec.name)) for spec in specs])
 
-    def _embed(self, tokens_BT: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array | None]:
-        """Embeddings of the tokens, and the first layer's norm of them if a fused kernel computed it too."""
-        fused = embed_with_norm(self.embedding, tokens_BT, _in_order(self.prefix), ctx)
-        if fused is not None:
-            return fused
-        return ctx.constrain_stream(self.embedding(tokens_BT, ctx.positions, ctx)), None
+    def _embed(self, tokens_BT: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array | None, Context]:
+        """Embeddings of tokens and images, the first layer's norm of them if fused, and the context of the layers."""
+        if ctx.images is None:
+            fused = embed_with_norm(self.embedding, tokens_BT, _in_order(self.prefix), ctx)
+            x_BTD, normed_BTD = fused or (self.embedding(tokens_BT, ctx.positions, ctx), None)
+            return (x_BTD if fused else ctx.constrain_stream(x_BTD)), normed_BTD, ctx
+        assert self.vision is not None
+        wrap = functools.partial(self.spec.remat.wrap, in_loop=True)
+        x_BTD, ctx = self.vision.embed(self.embedding(tokens_BT, ctx.positions, ctx), tokens_BT, ctx, wrap)
+        return ctx.constrain_stream(x_BTD), None, ctx
 
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """Soft-capped logits [B, T, V] of hidden states [B, T, D]; T is sharded if it is divisible."""

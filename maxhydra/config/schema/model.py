@@ -91,6 +91,7 @@ __all__ = [
     "Pairs",
     "ParallelMoe",
     "PerLayer",
+    "Pooling",
     "Positions",
     "Projection",
     "QkNorm",
@@ -104,9 +105,12 @@ __all__ = [
     "Shared",
     "Temperature",
     "ValueSource",
+    "Vision",
 ]
 from maxhydra.config.schema.plug_in import PlugIn
+from maxhydra.config.schema.remat import Remat, RematPolicy
 from maxhydra.config.schema.transfer import Transfer
+from maxhydra.config.schema.vision import Pooling, Vision
 
 
 class Dtype(Enum):
@@ -119,14 +123,6 @@ class Head(Enum):
     tied = "tied"
     separate = "separate"
     score = "score"
-
-
-class RematPolicy(Enum):
-    none = "none"
-    full = "full"
-    minimal = "minimal"
-    custom = "custom"
-    auto = "auto"
 
 
 class Norm(Enum):
@@ -208,51 +204,6 @@ class Dtypes(Schema):
 
 
 @schema
-class Remat(Schema):
-    """Rematerialization: which activations are saved for the backward pass, and which are recomputed."""
-
-    policy: RematPolicy = RematPolicy.none
-    """none saves all activations, full only layer inputs, minimal also matmul and attention outputs, custom those named
-    in save and offload. auto: the first of none, minimal and full that fits in device memory by the estimate of
-    task=plan (dpo, reward_model, grpo, distill: minimal or full); minimal if the memory is unknown."""
-    save: list[str] = option([])
-    """custom: activations saved on the device: query, key, value, context, attention_out, mlp_gate, mlp_up, mlp_out."""
-    offload: list[str] = option([])
-    """custom: activations offloaded to host memory."""
-
-    def check(self) -> Iterator[Problem]:
-        for field in ("save", "offload"):
-            names: list[str] = getattr(self, field)
-            for name in names:
-                if name not in ACTIVATIONS:
-                    yield Problem(
-                        field,
-                        f"has no activation {name!r}",
-                        value=names,
-                        accepted=", ".join(ACTIVATIONS),
-                        hint=did_you_mean(name, ACTIVATIONS),
-                    )
-            if names and self.policy is not RematPolicy.custom:
-                yield Problem(
-                    field,
-                    f"is not used by policy={self.policy.value}",
-                    value=names,
-                    hint="set policy=custom, or leave this empty",
-                )
-        if self.policy is RematPolicy.custom and not self.save and not self.offload:
-            yield Problem(
-                "policy",
-                "needs names in save or offload",
-                value="custom",
-                accepted="names from " + ", ".join(ACTIVATIONS),
-                hint="to save nothing but layer inputs, set policy=full",
-            )
-
-
-ACTIVATIONS = ("query", "key", "value", "context", "attention_out", "mlp_gate", "mlp_up", "mlp_out")
-
-
-@schema
 class Model(Schema):
     """A decoder: embedding, layers of a repeating pattern of kinds, final norm, head."""
 
@@ -303,6 +254,7 @@ class Model(Schema):
     on one GPU, unless that takes minutes to compile, and 1 otherwise."""
     expert_parallel: ExpertParallel = section(ExpertParallel)
     kernels: ModelKernels = section(ModelKernels)
+    vision: Vision = section(Vision)
     path: str | None = None
     """model=from_hf: Hugging Face folder, or repository ORG/NAME[@REVISION] on the hub, whose config.json defines the
     model. Weights and tokenizer are loaded from it, unless checkpoint.load_parameters or data.tokenizer is set."""
@@ -339,6 +291,7 @@ class Model(Schema):
         if self.mtp.depth and self.per_layer.dim is not None:
             reason = "is not supported together with mtp layers"
             yield Problem("per_layer.dim", reason, value=self.per_layer.dim, accepted="null, or mtp.depth=0")
+        yield from self._check_vision()
         if not self.pattern and len(self.prefix) != self.num_layers:
             yield Problem(
                 "pattern",
@@ -349,6 +302,25 @@ class Model(Schema):
         if len(self.prefix) > self.num_layers:
             reason = f"has {len(self.prefix)} layers, but num_layers is {self.num_layers}"
             yield Problem("prefix", reason, value=self.prefix, accepted=f"at most {self.num_layers} kinds")
+
+    def _check_vision(self) -> Iterator[Problem]:
+        """Placeholders are tokens of the vocabulary, and mechanisms that look up tokens again see no images."""
+        if self.vision.num_layers is None:
+            return
+        for name in ("placeholder_id", "begin_id", "end_id"):
+            value = getattr(self.vision, name)
+            if value is not None and value >= self.vocab_size:
+                reason = f"is not in the vocabulary of {self.vocab_size} tokens"
+                yield Problem(f"vision.{name}", reason, value=value, accepted=f"0 to {self.vocab_size - 1}")
+        kinds = {name: self.kinds[name] for name in {*self.prefix, *self.pattern} if name in self.kinds}
+        for name, kind in kinds.items() if self.vision.bidirectional else ():
+            if kind.mixer is not Mixer.attention or kind.attention.chunk is not None:
+                reason = f"requires mixer=attention without chunks, which model.kinds.{name} does not have"
+                yield Problem("vision.bidirectional", reason, value=True, accepted="false")
+        for name, is_used in {"per_layer.dim": self.per_layer.dim is not None, "mtp.depth": self.mtp.depth > 0}.items():
+            if is_used:
+                reason = f"is not supported together with model.{name}"
+                yield Problem("vision.num_layers", reason, value=self.vision.num_layers, accepted="null")
 
     def _check_shared(self) -> Iterator[Problem]:
         """Shared keys and values must come from a kind in the prefix with the same KV heads."""
