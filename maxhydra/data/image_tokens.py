@@ -39,10 +39,10 @@ def with_markers(messages: Any) -> Any:
 def _text(content: Any) -> Any:
     if isinstance(content, (str, bytes)) or not isinstance(content, Sequence):
         return content
-    texts = []
+    texts: list[Any] = []
     for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        texts.append(MARKER if kind in IMAGE_PARTS else part.get("text") if isinstance(part, Mapping) else part)
+        values = part if isinstance(part, Mapping) else {"text": part}
+        texts.append(MARKER if values.get("type") in IMAGE_PARTS else values.get("text"))
     return "".join(texts) if all(isinstance(text, str) for text in texts) else content
 
 

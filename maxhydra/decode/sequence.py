@@ -85,6 +85,15 @@ class Sequence:
         return self.request.prompt_logprobs is not None
 
     @property
+    def num_images(self) -> int:
+        return 0 if self.request.images is None else len(self.request.images)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the prompt is computed as a whole and shares no pages: tokens do not determine what is cached."""
+        return self.is_scored or self.num_images > 0
+
+    @property
     def has_filters(self) -> bool:
         request = self.request
         return self.is_random and (request.top_k > 0 or request.top_p < 1 or request.min_p > 0)

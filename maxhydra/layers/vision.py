@@ -7,6 +7,7 @@ tokens of an image, B batch, T tokens, D residual stream, E width of the encoder
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -97,16 +98,13 @@ class EncoderLayer(nnx.Module):
         self.spec = spec
         E, A = spec.emb_dim, spec.num_heads
         H, attention = E // A, make.below("attention")
-        axes, norm = ("embed", "heads", "head_dim"), {"eps": spec.norm_eps, "dtypes": spec.dtypes, "make": make}
-        inner = {"scale": spec.init_scale, "has_bias": True}
-        self.attention_norm = LayerNorm(E, **norm)
-        self.query = attention.projection("query", (E,), (A, H), axes, **inner)
-        self.key = attention.projection("key", (E,), (A, H), axes, **inner)
-        self.value = attention.projection("value", (E,), (A, H), axes, **inner)
-        self.out = attention.projection(
-            "out", (A, H), (E,), ("heads", "head_dim", "embed"), scale=spec.mlp.out_scale, has_bias=True
-        )
-        self.mlp_norm = LayerNorm(E, **norm)
+        inner, axes = partial(attention.projection, has_bias=True), ("embed", "heads", "head_dim")
+        norm = partial(LayerNorm, E, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.query = inner("query", (E,), (A, H), axes, scale=spec.init_scale)
+        self.key = inner("key", (E,), (A, H), axes, scale=spec.init_scale)
+        self.value = inner("value", (E,), (A, H), axes, scale=spec.init_scale)
+        self.out = inner("out", (A, H), (E,), ("heads", "head_dim", "embed"), scale=spec.mlp.out_scale)
         self.mlp = Mlp(spec.mlp, make.below("mlp"))
 
     def __call__(self, x_IPE: jax.Array, ctx: Context) -> jax.Array:
