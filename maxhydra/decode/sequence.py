@@ -216,7 +216,8 @@ def find_problem(request: Request, *, vocab_size: int, max_logprobs: int) -> str
     return _find_sampling_problem(SAMPLING_VALUES(request), max_logprobs)
 
 
-SAMPLING_VALUES = attrgetter(*(field.name for field in dataclasses.fields(Request) if field.name != "prompt"))
+# All fields between the prompt, the first, and the images, the last.
+SAMPLING_VALUES = attrgetter(*(field.name for field in dataclasses.fields(Request)[1:-1]))
 
 
 @lru_cache
