@@ -131,7 +131,7 @@ def unmapped_params(table: Table, model: ModelDef) -> list[str]:
 
 
 def _rows_of(table: Table, owner: Keys) -> tuple[Weight, ...]:
-    """Rows of the layers of decoder or image encoder, or of what is outside of layers."""
+    """Rows of the layers of decoder or image encoder, or of parameters outside of layers."""
     if not owner:
         return (*table.non_layer, SCORE)
     return table.vision_layer if owner == VISION_LAYERS else table.layer

@@ -1,4 +1,4 @@
-"""Images in conversations: where they stand in the text, and the tokens that stand for them.
+"""Images in conversations: their places in the text, and their placeholder tokens.
 
 A content part {"type": "image"} becomes MARKER in the text that a chat template renders. The tokenizer replaces every
 marker by the tokens of one image.
@@ -14,7 +14,7 @@ from maxhydra.data.tokenizers import Tokenizer
 
 # Unicode's OBJECT REPLACEMENT CHARACTER, the placeholder of an embedded object.
 MARKER = "\ufffc"
-# Types of content parts that stand for an image.
+# Types of content parts that are images.
 IMAGE_PARTS = ("image", "image_url", "input_image")
 
 

@@ -90,7 +90,7 @@ class Sequence:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the prompt is computed as a whole and shares no pages: tokens do not determine what is cached."""
+        """Whether the prompt is computed as a whole and shares no pages, for which its tokens alone do not suffice."""
         return self.is_scored or self.num_images > 0
 
     @property

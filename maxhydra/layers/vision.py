@@ -1,4 +1,4 @@
-"""Image encoder and projector: pixels to embeddings of the tokens that stand for images.
+"""Image encoder and projector: pixels to embeddings of image tokens.
 
 The encoder is a vision transformer with learned positions (Dosovitskiy et al., 2021; SigLIP, Zhai et al., 2023). Its
 layers are stacked and scanned like those of the decoder. I images, P patches of an image, S of them along a side, N
@@ -32,13 +32,13 @@ class VisionSpec:
 
     num_layers: int
     patch_size: int
-    patches_per_side: int
+    patch_rows: int
     emb_dim: int
     num_heads: int
     mlp: MlpSpec
     norm_eps: float
     pooling: config.Pooling
-    tokens_per_side: int
+    token_rows: int
     is_bidirectional: bool
     placeholder_id: int
     out_dim: int
@@ -68,13 +68,13 @@ class VisionSpec:
         return cls(
             num_layers=section.num_layers,
             patch_size=section.patch_size,
-            patches_per_side=section.patches_per_side,
+            patch_rows=section.patch_rows,
             emb_dim=section.emb_dim,
             num_heads=section.num_heads,
             mlp=mlp,
             norm_eps=section.norm_eps,
             pooling=section.projector.pooling,
-            tokens_per_side=section.tokens_per_side,
+            token_rows=section.token_rows,
             is_bidirectional=section.bidirectional,
             placeholder_id=section.placeholder_id,
             out_dim=model.emb_dim,
@@ -87,7 +87,7 @@ class VisionSpec:
     @property
     def pooled_dim(self) -> int:
         """Size of the vector of a block of patches."""
-        block = self.patches_per_side // self.tokens_per_side
+        block = self.patch_rows // self.token_rows
         return self.emb_dim * (block**2 if self.pooling is config.Pooling.concatenate else 1)
 
 
@@ -136,8 +136,8 @@ class Projector(nnx.Module):
 
     def __call__(self, x_IPE: jax.Array, ctx: Context) -> jax.Array:
         I, _, E = x_IPE.shape
-        S = self.spec.tokens_per_side
-        size = self.spec.patches_per_side // S
+        S = self.spec.token_rows
+        size = self.spec.patch_rows // S
         blocks = x_IPE.reshape(I, S, size, S, size, E)
         if self.spec.pooling is config.Pooling.average:
             pooled = jnp.mean(blocks, axis=(2, 4))
@@ -154,7 +154,7 @@ class VisionTower(nnx.Module):
         E, size = spec.emb_dim, spec.patch_size
         inputs, axes = (CHANNELS, size, size), (None, None, None, "embed")
         self.patches = make.projection("patches", inputs, (E,), axes, scale=spec.init_scale, has_bias=True)
-        self.positions = make.matrix((spec.patches_per_side**2,), (E,), ("positions", "embed"), std=E**-0.5)
+        self.positions = make.matrix((spec.patch_rows**2,), (E,), ("positions", "embed"), std=E**-0.5)
         self.layers = EncoderLayer(spec, make.stacked(spec.num_layers).below("vision"))
         self.norm = LayerNorm(E, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
         self.projector = Projector(spec, make.below("projector"))
@@ -180,7 +180,7 @@ class VisionTower(nnx.Module):
     def __call__(self, pixels: jax.Array, ctx: Context, wrap: Wrap) -> jax.Array:
         """[I, N, D] tokens of images [I, height, width, channels]."""
         spec = self.spec
-        I, S, size = len(pixels), spec.patches_per_side, spec.patch_size
+        I, S, size = len(pixels), spec.patch_rows, spec.patch_size
         patches = pixels.astype(spec.dtypes.compute).reshape(I, S, size, S, size, CHANNELS).transpose(0, 1, 3, 5, 2, 4)
         x_IPE = self.patches(patches.reshape(I, S * S, CHANNELS, size, size), ctx)
         x_IPE = x_IPE + self.positions[...].astype(x_IPE.dtype)
@@ -201,7 +201,7 @@ def _image_groups(is_image_BT: jax.Array) -> jax.Array:
 
 
 def _image_context(ctx: Context) -> Context:
-    """The context of the encoder: images are a batch of their own, without a cache, dropout and adapters by row."""
+    """The context of the encoder: images are a separate batch, without a cache, dropout and adapters by row."""
     assert ctx.images is not None
     B, count = ctx.images.shape[:2]
     return Context(

@@ -132,10 +132,10 @@ def test_export_is_bit_identical(folder: Path, tmp_path: Path) -> None:
     table = find_family(model, None)
     write_hf(tmp_path, model, FileArrays(source, model), table=table, dtype=np.dtype("float32"), extra={})
     stored = {table.current_name(name): array for name, array in load_file(folder / "model.safetensors").items()}
-    written = load_file(tmp_path / "model.safetensors")
-    assert table.model_type == "gemma3" and stored.keys() == written.keys()
-    assert any(name.startswith(TOWER) for name in written)
-    for name, array in written.items():
+    exported = load_file(tmp_path / "model.safetensors")
+    assert table.model_type == "gemma3" and stored.keys() == exported.keys()
+    assert any(name.startswith(TOWER) for name in exported)
+    for name, array in exported.items():
         np.testing.assert_array_equal(array, stored[name])
     before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path))
     for section in ("vision_config", "text_config"):

@@ -50,18 +50,20 @@ class Vision(Schema):
     bidirectional: bool = False
     """Whether the tokens of an image attend to each other in both directions."""
     placeholder_id: int | None = option(None, ge=0)
-    """Token that stands for one image token; needed if num_layers is set."""
+    """Placeholder of one image token; needed if num_layers is set."""
     begin_id: int | None = option(None, ge=0)
     """Token before the tokens of an image; null: none."""
     end_id: int | None = option(None, ge=0)
     """Token after the tokens of an image; null: none."""
 
     @property
-    def patches_per_side(self) -> int:
+    def patch_rows(self) -> int:
+        """Rows and columns of patches."""
         return self.image_size // self.patch_size
 
     @property
-    def tokens_per_side(self) -> int:
+    def token_rows(self) -> int:
+        """Rows and columns of the tokens of an image."""
         return math.isqrt(self.projector.tokens)
 
     def check(self) -> Iterator[Problem]:
@@ -76,10 +78,10 @@ class Vision(Schema):
         if self.emb_dim % self.num_heads:
             reason = f"does not divide vision.emb_dim={self.emb_dim}"
             yield Problem("num_heads", reason, value=self.num_heads, accepted=_divisors(self.emb_dim))
-        side = self.patches_per_side
-        squares = [number**2 for number in range(1, side + 1) if side % number == 0]
+        rows = self.patch_rows
+        squares = [number**2 for number in range(1, rows + 1) if rows % number == 0]
         if self.projector.tokens not in squares:
-            reason = f"does not divide the {side} x {side} patches of an image into equal squares"
+            reason = f"does not divide the {rows} x {rows} patches of an image into equal squares"
             accepted = ", ".join(map(str, squares))
             yield Problem("projector.tokens", reason, value=self.projector.tokens, accepted=accepted)
 

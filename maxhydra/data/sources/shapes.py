@@ -60,7 +60,7 @@ def make_record(index: int) -> Record:
 
 
 def draw(count: int, kind: str, colour: str, generator: np.random.Generator) -> np.ndarray:
-    """An image [SIZE, SIZE, 3] of bytes: each shape lies in a cell of its own, at a random place and size."""
+    """An image [SIZE, SIZE, 3] of bytes: each shape is in a separate cell, at a random place and size."""
     image = np.full((SIZE, SIZE, 3), generator.integers(0, 60), np.uint8)
     cell = SIZE // CELLS
     rows, columns = np.mgrid[:SIZE, :SIZE]
