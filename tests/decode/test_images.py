@@ -58,15 +58,23 @@ def request(prompt: list[int], images: np.ndarray | None) -> Request:
     return Request(**{**vars(made), "images": images})
 
 
+@jax.jit
+def forward(params: Any, ids: jax.Array, images: jax.Array) -> jax.Array:
+    """Log-probabilities of one row by a forward pass without a cache."""
+    model, _ = tiny()
+    batch = {"positions": jnp.arange(len(ids))[None], "images": images[None]}
+    hidden, _ = model.hidden(params, ids[None], Context.of_batch(batch, SINGLE, None))
+    return jax.nn.log_softmax(model.logits(params, hidden, SINGLE)[0])
+
+
 def logprobs_of(prompt: list[int], images: np.ndarray | None, tokens: tuple[int, ...]) -> np.ndarray:
-    """Log-probabilities of the next tokens by one forward pass without a cache."""
-    model, params = tiny()
-    ids = jnp.array([[*prompt, *tokens]])
-    batch = {"positions": jnp.arange(ids.shape[1])[None]}
-    batch |= {} if images is None else {"images": jnp.asarray(images)[None]}
-    hidden, _ = model.hidden(params, ids, Context.of_batch(batch, SINGLE, None))
-    logprobs = jax.nn.log_softmax(model.logits(params, hidden, SINGLE)[0])
-    return np.asarray(logprobs)[np.arange(len(prompt) - 1, ids.shape[1] - 1)]
+    """Log-probabilities of the next tokens; padding behind them and images without placeholders change nothing."""
+    ids, pixels = np.zeros(32, np.int32), np.zeros_like(PIXELS[:2])
+    ids[: len(prompt) + len(tokens)] = [*prompt, *tokens]
+    if images is not None:
+        pixels[: len(images)] = images
+    logprobs = forward(tiny()[1], jnp.asarray(ids), jnp.asarray(pixels))
+    return np.asarray(logprobs)[len(prompt) - 1 :][: len(tokens)]
 
 
 @pytest.mark.slow

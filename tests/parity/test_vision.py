@@ -24,7 +24,7 @@ from tests.support.skips import import_optional
 torch = import_optional("torch", extra="parity")
 transformers = import_optional("transformers", extra="parity")
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
 SINGLE = Sharder.single()
 BEGIN, END, PLACEHOLDER = 60, 61, 62
@@ -153,11 +153,17 @@ def test_cached_decoding_equals_one_forward_pass(folder: Path) -> None:
     cache = model.empty_cache(DenseCacheSpec(B, T))
     prefill = T - 3
     outputs = []
+
+    @jax.jit
+    def step(params: Any, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
+        hidden, cache = model.hidden(params, tokens, ctx)
+        return model.logits(params, hidden, SINGLE), cache
+
     for start, stop in ((0, prefill), *((at, at + 1) for at in range(prefill, T))):
         positions = jnp.broadcast_to(jnp.arange(start, stop), (B, stop - start))
         ctx = Context(positions=positions, segments=None, sharder=SINGLE, cache=cache, dropout_key=None)
         if start == 0:
             ctx = dataclasses.replace(ctx, images=jnp.asarray(PIXELS), is_fresh=True)
-        hidden, cache = model.hidden(params, jnp.asarray(TOKENS[:, start:stop]), ctx)
-        outputs.append(model.logits(params, hidden, SINGLE))
+        logits, cache = step(params, jnp.asarray(TOKENS[:, start:stop]), ctx)
+        outputs.append(logits)
     np.testing.assert_allclose(np.concatenate(outputs, axis=1), whole, atol=1e-4)
