@@ -11,16 +11,18 @@ from fnmatch import fnmatch
 from typing import Any
 
 from maxhydra.config.errors import UNSET, Problem
+from maxhydra.config.fields import fields
 from maxhydra.config.plug_ins import is_plug_in
 from maxhydra.config.registry import modules
 from maxhydra.config.schema.checkpoint import SaveMode
 from maxhydra.config.schema.config import DESCRIBING_TASKS, ENGINE_TASKS, NEXT_TOKEN_TASKS, TRAINING_TASKS, Config
-from maxhydra.config.schema.data import READY_ROWS, Corpus, PackingMethod
+from maxhydra.config.schema.data import IMAGE_TYPES, READY_ROWS, Corpus, PackingMethod
 from maxhydra.config.schema.kernels import AttentionBackend
 from maxhydra.config.schema.model import Dtype
 from maxhydra.config.schema.quantization import QuantizationKind
 from maxhydra.config.schema.reward import EnvironmentKind
 from maxhydra.config.schema.run import unlogged_metric
+from maxhydra.config.schema.vision import Vision
 from maxhydra.record.redact import redact_config
 
 MEASURING_TASKS = ("bench", "tune")
@@ -140,6 +142,16 @@ CONDITIONS = (
         ),
         "model.kernels.attention=xla; other kernels compute the softmax in float32",
     ),
+    Condition(
+        tuple(f"model.vision.{field}*" for field in fields(Vision) if field != "num_layers"),
+        lambda c: c.model.vision.num_layers is not None,
+        "model.vision.num_layers",
+    ),
+    Condition(
+        ("data.max_images",),
+        lambda c: any(corpus.record_type in IMAGE_TYPES for corpus in c.data.corpora().values()),
+        "data.record_type=image_chat",
+    ),
     Condition(("data.weights*", "data.temperature"), lambda c: c.data.source == "mixture", "data=mixture"),
     Condition(("data.temperature",), lambda c: not c.data.weights, "data.weights={}, which it replaces"),
     Condition(
@@ -165,7 +177,7 @@ SOURCES = {
     "repetition_filter": ("olmo",),
     "digits": ("arithmetic",),
     "operators": ("arithmetic",),
-    "problems": ("arithmetic", "reasoning_gym"),
+    "problems": ("arithmetic", "reasoning_gym", "shapes"),
     "columns": ("grain", "hf", "tfds", "c4_mlperf"),
     "formatting": ("grain", "hf", "tfds", "arithmetic", "reasoning_gym"),
 }

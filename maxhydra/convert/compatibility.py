@@ -36,6 +36,9 @@ ARRANGEMENT_KEYS = ("prefix", "pattern", "kinds.*")
 def require_same(source: Source, model: config.Model) -> None:
     """Raise ConfigError if the model differs from the one that the files describe; names every differing key."""
     file_model = _with_unspecified(source.model, model, source.unspecified)
+    if model.vision.num_layers is None:
+        # The text decoder of a multimodal model.
+        file_model = dataclasses.replace(file_model, vision=model.vision)
     problems = list(source.check(model))
     if not is_same(file_model, model):
         problems += _differences(file_model, model, source.location)

@@ -113,22 +113,23 @@ def hf_source(key: str, location: str, folder: Path) -> Source:
     """Open a folder whose model_type has a table; quantized tensors are dequantized when read."""
     settings = read_settings(key, location, folder)
     table = find_table(key, location, settings)
-    file_of: dict[str, Path] = {}
+    file_of: dict[str, tuple[Path, str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in _safetensors_files(key, location, folder):
         try:
             file_shapes = _read_shapes(file)
         except (OSError, SafetensorError) as error:
             raise ConfigError(Problem(key, f"{file.name} cannot be read: {error}", value=location)) from None
-        shapes |= file_shapes
-        file_of |= dict.fromkeys(file_shapes, file)
+        shapes |= {table.current_name(name): shape for name, shape in file_shapes.items()}
+        file_of |= {table.current_name(name): (file, name) for name in file_shapes}
 
     model = build_model(key, location, to_model_values(key, location, table, settings))
 
     def read(name: str) -> np.ndarray:
-        with safe_open(file_of[name], framework="numpy") as opened:
+        file, name = file_of[name]
+        with safe_open(file, framework="numpy") as opened:
             if opened.get_slice(name).get_dtype() == FLOAT8:
-                return read_float8(file_of[name], name)
+                return read_float8(file, name)
             array: np.ndarray = opened.get_tensor(name)
         return array
 

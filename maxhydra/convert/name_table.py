@@ -81,6 +81,8 @@ class Weight:
     join: Join = Join.parts
     heads: str = ""
     """With join=heads: the parameter whose first output dimension is the number of heads; default: the first one."""
+    has_split_inputs: bool = False
+    """True if the HF tensor keeps the input dimensions separate, as a convolution does."""
     singleton_axis: int | None = None
     """Axis of size 1 that only the HF tensor has, as in a depthwise convolution."""
     requires: str = ""
@@ -133,6 +135,15 @@ class Table:
     """fnmatch patterns of tensors to skip, such as the vision tower of a multimodal model; {beyond} is replaced by
     num_layers, the index after the last layer."""
     gguf: Gguf | None = None
+    vision_layer: tuple[Weight, ...] = ()
+    """Rows of the layers of the image encoder."""
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Prefix of tensor names in files of some versions of transformers -> the prefix in this table."""
+
+    def current_name(self, name: str) -> str:
+        """The name in this table of a tensor in a file."""
+        old = next((prefix for prefix in self.renamed if name.startswith(prefix)), None)
+        return name if old is None else self.renamed[old] + name.removeprefix(old)
 
     @property
     def model_type(self) -> str:

@@ -19,6 +19,8 @@ Shape = tuple[int, ...]
 Keys = tuple[str, ...]
 # Sections of the parameter tree whose next key is the index of a layer.
 LAYERED = ("prefix", "pattern", "remainder", "mtp")
+# Section of the stacked layers of the image encoder.
+VISION_LAYERS = ("vision", "layers")
 
 
 class TensorLayout:
@@ -36,9 +38,11 @@ class TensorLayout:
         self.hf_shape = self._hf_shape(has_inputs=row.inputs > 0, has_outputs=has_outputs)
 
     def _hf_shape(self, *, has_inputs: bool, has_outputs: bool) -> Shape:
-        axes = [self._inputs] if has_inputs else []
-        axes = [*axes, sum(self._outputs)] if has_outputs else axes
-        shape = [*self._leading, *(axes[::-1] if self.row.transposed else axes)]
+        inputs = [self._inputs] if has_inputs else []
+        if self.row.has_split_inputs:
+            inputs = list(self.shapes[0][self.row.leading : self.row.leading + self.row.inputs])
+        outputs = [sum(self._outputs)] if has_outputs else []
+        shape = [*self._leading, *(outputs + inputs if self.row.transposed else inputs + outputs)]
         if self.row.singleton_axis is not None:
             shape.insert(self.row.singleton_axis, 1)
         return tuple(shape)
@@ -114,7 +118,7 @@ def map_params(table: Table, model: ModelDef) -> list[ParamMapping]:
     """Map every row of the table for which the model has parameters. See `unmapped_params` for the rest."""
     mappings = []
     for owner, shapes in _shapes_by_owner(model).items():
-        rows = table.layer if owner else (*table.non_layer, SCORE)
+        rows = _rows_of(table, owner)
         mappings += [_map_row(row, owner, shapes, model) for row in rows if _has_params(shapes, row)]
     return mappings
 
@@ -124,6 +128,13 @@ def unmapped_params(table: Table, model: ModelDef) -> list[str]:
     mapped = {keys for mapping in map_params(table, model) for keys in mapping.keys}
     leaves = jax.tree_util.tree_leaves_with_path(model.shapes)
     return ["/".join(keys) for keys in (_keys(path) for path, _ in leaves) if keys not in mapped]
+
+
+def _rows_of(table: Table, owner: Keys) -> tuple[Weight, ...]:
+    """Rows of the layers of decoder or image encoder, or of parameters outside of layers."""
+    if not owner:
+        return (*table.non_layer, SCORE)
+    return table.vision_layer if owner == VISION_LAYERS else table.layer
 
 
 def _has_params(shapes: Mapping[str, Shape], row: Weight) -> bool:
@@ -136,13 +147,13 @@ def _shapes_by_owner(model: ModelDef) -> dict[Keys, dict[str, Shape]]:
     shapes: dict[Keys, dict[str, Shape]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.shapes):
         keys = _keys(path)
-        owner = keys[:2] if keys[0] in LAYERED else ()
+        owner = keys[:2] if keys[0] in LAYERED or keys[:2] == VISION_LAYERS else ()
         shapes.setdefault(owner, {})["/".join(keys[len(owner) :])] = leaf.shape
     return shapes
 
 
 def _map_row(row: Weight, owner: Keys, shapes: Mapping[str, Shape], model: ModelDef) -> ParamMapping:
-    is_stacked = owner[:1] == ("pattern",)
+    is_stacked = owner[:1] == ("pattern",) or owner == VISION_LAYERS
     first_shape = shapes[row.paths[0]]
     outer = 1 if is_stacked else 0
     experts = first_shape[outer] if row.is_by_expert else None
@@ -164,6 +175,8 @@ def _layer_numbers(owner: Keys, stack_size: int, model: ModelDef) -> tuple[int |
     """Numbers of the layers that a parameter holds; MTP layers are numbered after the last decoder layer."""
     if not owner:
         return (None,)
+    if owner == VISION_LAYERS:
+        return tuple(range(stack_size))
     section, position, count = owner[0], int(owner[1]), model.config.num_layers
     if section == "pattern":
         start, length = len(model.config.prefix), len(model.shapes["pattern"])

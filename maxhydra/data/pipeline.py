@@ -185,7 +185,7 @@ class Pipeline:
     @cached_property
     def _record_types(self) -> dict[str, RecordType]:
         return {
-            name: build_record_type(corpus, self.data, self.spec.seq_len)
+            name: build_record_type(corpus, self.data, self.spec)
             for name, corpus in self._corpora.items()
             if not isinstance(self.sources[name], RowSource)
         }

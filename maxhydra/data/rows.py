@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.schema.vision import Vision
 from maxhydra.data.packing import PackingPlan
 
 # One training sequence: tokens, targets, positions int32 and weights float32 (0: no loss), each [seq_len]. A row of
@@ -27,12 +28,15 @@ class RowSpec:
     vocab_size: int
     """Vocabulary size of the model; every token of a source must be below it."""
     seed: int
+    vision: Vision | None = None
+    """Images that the model takes; None: none."""
 
     @classmethod
     def of(cls, config: Config) -> "RowSpec":
         """The rows of a training run."""
         seed = config.run.seed if config.run.data_seed is None else config.run.data_seed
-        return cls(seq_len=config.train.seq_len, vocab_size=config.model.vocab_size, seed=seed)
+        model = config.model
+        return cls(seq_len=config.train.seq_len, vocab_size=model.vocab_size, seed=seed, vision=model.vision)
 
 
 NO_COLUMNS: Mapping[str, np.ndarray] = {}

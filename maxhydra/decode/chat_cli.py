@@ -1,6 +1,7 @@
 """Completions at the terminal: one prompt, or a chat in which Ctrl-C stops the reply and not the chat."""
 
 import contextlib
+import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ def complete(client: PromptClient, prompt: str, write: Callable[[str], None]) ->
     """Stream the completion of one prompt; several samples follow each other, each under a header line."""
     try:
         requests = client.requests(client.encode(prompt), client.task.sampling, number=0)
-        handles = [client.engine.submit(request) for request in requests]
+        images = client.prompts.read_images(client.task.images)
+        handles = [client.engine.submit(dataclasses.replace(request, images=images)) for request in requests]
     except (PromptError, RequestRejectedError) as error:
         raise ConfigError(Problem("task.prompt", str(error))) from None
     for number, handle in enumerate(handles, start=1):

@@ -17,7 +17,8 @@ from maxhydra.runtime.channel import Channel, ChannelClosedError, is_main
 
 T = TypeVar("T")
 Updates = Iterable[Callable[[], None]]
-REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(Request))
+# Fields that are sent to other processes; requests with images are rejected if there are any.
+REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(Request) if field.name != "images")
 
 
 class Turn(NamedTuple):

@@ -182,7 +182,9 @@ def settings_fingerprint(config: Config) -> str:
     """Return a short hash of everything except the prompt that a completion depends on."""
     task, source = config.task, config.checkpoint.load_parameters
     assert isinstance(task, DecodeTask)
-    model = {key: value for key, value in model_values(config).items() if not key.startswith(UNUSED_IN_COMPLETIONS)}
+    # Models without images have the fingerprint of earlier versions.
+    unused = UNUSED_IN_COMPLETIONS + (("model.vision",) if config.model.vision.num_layers is None else ())
+    model = {key: value for key, value in model_values(config).items() if not key.startswith(unused)}
     settings = {
         **model,
         "weights": source,

@@ -43,6 +43,8 @@ class Request:
     """The text contains the names of special tokens, except of the one that ends the completion."""
     grammar: str = ""
     """What the completion must match, as made by a function of grammar.py; empty: anything."""
+    images: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    """Pixels [images, height, width, 3] of the images of the prompt, in order; None: no images."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,14 @@ from maxhydra.decode.scheduler import PrefillChunk
 from maxhydra.decode.sequence import Sequence
 from maxhydra.decode.slot_state import SlotState, set_controls
 from maxhydra.decode.step_functions import Forwarded, MultiStepKey
-from maxhydra.decode.step_inputs import Buckets, StepShape, decode_inputs, prefill_inputs, sampling_features
+from maxhydra.decode.step_inputs import (
+    Buckets,
+    StepShape,
+    decode_inputs,
+    image_inputs,
+    prefill_inputs,
+    sampling_features,
+)
 from maxhydra.decode.steps import ALL_TOKENS, CompiledSteps
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.layers import PagedCacheSpec
@@ -208,7 +215,8 @@ class Runner:
         for chunk in chunks:
             if chunk.is_last:
                 self.set_controls(chunk.place, chunk.sequence)
-        output = self._forward(shape, prefill_inputs(rows, shape, self.programs.padding_slot))
+        inputs_BC = prefill_inputs(rows, shape, self.programs.padding_slot)
+        output = self._forward(shape, inputs_BC, image_inputs(rows, shape))
         first_tokens = self._sample(completed, output) if any(completed) else None
         records: list[PendingExperts | PendingScores] = []
         if output.experts_BTLK is not None:
@@ -297,8 +305,8 @@ class Runner:
         if sequence.has_penalty or sequence.request.logit_bias:
             self._slot_state = set_controls(self._slot_state, place.slot, sequence.request)
 
-    def _forward(self, shape: StepShape, inputs_BC: np.ndarray) -> Forwarded:
-        output = self.programs.forward(shape, self._weights, self._cache, self._slot_state, inputs_BC)
+    def _forward(self, shape: StepShape, inputs_BC: np.ndarray, images: np.ndarray | None = None) -> Forwarded:
+        output = self.programs.forward(shape, self._weights, self._cache, self._slot_state, inputs_BC, images)
         self._cache = output.cache
         return output
 

@@ -22,8 +22,11 @@ from maxhydra.config.fields import FieldType, fields
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.tasks.inference import Chat, DecodeTask
+from maxhydra.config.schema.vision import Vision
 from maxhydra.data import load_tokenizer
 from maxhydra.data.chat import ChatTemplate, ChatTemplateError, Tools, compile_chat_template
+from maxhydra.data.image_input import ImageError, image_pixels, read_image
+from maxhydra.data.image_tokens import MARKER, ImageTokenizer
 from maxhydra.data.tokenizers import count_token_bytes, special_token_pattern
 from maxhydra.decode.request import Engine, Request
 
@@ -37,9 +40,12 @@ class PromptError(ValueError):
 class PromptEncoder:
     """Encodes prompts with the tokenizer and chat template of a run. Thread-safe."""
 
-    def __init__(self, data: Data, *, vocab_size: int):
+    def __init__(self, data: Data, *, vocab_size: int, vision: Vision | None = None):
         self.data, self.vocab_size = data, vocab_size
+        self.vision = None if vision is None or vision.num_layers is None else vision
+        """Images that the model takes; None: none."""
         self.tokenizer = load_tokenizer(data)
+        self._chat_tokenizer = ImageTokenizer(self.tokenizer, self.vision) if self.vision else self.tokenizer
         if self.tokenizer.vocab_size > vocab_size:
             reason = (
                 f"is smaller than the {self.tokenizer.vocab_size} tokens of data.tokenizer.kind={data.tokenizer.kind}"
@@ -86,8 +92,19 @@ class PromptEncoder:
         except ChatTemplateError as error:
             raise PromptError(str(error)) from None
         self._check_length(text, max_tokens)
-        ids: list[int] = self.tokenizer.encode_with_special_tokens(text)[0].tolist()
+        ids: list[int] = self._chat_tokenizer.encode_with_special_tokens(text)[0].tolist()
         return ids
+
+    def read_images(self, images: Sequence[Any]) -> np.ndarray | None:
+        """Pixels [images, height, width, 3] of paths or data URLs; None without images."""
+        if not images:
+            return None
+        if self.vision is None:
+            raise PromptError("the model takes no images: choose one with model.vision")
+        try:
+            return np.stack([image_pixels(read_image(image), self.vision.image_size) for image in images])
+        except ImageError as error:
+            raise PromptError(str(error)) from None
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:
         longest = self.tokenizer.max_token_bytes
@@ -263,7 +280,8 @@ class PromptClient:
         """Encode a prompt: as a user message in a chat, otherwise as plain text."""
         if not self.is_chat:
             return self.prompts.encode_text(prompt)
-        return self.prompts.encode_messages([*self.initial_messages(), {"role": "user", "content": prompt}])
+        content = MARKER * len(self.task.images) + prompt
+        return self.prompts.encode_messages([*self.initial_messages(), {"role": "user", "content": content}])
 
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
         """Encode a conversation, with task.system unless it has a system message."""

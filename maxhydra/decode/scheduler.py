@@ -169,6 +169,8 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         """Add full pages to the prefix cache: those whose tokens the host knows and whose KV cache is computed."""
         assert sequence.prefill_place is not None
+        if sequence.num_images:
+            return
         num_known = min(sequence.num_computed, len(sequence.tokens))
         self.prefill_capacity.publish(sequence.prefill_place, sequence.tokens, num_known)
 
@@ -177,8 +179,7 @@ class Scheduler:
         place = self._reserve_decode_place(sequence) if self._is_separate else None
         if self._is_separate and place is None:
             return False
-        # A prompt that is scored is computed as a whole, and shares no pages.
-        prompt, capacity = () if sequence.is_scored else sequence.request.prompt, self.prefill_capacity
+        prompt, capacity = () if sequence.is_alone else sequence.request.prompt, self.prefill_capacity
         num_tokens = len(sequence.request.prompt) if self._is_separate else sequence.cache_tokens
         root = 0 if sequence.adapter is None else sequence.adapter.prefix_root
         for group in capacity.order_groups(prompt, root):

@@ -85,6 +85,15 @@ class Sequence:
         return self.request.prompt_logprobs is not None
 
     @property
+    def num_images(self) -> int:
+        return 0 if self.request.images is None else len(self.request.images)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the prompt is computed as a whole and shares no pages, for which its tokens alone do not suffice."""
+        return self.is_scored or self.num_images > 0
+
+    @property
     def has_filters(self) -> bool:
         request = self.request
         return self.is_random and (request.top_k > 0 or request.top_p < 1 or request.min_p > 0)
@@ -207,7 +216,8 @@ def find_problem(request: Request, *, vocab_size: int, max_logprobs: int) -> str
     return _find_sampling_problem(SAMPLING_VALUES(request), max_logprobs)
 
 
-SAMPLING_VALUES = attrgetter(*(field.name for field in dataclasses.fields(Request) if field.name != "prompt"))
+# All fields between the prompt, the first, and the images, the last.
+SAMPLING_VALUES = attrgetter(*(field.name for field in dataclasses.fields(Request)[1:-1]))
 
 
 @lru_cache

@@ -77,12 +77,18 @@ def make_forward(
 ) -> Callable[..., Forwarded]:
     hidden = make_hidden(layout, sharder, shape, records_experts=records_experts)
 
-    def forward(weights: StepWeights, cache: Tree, last_token_N: jax.Array, inputs_BC: jax.Array) -> Forwarded:
+    def forward(
+        weights: StepWeights,
+        cache: Tree,
+        last_token_N: jax.Array,
+        inputs_BC: jax.Array,
+        images: jax.Array | None = None,
+    ) -> Forwarded:
         params, inputs = weights.used(layout), StepInputs.unpack(inputs_BC, pages=shape.pages)
         adapters_B = weights.adapters_of(inputs.rows.slots_B)
         tokens_BT = inputs.tokens_BT[:, : shape.tokens] if shape.is_prefill else last_token_N[inputs.rows.slots_B, None]
         positions_BT = inputs.positions(shape.tokens)
-        hidden_BTD, cache, experts = hidden(params, cache, tokens_BT, positions_BT, inputs.rows, adapters_B)
+        hidden_BTD, cache, experts = hidden(params, cache, tokens_BT, positions_BT, inputs.rows, adapters_B, images)
         scores = None
         if shape.is_scored:
             scores = score_prompts(layout.model, params, hidden_BTD, inputs.tokens_BT[:, 1:], sharder)
@@ -110,6 +116,7 @@ def make_hidden(
         positions_BT: jax.Array,
         rows: PageTable,
         adapters_B: jax.Array | None,
+        images: jax.Array | None = None,
     ) -> tuple[jax.Array, Tree, jax.Array | None]:
         is_token_BT = positions_BT >= 0
         context = Context(
@@ -120,6 +127,7 @@ def make_hidden(
             dropout_key=None,
             rows=rows,
             adapters_B=adapters_B,
+            images=images,
             output_index=jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0) if is_last_only else None,
             is_fresh=shape.is_fresh,
             records_experts=records_experts,

@@ -63,11 +63,14 @@ class StepShape:
     """Every row starts at position 0, so its tokens attend to each other only and not to the cache."""
     is_scored: bool = False
     """Prefill: log-probabilities of the prompt's tokens are computed."""
+    images: int = 0
+    """Prefill: images per row."""
 
     def covers(self, other: "StepShape") -> bool:
         """Return True if a program of this shape can run a batch of the other."""
         fits = self.rows >= other.rows and self.tokens >= other.tokens and self.pages >= other.pages
-        is_same = self.is_prefill == other.is_prefill and self.is_scored == other.is_scored
+        names = ("is_prefill", "is_scored", "images")
+        is_same = all(getattr(self, name) == getattr(other, name) for name in names)
         return is_same and fits and (other.is_fresh or not self.is_fresh)
 
     @property
@@ -141,10 +144,17 @@ class Buckets:
         if self.is_coarse:
             rows = next(size for size in (*self._prefill_rows(tokens), rows) if size >= self.groups * count)
         is_scored = any(chunk.sequence.is_scored for chunk in chunks)
-        return StepShape(rows, tokens, pages, is_prefill=True, is_fresh=is_fresh, is_scored=is_scored)
+        images = max(chunk.sequence.num_images for chunk in chunks)
+        images = power_of_two(images) if images else 0
+        return StepShape(rows, tokens, pages, is_prefill=True, is_fresh=is_fresh, is_scored=is_scored, images=images)
 
     def split_prefill(self, chunks: List[PrefillChunk]) -> list[List[PrefillChunk]]:
-        """Split chunks into calls: few rows together if they attend to long contexts."""
+        """Split chunks into calls: prompts with images separately, and few rows together for long contexts."""
+        with_images = [chunk for chunk in chunks if chunk.sequence.num_images]
+        text = [chunk for chunk in chunks if not chunk.sequence.num_images] if with_images else chunks
+        return [*(self._split_text(text) if text else ()), *([with_images] if with_images else ())]
+
+    def _split_text(self, chunks: List[PrefillChunk]) -> list[List[PrefillChunk]]:
         if not self.is_coarse or all(chunk.start == 0 for chunk in chunks):
             return [chunks]
         rows = self._cached_rows(self.round_pages(max(chunk.stop for chunk in chunks)))
@@ -281,6 +291,19 @@ def prefill_inputs(rows: List[PrefillChunk | None], shape: StepShape, padding_sl
         return head + tokens.tobytes().ljust(4 * (shape.tokens + shape.is_scored), b"\0")
 
     return _join_rows([None if chunk is None else pack(chunk) for chunk in rows], shape, padding_slot)
+
+
+def image_inputs(rows: List[PrefillChunk | None], shape: StepShape) -> np.ndarray | None:
+    """Pixels [B, images, height, width, 3] of a prefill call, zeros for images that a row does not have."""
+    images = [None if chunk is None else chunk.sequence.request.images for chunk in rows]
+    first = next((pixels for pixels in images if pixels is not None), None)
+    if first is None:
+        return None
+    stacked = np.zeros((shape.rows, shape.images, *first.shape[1:]), np.float32)
+    for row, pixels in enumerate(images):
+        if pixels is not None:
+            stacked[row, : len(pixels)] = pixels
+    return stacked
 
 
 def decode_inputs(rows: List[Sequence | None], shape: StepShape, padding_slot: int) -> np.ndarray:

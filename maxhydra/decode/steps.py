@@ -149,10 +149,17 @@ class CompiledSteps:
         self._samplers.start(self._samplers.choose(key, eventual=key))
 
     def forward(
-        self, shape: StepShape, weights: StepWeights, cache: Tree, slot_state: SlotState, inputs_BC: np.ndarray
+        self,
+        shape: StepShape,
+        weights: StepWeights,
+        cache: Tree,
+        slot_state: SlotState,
+        inputs_BC: np.ndarray,
+        images: np.ndarray | None = None,
     ) -> Forwarded:
-        """Run the model on the inputs."""
-        forwarded: Forwarded = self._forwards.get(shape)(weights, cache, slot_state.last_token_N, inputs_BC)
+        """Run the model on the inputs, and on the images of a shape that has some."""
+        more = [] if images is None else [images]
+        forwarded: Forwarded = self._forwards.get(shape)(weights, cache, slot_state.last_token_N, inputs_BC, *more)
         return forwarded
 
     def sample(
@@ -210,7 +217,10 @@ class CompiledSteps:
         options: dict[str, str | bool] | None = {"xla_gpu_enable_command_buffer": ""} if is_long else None
         inputs = self._abstract_inputs(shape.rows, num_columns(shape))
         last_token = self._abstract_slots().last_token_N
-        lowered = jitted.lower(self._abstract_weights, self._abstract_caches, last_token, inputs)
+        size = self._model.config.vision.image_size
+        pixels = jax.ShapeDtypeStruct((shape.rows, shape.images, size, size, 3), jnp.float32, sharding=self.replicated)
+        images = [pixels] if shape.images else []
+        lowered = jitted.lower(self._abstract_weights, self._abstract_caches, last_token, inputs, *images)
         return lowered.compile(compiler_options=options)
 
     def _compile_sample(self, key: SampleKey) -> Program:

@@ -32,6 +32,7 @@ from maxhydra.layers.norm import LayerNorm, Norm, NormSpec, RMSNorm, norm_with_r
 from maxhydra.layers.paged_cache import PagedCacheSpec
 from maxhydra.layers.params import Dtypes, ParamBuilder
 from maxhydra.layers.quant.training import QuantRule, resolve_rules
+from maxhydra.layers.vision import VisionSpec, VisionTower
 
 __all__ = [
     "Attention",
@@ -76,6 +77,8 @@ __all__ = [
     "RMSNorm",
     "ScoreHead",
     "SequenceIndex",
+    "VisionSpec",
+    "VisionTower",
     "VocabularySpec",
     "dropout",
     "norm_with_residual",

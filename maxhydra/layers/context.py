@@ -23,6 +23,8 @@ from maxhydra.sharding import LogicalAxes, Sharder
 # Name of the chosen experts: an aux output of a mixture of experts, [B, T, K], and a column of a training batch,
 # [B, T, L, K].
 EXPERTS = "experts"
+# Name of the pixels of images: a column of a training batch.
+IMAGES = "images"
 _collects_statistics: ContextVar[bool] = ContextVar("collects_statistics", default=False)
 
 
@@ -43,7 +45,7 @@ def collect_statistics(is_on: bool) -> Iterator[None]:
     jax.tree_util.register_dataclass,
     data_fields=[
         *("positions", "segments", "cache", "dropout_key", "rows", "layer_input", "expert_ids", "shared"),
-        *("output_index", "adapters_B", "tokens"),
+        *("output_index", "adapters_B", "tokens", "images", "image_groups_BT"),
     ],
     meta_fields=["sharder", "is_adapted", "is_fresh", "has_statistics", "records_experts"],
 )
@@ -81,6 +83,12 @@ class Context:
     """[B] index of each row's adapter, in a model with several; None: no row has one."""
     tokens: jax.Array | None = None
     """[B, T] ids of the tokens, for layers with a memory of n-grams; None in models without."""
+    images: jax.Array | None = None
+    """[B, images, height, width, channels] pixels of each row's images, in the order of their placeholders, then
+    padding; read by the decoder, None inside a layer. None: no images."""
+    image_groups_BT: jax.Array | None = None
+    """[B, T] number of the token's image, 0 for text: tokens of one image attend to each other in both directions.
+    None: attention is causal."""
     is_adapted: bool = True
     """Whether the adapter is applied; without it the model gives the outputs of its base."""
     is_fresh: bool = False
@@ -108,6 +116,7 @@ class Context:
             cache=None,
             dropout_key=key,
             expert_ids=None if expert_ids is None else jnp.moveaxis(expert_ids, 2, 0),
+            images=batch.get(IMAGES),
             is_adapted=is_adapted,
             has_statistics=_collects_statistics.get(),
         )
@@ -182,6 +191,19 @@ class Context:
         if self.cache is None and length % self.sharder.num_shards("act_stream_length") == 0:
             return "act_stream_length"
         return "act_length" if self.is_length_split else None
+
+    def keys_within_images(self, window: int | None) -> jax.Array | None:
+        """[B, T, T] keys that each query sees if tokens of an image see later ones of it; None: causal attention.
+
+        Keys before the window stay hidden, also those of the same image.
+        """
+        groups_BT = self.image_groups_BT
+        if groups_BT is None:
+            return None
+        query_T1, key_1T = (jnp.expand_dims(jnp.arange(groups_BT.shape[1]), axis) for axis in (1, 0))
+        is_same_BTT = (groups_BT[:, :, None] == groups_BT[:, None, :]) & (groups_BT[:, :, None] > 0)
+        seen_BTT = is_same_BTT | (key_1T <= query_T1)
+        return seen_BTT if window is None else seen_BTT & (key_1T > query_T1 - window)
 
     @property
     def layer_inputs(self) -> tuple[jax.Array | None, jax.Array | None]:

@@ -35,6 +35,8 @@ from maxhydra.layers import (
     PerLayerSpec,
     QuantRule,
     ScoreHead,
+    VisionSpec,
+    VisionTower,
     VocabularySpec,
     with_aux_losses,
 )
@@ -42,7 +44,7 @@ from maxhydra.layers.hyper_connections import HyperSpec, expand_streams, sum_str
 from maxhydra.layers.weight_sampler import Sizes
 from maxhydra.model.block import Block, BlockSpec, Mtp, Remat
 from maxhydra.model.fused_block import NormHandoff, block_class, embed_with_norm
-from maxhydra.model.pattern import Pattern, Repetitions, cache_view, merge_view
+from maxhydra.model.pattern import Pattern, Repetitions, StackOutput, cache_view, merge_view
 from maxhydra.model.pipeline import check_stages, run_pipeline, shard_over_embed
 from maxhydra.sharding import Sharder
 
@@ -67,6 +69,7 @@ class DecoderSpec:
     vocabulary: VocabularySpec
     per_layer: PerLayerSpec | None
     hyper: HyperSpec | None
+    vision: VisionSpec | None
     is_tied: bool
     has_score: bool
     """Whether the head is that of a reward model."""
@@ -99,6 +102,7 @@ class DecoderSpec:
             vocabulary=VocabularySpec.of(model),
             per_layer=PerLayerSpec.of(model),
             hyper=HyperSpec.of(model),
+            vision=VisionSpec.of(model),
             is_tied=model.head is config.Head.tied,
             has_score=model.head is config.Head.score,
             norm=NormSpec.of(model),
@@ -153,17 +157,6 @@ class ModelOutput(NamedTuple):
     """Hidden states of the multi-token prediction layers (mtp.py), if requested."""
 
 
-class StackOutput(NamedTuple):
-    """What a run of consecutive layers returns."""
-
-    x_BTD: jax.Array
-    caches: list[Any]
-    layer_outputs: list[jax.Array]
-    aux: dict[str, Any]
-    ctx: Context
-    """The context, with what these layers share with later ones."""
-
-
 class Decoder(nnx.Module):
     """Maps tokens to hidden states, and hidden states to logits."""
 
@@ -180,6 +173,7 @@ class Decoder(nnx.Module):
         self.head = None if spec.is_tied or spec.has_score else Head(spec.vocabulary, make)
         self.score = ScoreHead(spec.vocabulary, make) if spec.has_score else None
         scale = spec.vocabulary.init_scale
+        self.vision = None if spec.vision is None else VisionTower(spec.vision, make.below("vision"))
         self.mtp = _numbered([Mtp(block, make.below("mtp"), scale=scale) for block in spec.mtp])
 
     def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep_layers: bool, mtp_hidden: bool) -> ModelOutput:
@@ -188,7 +182,7 @@ class Decoder(nnx.Module):
         `keep_layers`: also return the residual stream after every layer. `mtp_hidden`: also run the MTP layers.
         """
         caches = ctx.cache or self._map_blocks(lambda block, layers: None)
-        x_BTD, first_norm_BTD = self._embed(tokens_BT, ctx)
+        x_BTD, first_norm_BTD, ctx = self._embed(tokens_BT, ctx)
         if self.per_layer is not None:
             ctx = dataclasses.replace(ctx, layer_input=self.per_layer(tokens_BT, x_BTD, ctx))
         prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first_norm_BTD, first=0)
@@ -210,12 +204,17 @@ class Decoder(nnx.Module):
     def _build_blocks(self, specs: Sequence[BlockSpec], make: ParamBuilder) -> nnx.Dict:
         return _numbered([block_class(spec, self.spec.matmul_spec)(spec, make.below(spec.name)) for spec in specs])
 
-    def _embed(self, tokens_BT: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array | None]:
-        """Embeddings of the tokens, and the first layer's norm of them if a fused kernel computed it too."""
-        if (fused := embed_with_norm(self.embedding, tokens_BT, _in_order(self.prefix), ctx)) is not None:
-            return fused
-        x_BTD = self.embedding(tokens_BT, ctx.positions, ctx)
-        return ctx.constrain_stream(expand_streams(x_BTD, self.spec.hyper)), None
+    def _embed(self, tokens_BT: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array | None, Context]:
+        """Embeddings of tokens and images, the first layer's norm of them if fused, and the context of the layers."""
+        if ctx.images is None:
+            if (fused := embed_with_norm(self.embedding, tokens_BT, _in_order(self.prefix), ctx)) is not None:
+                return *fused, ctx
+            x_BTD = self.embedding(tokens_BT, ctx.positions, ctx)
+        else:
+            assert self.vision is not None
+            wrap = functools.partial(self.spec.remat.wrap, in_loop=True)
+            x_BTD, ctx = self.vision.embed(self.embedding(tokens_BT, ctx.positions, ctx), tokens_BT, ctx, wrap)
+        return ctx.constrain_stream(expand_streams(x_BTD, self.spec.hyper)), None, ctx
 
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """Soft-capped logits [B, T, V] of hidden states [B, T, D]; T is sharded if it is divisible."""

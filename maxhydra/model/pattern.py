@@ -31,6 +31,17 @@ class PatternOutput(NamedTuple):
     """By position, the aux outputs stacked over repetitions."""
 
 
+class StackOutput(NamedTuple):
+    """What a run of consecutive layers returns."""
+
+    x_BTD: jax.Array
+    caches: list[Any]
+    layer_outputs: list[jax.Array]
+    aux: dict[str, Any]
+    ctx: Context
+    """The context, with what these layers share with later ones."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Pattern:
     """The layers of one repetition as pure functions of their weights."""

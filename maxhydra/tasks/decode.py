@@ -11,7 +11,7 @@ from maxhydra.decode.chat_cli import GenerationFailedError, chat, complete, line
 from maxhydra.decode.offline import BatchFailedError, OfflineBatch, check_distinct_files, settings_fingerprint
 from maxhydra.decode.offline_files import OutputFile, check_records, read_records
 from maxhydra.decode.open import open_engine, open_prompts
-from maxhydra.decode.sampling_params import PromptClient, PromptEncoder, is_chat
+from maxhydra.decode.sampling_params import PromptClient, PromptEncoder, PromptError, is_chat
 from maxhydra.modelfiles import local_path
 from maxhydra.runtime.channel import broadcast, is_main
 from maxhydra.runtime.profiler import Profiler
@@ -30,9 +30,20 @@ def run(job: Job) -> Outcome:
         raise ConfigError(Problem("task.prompt", reason, value=None, hint=hint))
     prompts = open_prompts(config)
     # Raises early if a chat template is required and missing.
-    is_chat(task, prompts)
+    if not is_chat(task, prompts) and task.images:
+        reason, hint = "requires a chat template, and the tokenizer has none", "set data.tokenizer.chat_template"
+        raise ConfigError(Problem("task.images", reason, value=task.images, hint=hint))
+    _read_images(task, prompts)
     outcome = _complete(job, task, prompts) if is_main() else _follow(config, task, prompts)
     return Outcome(*broadcast([outcome.status, outcome.reason]))
+
+
+def _read_images(task: DecodeTask, prompts: PromptEncoder) -> None:
+    """Raise ConfigError for images that cannot be read, before weights are loaded."""
+    try:
+        prompts.read_images(task.images)
+    except PromptError as error:
+        raise ConfigError(Problem("task.images", str(error), value=task.images)) from None
 
 
 def _follow(config: Config, task: DecodeTask, prompts: PromptEncoder) -> Outcome:

@@ -58,6 +58,8 @@ INSTEAD["llama3.2-1b_grpo"] = [
 # A tool call is longer than the sequences of the others.
 INSTEAD["calculator_sft"] = ["model.context_length=128", "train.seq_len=112", "train.per_device_batch_size=8"]
 INSTEAD["calculator_grpo"] = INSTEAD["calculator_sft"]
+# Images take more tokens than the sequences of the others have.
+INSTEAD["shapes_sft"] = ["train.seq_len=48"]
 # A run of another experiment that one begins with.
 BEFORE = re.compile(r"(?:\$\{run\.outputs\}|=outputs)/([\w.-]+)")
 

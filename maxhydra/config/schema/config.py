@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from maxhydra.config.declare import MAX_PARAMETERS, Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.schema.checkpoint import Checkpoint
-from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.data import IMAGE_TYPES, Data, PackingMethod
 from maxhydra.config.schema.hardware import Hardware, Mesh
 from maxhydra.config.schema.health import Alerts, Profile, Statistics, Watchdog
 from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, MlpKind, Model, Norms, Positions
@@ -53,8 +53,16 @@ def parameter_estimate(model: Model) -> int:
         (1 + (model.head is Head.separate)) * model.vocab_size * model.emb_dim
         + (model.embedding.positions is Positions.learned) * model.context_length * model.emb_dim
         + (model.per_layer.dim or 0) * model.num_layers * model.vocab_size
+        + _vision_estimate(model)
         + sum(count * _kind_estimate(model, model.kinds[name]) for name, count in Counter(model.layer_kinds()).items())
     )
+
+
+def _vision_estimate(model: Model) -> int:
+    """Estimated weights of the image encoder."""
+    vision = model.vision
+    layer = vision.emb_dim * (4 * vision.emb_dim + 2 * vision.mlp_dim)
+    return (vision.num_layers or 0) * layer + (vision.num_layers is not None) * vision.emb_dim * model.emb_dim
 
 
 def _kind_estimate(model: Model, kind: Kind) -> int:
@@ -136,6 +144,7 @@ class Config(Schema):
         yield from self._benchmark_problems()
         yield from self._storage_problems()
         yield from self._statistics_problems()
+        yield from self._image_problems()
         is_score, name = self.model.head is Head.score, self.task.name
         if is_score and name not in SCORE_TASKS:
             reason = f"is the head of a reward model, and task={name} needs a language model"
@@ -265,6 +274,27 @@ class Config(Schema):
             if (size := getattr(section, path.rpartition(".")[2])) != 1:
                 reason = "is not supported with train.evals, which decodes on the mesh"
                 yield Problem(path, reason, value=size, accepted="1, or train.evals.tasks=[]")
+
+    def _image_problems(self) -> Iterator[Problem]:
+        """Data with images needs a model, a task and a mesh that take them."""
+        types = {corpus.record_type for corpus in self.data.corpora().values()} & {*IMAGE_TYPES}
+        if not types or self.task.name not in (*TRAINING_TASKS, *DESCRIBING_TASKS):
+            return
+        name = types.pop()
+        if self.model.vision.num_layers is None:
+            reason, hint = "needs a model that takes images", "choose one with model.vision, such as model=micro-vision"
+            yield Problem("data.record_type", reason, value=name, hint=hint)
+        if self.task.name not in (*NEXT_TOKEN_TASKS, *DESCRIBING_TASKS):
+            reason = f"is not supported by task={self.task.name}"
+            yield Problem("data.record_type", reason, value=name, accepted=f"task={', '.join(NEXT_TOKEN_TASKS)}")
+        if self.data.packing.method not in (PackingMethod.auto, PackingMethod.none):
+            reason = f"is not supported by data.record_type={name}: a sequence has one conversation"
+            yield Problem("data.packing.method", reason, value=self.data.packing.method, accepted="auto, none")
+        for path in ("mesh.stage", "mesh.sequence", "mesh.dcn.stage", "mesh.dcn.sequence"):
+            section = self.mesh.dcn if "dcn" in path else self.mesh
+            if (size := getattr(section, path.rpartition(".")[2])) != 1:
+                reason = "is not supported with images, which are not split along layers or sequences"
+                yield Problem(path, reason, value=size, accepted="1, or data without images")
 
     def _profile_problems(self) -> Iterator[Problem]:
         """Training steps and engines are profiled; tasks that plan or compile a training run accept its config."""

@@ -60,7 +60,7 @@ NAMED = {"tfds": BUILDER, "c4_mlperf": BUILDER, "reasoning_gym": "a task, such a
 
 # Sources that read files, and sources that need neither files nor a name.
 FILES = ("text", "grain", "olmo")
-UNNAMED = ("demo", "synthetic", "arithmetic", "mixture")
+UNNAMED = ("demo", "synthetic", "arithmetic", "shapes", "mixture")
 
 # Sources that do not use a field which names data. Ignoring it would silently train or evaluate on other data.
 UNUSED = {
@@ -82,12 +82,17 @@ ROLES = {
     "text": ("text",),
     "tokens": ("tokens",),
     "chat": ("messages", "tools"),
+    "image_chat": ("messages", "images"),
     "preference": ("prompt", "chosen", "rejected", "margin"),
     "labeled": ("prompt", "completion", "label"),
     "scored": ("prompt", "completion", "score"),
     "prompts": ("prompt", "answer"),
     "teacher": ("tokens", "teacher_ids", "teacher_logits"),
 }
+
+# Record types whose rows have images, and those that are conversations.
+IMAGE_TYPES = ("image_chat",)
+CHAT_TYPES = ("chat", *IMAGE_TYPES)
 
 
 class FileFormat(Enum):
@@ -106,8 +111,8 @@ class Corpus(Schema):
     """demo: plays of Shakespeare, included in the package; text: your own UTF-8 files; grain: files of records; hf:
     Hugging Face datasets; tfds: TensorFlow Datasets builds; c4_mlperf: C4 as MLPerf uses it; olmo: token shards
     with an index; arithmetic: generated problems with answers; reasoning_gym: generated problems of its tasks;
-    synthetic: random tokens; mixture: several of these; package.module:function: a source of yours, called as
-    function(corpus, data, spec) with its options."""
+    shapes: generated images with questions; synthetic: random tokens; mixture: several of these;
+    package.module:function: a source of yours, called as function(corpus, data, spec) with its options."""
     options: Options = section(Options)
     path: str | None = None
     """text, grain, hf, olmo (index): a file, folder or glob pattern, several separated by `;`, local or any fsspec
@@ -143,11 +148,12 @@ class Corpus(Schema):
     """arithmetic: a subset of + - *."""
     problems: int | None = option(None, ge=2)
     """arithmetic: problems to train on; null: all except the held-out ones. reasoning_gym: problems to generate, of
-    which eval_fraction is held out; null: 100,000."""
+    which eval_fraction is held out; null: 100,000. shapes: images to generate, likewise; null: 20,000."""
     eval_fraction: float = option(0.05, gt=0, lt=1)
     """Fraction at the end that is held out for evaluation, if no eval files or split are given."""
     record_type: str = option("text", one_of="maxhydra.data.record_types")
-    """Content of a record: text; tokens; chat (messages, loss on the assistant's turns); preference (chosen, rejected);
+    """Content of a record: text; tokens; chat (messages, loss on the assistant's turns); image_chat
+    (messages with images); preference (chosen, rejected);
     labeled (prompt, completion, label); prompts (prompt, answer); teacher (tokens with a teacher's top logits)."""
     columns: dict[str, str] = option({})
     """Column names that differ from the role, such as text: content."""
@@ -272,10 +278,12 @@ class Data(Corpus):
     tokenizer: Tokenizer = section(Tokenizer)
     packing: Packing = section(Packing)
     loss_on: LossOn = LossOn.assistant
-    """record_type=chat: turns with loss: all of the assistant's, only its last one, or the whole conversation."""
+    """Conversations: turns with loss: all of the assistant's, only its last one, or the whole conversation."""
     thinking: Thinking = Thinking.keep
-    """record_type=chat: reasoning of the assistant, in <think> </think> or a separate field of its messages: keep
-    trains on it, mask keeps it without loss, drop removes it."""
+    """Conversations: reasoning of the assistant, in <think> </think> or a separate field of its messages: keep trains
+    on it, mask keeps it without loss, drop removes it."""
+    max_images: int = option(1, ge=1, le=1024)
+    """record_type=image_chat: images of a sequence; sequences with fewer are padded, records with more are invalid."""
     shuffle: bool = True
     """Shuffle records in a new order each epoch, seeded by run.data_seed or run.seed; false keeps their order."""
     streams: int | None = option(None, ge=1)
@@ -327,21 +335,21 @@ class Data(Corpus):
         """Return the sources by name; a single source has an empty name."""
         return dict(self.sources) if self.source == "mixture" else {"": self}
 
-    def other_shapes(self, accepted: str, *, task: str, hint: str) -> Iterator[Problem]:
+    def other_shapes(self, *accepted: str, task: str, hint: str) -> Iterator[Problem]:
         """Yield problems of sources with a record type that a task does not train on; paths start at the config
         root."""
         for name, corpus in self.corpora().items():
-            if corpus.record_type != accepted:
+            if corpus.record_type not in accepted:
                 path = f"data.sources.{name}.record_type" if name else "data.record_type"
                 reason = f"is not supported by task={task}"
-                yield Problem(path, reason, value=corpus.record_type, accepted=accepted, hint=hint)
+                yield Problem(path, reason, value=corpus.record_type, accepted=", ".join(accepted), hint=hint)
 
     def check(self) -> Iterator[Problem]:
         yield from super().check()
         for name in ("loss_on", "thinking"):
             value = getattr(self, name)
-            if value != getattr(Data, name) and all(c.record_type != "chat" for c in self.corpora().values()):
-                accepted = f"{getattr(Data, name).value}, or record_type=chat"
+            if value != getattr(Data, name) and all(c.record_type not in CHAT_TYPES for c in self.corpora().values()):
+                accepted = f"{getattr(Data, name).value}, or record_type={' or '.join(CHAT_TYPES)}"
                 yield Problem(name, "is not used without conversations", value=value, accepted=accepted)
         is_mixture = self.source == "mixture"
         if is_mixture != bool(self.sources):

@@ -94,6 +94,7 @@ __all__ = [
     "Pairs",
     "ParallelMoe",
     "PerLayer",
+    "Pooling",
     "Positions",
     "Projection",
     "QkNorm",
@@ -107,10 +108,12 @@ __all__ = [
     "Shared",
     "Temperature",
     "ValueSource",
+    "Vision",
 ]
 from maxhydra.config.schema.remat import Remat, RematPolicy
 from maxhydra.config.schema.residual import HyperConnections
 from maxhydra.config.schema.transfer import Transfer
+from maxhydra.config.schema.vision import Pooling, Vision
 
 
 class Dtype(Enum):
@@ -200,6 +203,7 @@ class Model(Schema):
     on one GPU, unless that takes minutes to compile, and 1 otherwise."""
     expert_parallel: ExpertParallel = section(ExpertParallel)
     kernels: ModelKernels = section(ModelKernels)
+    vision: Vision = section(Vision)
     path: str | None = None
     """model=from_hf: Hugging Face folder, or repository ORG/NAME[@REVISION] on the hub, whose config.json defines the
     model. Weights and tokenizer are loaded from it, unless checkpoint.load_parameters or data.tokenizer is set."""
@@ -258,6 +262,7 @@ class Model(Schema):
         if self.embedding.positions is Positions.sinusoidal and self.emb_dim % 2:
             reason = "is odd, but sinusoidal positions are pairs of sine and cosine"
             yield Problem("emb_dim", reason, value=self.emb_dim, accepted="an even number")
+        yield from self._check_vision()
         if not self.pattern and len(self.prefix) != self.num_layers:
             yield Problem(
                 "pattern",
@@ -307,6 +312,25 @@ class Model(Schema):
             if kind.mixer is Mixer.attention and norm is not QkNorm.none:
                 reason = "bounds the attention logits and undoes qk_clip"
                 yield Problem(f"kinds.{name}.attention.qk_norm", reason, value=norm.value, accepted="none")
+
+    def _check_vision(self) -> Iterator[Problem]:
+        """Placeholders are tokens of the vocabulary, and mechanisms that look up tokens again see no images."""
+        if self.vision.num_layers is None:
+            return
+        for name in ("placeholder_id", "begin_id", "end_id"):
+            value = getattr(self.vision, name)
+            if value is not None and value >= self.vocab_size:
+                reason = f"is not in the vocabulary of {self.vocab_size} tokens"
+                yield Problem(f"vision.{name}", reason, value=value, accepted=f"0 to {self.vocab_size - 1}")
+        kinds = {name: self.kinds[name] for name in {*self.prefix, *self.pattern} if name in self.kinds}
+        for name, kind in kinds.items() if self.vision.bidirectional else ():
+            if kind.mixer is not Mixer.attention or kind.attention.chunk is not None:
+                reason = f"requires mixer=attention without chunks, which model.kinds.{name} does not have"
+                yield Problem("vision.bidirectional", reason, value=True, accepted="false")
+        for name, is_used in {"per_layer.dim": self.per_layer.dim is not None, "mtp.depth": self.mtp.depth > 0}.items():
+            if is_used:
+                reason = f"is not supported together with model.{name}"
+                yield Problem("vision.num_layers", reason, value=self.vision.num_layers, accepted="null")
 
     def _check_shared(self) -> Iterator[Problem]:
         """Shared keys and values must come from a kind in the prefix with the same KV heads."""

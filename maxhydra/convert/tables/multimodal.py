@@ -1,15 +1,34 @@
-"""Multimodal checkpoints of families whose text decoder has a table; only the text decoder is loaded."""
+"""Multimodal checkpoints of families whose text decoder has a table.
+
+Images are supported where the table has a `Vision`; of the other modalities nothing is loaded.
+"""
 
 import dataclasses
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
 from maxhydra.config.schema import model as config
+from maxhydra.convert import siglip
 from maxhydra.convert.name_table import Settings, Table, Weight
 from maxhydra.convert.tables import gemma, gemma4, llama4, qwen, qwen3_next
 
 # Prefix of a text-only model's layers, embedding and final norm; the head does not have it.
 BODY = "model."
+
+
+@dataclasses.dataclass(frozen=True)
+class Vision:
+    """Image encoder and projector of a multimodal family."""
+
+    layer: tuple[Weight, ...]
+    non_layer: tuple[Weight, ...]
+    to_values: Callable[[Settings], dict[str, Any]]
+    """Converts config.json to the values of our `model.vision` section."""
+    to_settings: Callable[[config.Vision], Settings]
+    """Inverse of `to_values`: keys of config.json other than the text settings."""
+    renamed: dict[str, str]
+    """Prefixes as in `Table.renamed`."""
 
 
 def text_decoder(
@@ -21,10 +40,11 @@ def text_decoder(
     body: str,
     prefix: str,
     ignored: tuple[str, ...],
+    vision: Vision | None = None,
 ) -> Table:
-    """Return an import-only table for the text decoder of a multimodal model.
+    """Return the table of a multimodal model, from that of its text decoder.
 
-    Export is not supported, since the other modalities would be missing.
+    Without `vision` it is import-only, since the other modalities would be missing from an export.
 
     config_keys: path of the text settings in config.json.
     body: replaces BODY in tensor names. prefix: precedes all other tensor names.
@@ -34,13 +54,20 @@ def text_decoder(
     def to_model(settings: Settings) -> dict[str, Any]:
         text_settings = reduce(lambda section, key: section[key], config_keys, settings)
         tied = {key: settings[key] for key in ("tie_word_embeddings",) if key in settings}
-        return table.to_model({**tied, **text_settings})
+        has_vision = vision is not None and settings.get("vision_config") is not None
+        images = {"vision": vision.to_values(settings)} if vision is not None and has_vision else {}
+        return {**table.to_model({**tied, **text_settings}), **images}
 
     def rename(name: str) -> str:
         return body + name.removeprefix(BODY) if name.startswith(BODY) else prefix + name
 
     def to_settings(model: config.Model) -> Settings | None:
-        return None
+        text_settings = table.to_settings(model)
+        if vision is None or model.vision.num_layers is None or text_settings is None:
+            return None
+        (text_key,) = config_keys
+        tied = {"tie_word_embeddings": model.head is config.Head.tied}
+        return {**tied, text_key: {"model_type": table.model_type, **text_settings}, **vision.to_settings(model.vision)}
 
     def rename_rows(rows: tuple[Weight, ...]) -> tuple[Weight, ...]:
         return tuple(dataclasses.replace(row, hf=rename(row.hf), gguf="") for row in rows)
@@ -48,12 +75,59 @@ def text_decoder(
     return Table(
         hf_types={model_type: architecture},
         layer=rename_rows(table.layer),
-        non_layer=rename_rows(table.non_layer),
+        non_layer=rename_rows(table.non_layer) + (vision.non_layer if vision else ()),
         to_model=to_model,
         to_settings=to_settings,
         ignored=(*ignored, *map(rename, table.ignored)),
+        vision_layer=vision.layer if vision else (),
+        renamed=vision.renamed if vision else {},
     )
 
+
+# Defaults of keys that the published files of Gemma 3 omit.
+GEMMA3_TOKENS = {
+    "mm_tokens_per_image": 256,
+    "image_token_index": 262144,
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+}
+
+
+def gemma3_values(settings: Settings) -> dict[str, Any]:
+    # transformers before version 5 writes *_token_index, later versions also read *_token_id.
+    settings = {**GEMMA3_TOKENS, **settings}
+    return {
+        **siglip.to_values(settings["vision_config"]),
+        "projector": {"pooling": "average", "tokens": settings["mm_tokens_per_image"]},
+        "bidirectional": True,
+        "placeholder_id": settings["image_token_index"],
+        "begin_id": settings["boi_token_index"],
+        "end_id": settings["eoi_token_index"],
+    }
+
+
+def gemma3_settings(vision: config.Vision) -> Settings:
+    return {
+        "vision_config": siglip.to_settings(vision),
+        "mm_tokens_per_image": vision.projector.tokens,
+        "image_token_index": vision.placeholder_id,
+        "boi_token_index": vision.begin_id,
+        "eoi_token_index": vision.end_id,
+    }
+
+
+TOWER = "vision_tower.vision_model."
+GEMMA3_VISION = Vision(
+    layer=siglip.layer_rows(TOWER),
+    non_layer=(
+        *siglip.other_rows(TOWER),
+        Weight("vision/projector/norm/scale", "multi_modal_projector.mm_soft_emb_norm.weight"),
+        Weight("vision/projector/out/kernel", "multi_modal_projector.mm_input_projection_weight", transposed=False),
+    ),
+    to_values=gemma3_values,
+    to_settings=gemma3_settings,
+    renamed={f"vision_tower.{part}": TOWER + part for part in ("embeddings.", "encoder.", "post_layernorm.")},
+)
 
 TABLES = (
     # Gemma 3 (2025): text and images.
@@ -65,6 +139,7 @@ TABLES = (
         body="language_model.model.",
         prefix="language_model.",
         ignored=("vision_tower.*", "multi_modal_projector.*"),
+        vision=GEMMA3_VISION,
     ),
     # Gemma 4 (2026): text, images and audio.
     text_decoder(

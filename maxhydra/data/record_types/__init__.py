@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from maxhydra.config.schema.data import Corpus, Data
+from maxhydra.config.schema.data import IMAGE_TYPES, Corpus, Data
 from maxhydra.data.records import Record
-from maxhydra.data.rows import Row
+from maxhydra.data.rows import Row, RowSpec
 
 # Largest token id that fits in the int32 of a row.
 LAST_ID = 2**31 - 1
@@ -40,9 +40,11 @@ class RecordType(Protocol):
         ...
 
 
-def build_record_type(corpus: Corpus, data: Data, seq_len: int) -> RecordType:
-    """Build the record type of a corpus for rows of `seq_len`."""
-    built: RecordType = importlib.import_module(f"{__name__}.{corpus.record_type}").build(corpus, data, seq_len)
+def build_record_type(corpus: Corpus, data: Data, spec: RowSpec) -> RecordType:
+    """Build the record type of a corpus for the rows of a run."""
+    module = importlib.import_module(f"{__name__}.{corpus.record_type}")
+    images = {"vision": spec.vision} if corpus.record_type in IMAGE_TYPES else {}
+    built: RecordType = module.build(corpus, data, spec.seq_len, **images)
     return built
 
 

@@ -4,10 +4,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from maxhydra.data.image_input import DATA_URL
+from maxhydra.data.image_tokens import MARKER
 from maxhydra.decode.grammar import GrammarError, json_grammar
 from maxhydra.decode.openai_server.fields import bad_field, get_typed
 
-MAX_MESSAGES, MAX_TOOLS = 4096, 512
+MAX_MESSAGES, MAX_TOOLS, MAX_IMAGES = 4096, 512, 64
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # Keys of a message besides role and content; the last two are those that reasoning models return.
 KEYS = {"assistant": ("tool_calls", "name", "reasoning_content", "refusal"), "tool": ("tool_call_id", "name")}
@@ -49,14 +51,43 @@ def _parse_message(path: str, message: Any) -> Message:
 
 
 def _parse_content(path: str, content: Any) -> str:
-    """Return the text of a message, given as a string or a list of text parts."""
+    """Return the text of a message, given as a string or a list of text and image parts; images are MARKER."""
     if isinstance(content, str):
         return content
     parts: list[Any] = content if isinstance(content, list) else [None]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise bad_field(path, "is neither a string nor a list of parts of type text")
-    return "".join(part["text"] for part in parts)
+    return "".join(_parse_part(path, part) for part in parts)
+
+
+def _parse_part(path: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "image_url" and _image_url(part) is not None:
+        return MARKER
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise bad_field(path, "is neither a string nor a list of parts of type text or image_url")
+    return str(part["text"])
+
+
+def _image_url(part: Mapping[str, Any]) -> str | None:
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else image
+    return url if isinstance(url, str) else None
+
+
+def parse_images(given: Mapping[str, Any]) -> list[str]:
+    """Return the data URLs of the images of all messages, in order; other URLs are rejected and never fetched."""
+    urls: list[str] = []
+    for number, message in enumerate(given["messages"]):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if part.get("type") != "image_url":
+                continue
+            path, url = f"messages[{number}].content", _image_url(part) or ""
+            if not url.startswith(DATA_URL):
+                raise bad_field(path, f"has an image URL other than {DATA_URL}...;base64,; URLs are not fetched")
+            urls.append(url)
+    if len(urls) > MAX_IMAGES:
+        raise bad_field("messages", f"has {len(urls)} images; accepted: at most {MAX_IMAGES}")
+    return urls
 
 
 def _parse_calls(path: str, calls: Any) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from typing import Any
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.decode import Sampling
+from maxhydra.config.schema.vision import Vision
 from maxhydra.data.tokenizers import input_files, template_files
 from maxhydra.decode.openai_server.http11 import RETRY, HttpError
 from maxhydra.decode.openai_server.request_schema import CompletionRequest, ServerDefaults, encode_prompts, parse
@@ -40,7 +41,9 @@ class ParserProcess:
     """Parses large bodies one after the other in a child process."""
 
     def __init__(self, prompts: PromptEncoder, defaults: ServerDefaults):
-        self._settings = _Settings(prompts.data, prompts.vocab_size, defaults, _files_digest(prompts.data))
+        self._settings = _Settings(
+            prompts.data, prompts.vocab_size, prompts.vision, defaults, _files_digest(prompts.data)
+        )
         self._pending = 0
         self._thread = ThreadPoolExecutor(1, "parser")
         self._lock = threading.Lock()
@@ -127,6 +130,7 @@ class _Settings:
 
     data: Data
     vocab_size: int
+    vision: Vision | None
     defaults: ServerDefaults
     files: str
     """Digest of the tokenizer's files when the server read them."""
@@ -146,7 +150,7 @@ def _serve(pipe: Connection, settings: _Settings) -> None:
     os.nice(NICENESS)
     limit_memory(MEMORY)
     try:
-        encoder = PromptEncoder(settings.data, vocab_size=settings.vocab_size)
+        encoder = PromptEncoder(settings.data, vocab_size=settings.vocab_size, vision=settings.vision)
         if encoder.has_template:
             _ = encoder.template
         is_same = _files_digest(settings.data) == settings.files

@@ -16,7 +16,14 @@ from maxhydra.config.errors import did_you_mean
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.decode.openai_server.fields import bad_field, get_integer, get_logit_bias, get_typed
 from maxhydra.decode.openai_server.http11 import HttpError
-from maxhydra.decode.openai_server.messages import Message, Tools, parse_messages, parse_tool_choice, parse_tools
+from maxhydra.decode.openai_server.messages import (
+    Message,
+    Tools,
+    parse_images,
+    parse_messages,
+    parse_tool_choice,
+    parse_tools,
+)
 from maxhydra.decode.openai_server.structured_output import STRUCTURED_FIELDS, parse_grammar
 from maxhydra.decode.request import MAX_BIAS
 from maxhydra.decode.sampling_params import PromptEncoder, PromptError, SettingError, with_overrides
@@ -93,6 +100,8 @@ class CompletionRequest:
     """The completion is a JSON list of calls."""
     max_calls: int | None = None
     """Calls of a turn that are returned; None: all."""
+    images: list[str] = dataclasses.field(default_factory=list)
+    """Data URLs of the images of the messages, in order."""
 
     @property
     def sequences(self) -> int:
@@ -178,6 +187,7 @@ def _parse_request(values: dict[str, Any], defaults: ServerDefaults, *, is_chat:
         tools=tools,
         is_call_required=bool(calls_grammar),
         max_calls=None if get_typed(given, "parallel_tool_calls", bool, True) else 1,
+        images=parse_images(given) if is_chat else [],
     )
     if options and not request.stream:
         raise bad_field("stream_options", "requires stream=true")

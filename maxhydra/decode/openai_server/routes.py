@@ -32,7 +32,7 @@ from maxhydra.decode.openai_server.responses_api import to_chat_request, to_resp
 from maxhydra.decode.openai_server.responses_stream import ResponseStream
 from maxhydra.decode.openai_server.tokenize import detokenize, tokenize
 from maxhydra.decode.request import Completion, Delta, Engine, RequestRejectedError, UnknownAdapterError
-from maxhydra.decode.sampling_params import PromptEncoder, make_requests
+from maxhydra.decode.sampling_params import PromptEncoder, PromptError, make_requests
 from maxhydra.runtime.profiler import Profiler
 
 T = TypeVar("T")
@@ -239,8 +239,8 @@ class Service:
                 prompts = encode_prompts(request, self._prompts, limit)
             else:
                 prompts = await self._in_thread(lambda: encode_prompts(request, self._prompts, limit))
-            if request.grammar:
-                # Compiling a grammar may take a second.
+            if request.grammar or request.images:
+                # Compiling a grammar may take a second, and decoding an image too.
                 await self._in_thread(lambda: self._submit(request, prompts, queue))
             else:
                 self._submit(request, prompts, queue)
@@ -275,6 +275,10 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def _submit(self, request: CompletionRequest, prompts: Sequence[list[int]], queue: DeltaQueue) -> None:
+        try:
+            images = self._prompts.read_images(request.images)
+        except PromptError as error:
+            raise bad_field("messages", f"has an invalid image: {error}") from None
         for prompt in prompts:
             number, self._num_prompts = self._num_prompts, self._num_prompts + 1
             engine_requests = make_requests(
@@ -292,6 +296,7 @@ class Service:
                 "grammar": request.grammar,
                 "names_special": self._turns.has_parts(request),
                 "prompt_logprobs": request.logprobs if request.echo else None,
+                "images": images,
             }
             for engine_request in engine_requests:
                 try:

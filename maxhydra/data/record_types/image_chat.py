@@ -1,0 +1,98 @@
+"""Conversations with images: messages with content parts {"type": "image"}, and a column with the images in order.
+
+An image is a path, a data URL, the bytes of a file, or {bytes, path}. A record fills a row, which also has a column
+`images`: the pixels of data.max_images images, zeros for those that it does not have. The loss is that of
+conversations and never counts the tokens of images.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.config.schema.data import Corpus, Data, Overlong
+from maxhydra.config.schema.vision import Vision
+from maxhydra.data.chat import compile_chat_template
+from maxhydra.data.image_input import ImageError, image_pixels, read_image
+from maxhydra.data.image_tokens import ImageTokenizer, with_markers
+from maxhydra.data.record_types import Rejected, column_of
+from maxhydra.data.record_types.chat import Chat
+from maxhydra.data.record_types.preference import has_loss, padded_columns
+from maxhydra.data.records import Record
+from maxhydra.data.rows import Document, Row
+from maxhydra.data.tokenizers import load_tokenizer
+
+
+class Example(NamedTuple):
+    """A conversation with the pixels of its images."""
+
+    document: Document
+    images: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageChat(Chat):
+    vision: Vision
+    seq_len: int
+    packs = False
+
+    def _example(self, record: Record) -> Any:
+        messages, images = (column_of(record, self.corpus, name) for name in ("messages", "images"))
+        if rejection := next((value for value in (messages, images) if isinstance(value, Rejected)), None):
+            return rejection
+        document = super()._example({**record, self.corpus.columns.get("messages", "messages"): with_markers(messages)})
+        if isinstance(document, Rejected):
+            return document
+        pixels = self._pixels(document, images)
+        if isinstance(pixels, Rejected):
+            return pixels
+        document = self._fit(_without_image_loss(document, self.vision))
+        return document if isinstance(document, Rejected) else Example(document, pixels)
+
+    def _pixels(self, document: Document, images: Any) -> Any:
+        """Pixels [data.max_images, size, size, 3], or a Rejected."""
+        images = [] if images is None else images if isinstance(images, (list, tuple)) else [images]
+        count = np.count_nonzero(document.tokens == self.vision.placeholder_id) // self.vision.projector.tokens
+        if count != len(images):
+            return Rejected(f"has {len(images)} images, but {count} image parts in its messages")
+        if count > self.data.max_images:
+            return Rejected(f"has {count} images, more than data.max_images={self.data.max_images}")
+        size = self.vision.image_size
+        pixels = np.zeros((self.data.max_images, size, size, 3), np.float32)
+        try:
+            for number, image in enumerate(images):
+                pixels[number] = image_pixels(read_image(image), size)
+        except ImageError as error:
+            return Rejected(str(error))
+        return pixels
+
+    def _fit(self, document: Document) -> Any:
+        """Truncate a conversation that is longer than a row as data.packing.overlong says, or reject it."""
+        if document.num_targets <= self.seq_len:
+            return document
+        if self.data.packing.overlong is not Overlong.truncate:
+            reason = f"has {len(document.tokens)} tokens, more than train.seq_len={self.seq_len}"
+            return Rejected(f"{reason}; set data.packing.overlong=truncate to truncate")
+        assert document.weights is not None
+        cut = Document(document.tokens[: self.seq_len + 1], document.weights[: self.seq_len + 1])
+        return cut if has_loss(cut) else Rejected("has no text of the assistant within train.seq_len")
+
+    def row(self, example: Any, seq_len: int) -> Row:
+        return {**padded_columns(example.document, seq_len), "images": example.images}
+
+
+def _without_image_loss(document: Document, vision: Vision) -> Document:
+    """The document without loss on the tokens of images, which a model never has to generate."""
+    assert document.weights is not None
+    return dataclasses.replace(
+        document, weights=np.where(document.tokens == vision.placeholder_id, 0, document.weights)
+    )
+
+
+def build(corpus: Corpus, data: Data, seq_len: int, vision: Vision | None = None) -> ImageChat:
+    if vision is None or vision.num_layers is None:
+        reason, accepted = "needs a model that takes images", "a model with model.vision"
+        raise ConfigError(Problem("data.record_type", reason, value="image_chat", accepted=accepted))
+    template = compile_chat_template(ImageTokenizer(load_tokenizer(data), vision))
+    return ImageChat(corpus, data, template, vision, seq_len)

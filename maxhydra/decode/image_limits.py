@@ -1,0 +1,49 @@
+"""Which requests with images an engine can serve."""
+
+import dataclasses
+
+from maxhydra.config.schema.decode import CacheDtype
+from maxhydra.config.schema.model import Model
+from maxhydra.decode.request import Request
+
+# Bytes of a number in a cache, and in the compute dtypes; auto is the compute dtype.
+CACHE_BYTES = {CacheDtype.float32: 4, CacheDtype.bfloat16: 2, CacheDtype.int8: 1, CacheDtype.float8: 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageLimits:
+    """Requests with images are prefilled in one call, in which the tokens of an image see each other."""
+
+    model: Model
+    prefill_chunk: int
+    cache_dtype: CacheDtype
+    is_shared: bool
+    """Whether several processes decode together."""
+
+    def find_problem(self, request: Request) -> str | None:
+        """Return why a request cannot be served; None if it can."""
+        vision, images = self.model.vision, request.images
+        if vision.num_layers is None:
+            return None if images is None else "the model takes no images: choose one with model.vision"
+        count = 0 if images is None else len(images)
+        num_tokens, expected = request.prompt.count(vision.placeholder_id or 0), count * vision.projector.tokens
+        if num_tokens != expected:
+            return f"the prompt has {num_tokens} image tokens, but {count} images, which have {expected}"
+        if images is None:
+            return None
+        if images.shape[1:] != (vision.image_size, vision.image_size, 3):
+            return f"images have shape {images.shape[1:]}, expected {(vision.image_size, vision.image_size, 3)}"
+        if len(request.prompt) > self.prefill_chunk:
+            return (
+                f"the prompt with images has {len(request.prompt)} tokens, more than one prefill call of "
+                f"{self.prefill_chunk}: shorten it, or raise task.engine.prefill_chunk"
+            )
+        if vision.bidirectional and self._is_rounded:
+            return f"images are not supported by task.engine.cache_dtype={self.cache_dtype.value}: set auto"
+        return "images are not supported by several processes" if self.is_shared else None
+
+    @property
+    def _is_rounded(self) -> bool:
+        """Whether the cache holds less than the computed keys and values."""
+        compute = 4 if self.model.dtypes.compute.value == "float32" else 2
+        return CACHE_BYTES.get(self.cache_dtype, compute) < compute

@@ -1,0 +1,126 @@
+"""Conversations with images become rows, and combinations that are not supported are rejected."""
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from maxhydra.config import ConfigError
+from maxhydra.config.compose.composer import compose
+from maxhydra.data.image_tokens import image_ids
+from maxhydra.data.pipeline import Pipeline
+from maxhydra.data.record_types import Rejected, build_record_type
+from maxhydra.data.rows import RowSpec
+from maxhydra.data.sources.shapes import COLOURS, make_record
+
+COMMAND = ["task=sft", "model=gemma3-tiny-vision", "data=grain", "data.record_type=image_chat", "train.seq_len=48"]
+COMMAND += ["data.tokenizer.chat_template=lines", "data.max_images=2"]
+
+
+def png(colour: tuple[int, int, int]) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (9, 5), colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def messages(*parts: Any, answer: str = "ok") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}, {"role": "assistant", "content": answer}]
+
+
+TEXT, IMAGE = {"type": "text", "text": "a"}, {"type": "image"}
+
+
+def record_type(tmp_path: Path, *overrides: str) -> Any:
+    (tmp_path / "x.jsonl").write_text("{}\n")
+    config = compose([*COMMAND, f"data.path={tmp_path}/x.jsonl", *overrides]).config
+    return build_record_type(config.data, config.data, RowSpec.of(config)), config.model.vision
+
+
+def test_rows_have_tokens_and_pixels_of_images(tmp_path: Path) -> None:
+    made, vision = record_type(tmp_path)
+    (tmp_path / "blue.png").write_bytes(png((0, 0, 255)))
+    images = [png((255, 0, 0)), str(tmp_path / "blue.png")]
+    (example,) = made.encode([{"messages": messages(IMAGE, TEXT, IMAGE), "images": images}])
+    row = made.row(example, 48)
+    ids = image_ids(vision)
+    tokens = [256, *ids, ord("a"), *ids, ord("\n"), *b"ok", 257]
+    assert row["tokens"][: len(tokens) - 1].tolist() == tokens[:-1]
+    assert row["targets"][row["weights"] > 0].tolist() == [*b"ok", 257]
+    assert row["images"].shape == (2, vision.image_size, vision.image_size, 3)
+    np.testing.assert_allclose(row["images"][:, 0, 0], [[1, -1, -1], [-1, -1, 1]])
+
+
+def test_loss_never_counts_tokens_of_images(tmp_path: Path) -> None:
+    made, vision = record_type(tmp_path, "data.loss_on=all")
+    (example,) = made.encode([{"messages": messages(TEXT, IMAGE), "images": [{"bytes": png((1, 2, 3))}]}])
+    row = made.row(example, 48)
+    counted = row["targets"][row["weights"] > 0]
+    assert vision.placeholder_id in row["targets"] and vision.placeholder_id not in counted
+    assert ord("a") in counted
+
+
+def test_invalid_records(tmp_path: Path) -> None:
+    made, _ = record_type(tmp_path)
+    image = png((0, 0, 0))
+    url = "data:image/png;base64," + base64.b64encode(image[:40]).decode()
+    records = [
+        ({"messages": messages(TEXT), "images": [image]}, "has 1 images, but 0 image parts"),
+        ({"messages": messages(IMAGE, IMAGE), "images": [image]}, "has 1 images, but 2 image parts"),
+        ({"messages": messages(*[IMAGE] * 3), "images": [image] * 3}, "more than data.max_images=2"),
+        ({"messages": messages(IMAGE), "images": ["/nowhere.png"]}, "cannot be read"),
+        ({"messages": messages(IMAGE), "images": [url]}, "cannot be read"),
+        ({"messages": messages(IMAGE), "images": [7]}, "expected a path, a data URL or bytes"),
+        ({"messages": messages(IMAGE)}, "has no column 'images'"),
+        ({"messages": messages(IMAGE, answer="b" * 60), "images": [image]}, "more than train.seq_len=48"),
+    ]
+    for rejected, (_, reason) in zip(made.encode([record for record, _ in records]), records, strict=True):
+        assert isinstance(rejected, Rejected) and reason in rejected.reason, (rejected, reason)
+
+
+def test_a_file_of_records_becomes_rows(tmp_path: Path) -> None:
+    """JSON Lines with data URLs, through the reader and the pipeline."""
+    lines = []
+    for colour in ((255, 0, 0), (0, 255, 0), (0, 0, 255)):
+        url = "data:image/png;base64," + base64.b64encode(png(colour)).decode()
+        lines.append(json.dumps({"messages": messages(IMAGE, TEXT), "images": [url]}))
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    config = compose([*COMMAND, f"data.path={tmp_path}/x.jsonl", "data.shuffle=false"]).config
+    rows = Pipeline(config.data, RowSpec.of(config)).first_rows(2)
+    assert [row["images"][0, 0, 0].tolist() for row in rows] == [[1, -1, -1], [-1, 1, -1]]
+    assert [row["images"][1].any() for row in rows] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["model=gemma3-tiny"], "needs a model that takes images"),
+        (["task=dpo"], "is not supported by task=dpo"),
+        (["data.packing.method=best_fit"], "a sequence has one conversation"),
+        (["mesh.stage=2"], "is not supported with images"),
+        (["mesh.sequence=2"], "is not supported with images"),
+    ],
+)
+def test_combinations_that_are_not_supported(overrides: list[str], reason: str) -> None:
+    command = ["task=sft", "model=micro-vision", "data=shapes", "train.seq_len=48"]
+    with pytest.raises(ConfigError, match=reason):
+        compose([*command, *overrides])
+
+
+def test_generated_images_show_their_answers() -> None:
+    """Colours of pixels equal the answer, and the number of separate shapes too."""
+    checked = 0
+    for index in range(60):
+        record = make_record(index)
+        (image,) = record["images"]
+        is_shape = (image != image[0, -1]).any(axis=-1)
+        colours = {name for name, value in COLOURS.items() if (image[is_shape] == value).all(axis=-1).any()}
+        assert len(colours) == 1 and is_shape.any()
+        if record["answer"] in COLOURS:
+            assert colours == {record["answer"]}
+            checked += 1
+    assert checked > 10
