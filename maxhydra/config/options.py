@@ -21,7 +21,7 @@ SELF = "_self_"
 
 def model_options(folders: Sequence[Path] = PACKAGED) -> dict[str, str]:
     """Return the description of every option that defines a model."""
-    return {name: description(path) for name, path in _paths(folders).items() if name != "from_hf"}
+    return {name: description(path) for name, path in _paths(folders).items() if not name.startswith("from_hf")}
 
 
 def model_option(name: str, folders: Sequence[Path] = PACKAGED) -> Model:

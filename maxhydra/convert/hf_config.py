@@ -32,7 +32,21 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def hf_model_section(key: str, location: str) -> dict[str, Any]:
-    """The `model` section described by a Hugging Face folder."""
+    """The `model` section described by a Hugging Face folder, of a multimodal one the text decoder."""
+    values = _model_values(key, location)
+    return {"model": {name: value for name, value in values.items() if name != "vision"}}
+
+
+def hf_vision_section(key: str, location: str) -> dict[str, Any]:
+    """The section `model.vision` described by a Hugging Face folder."""
+    values = _model_values(key, location)
+    if "vision" not in values:
+        reason, hint = "has no image encoder of a supported kind", "choose model=from_hf"
+        raise ConfigError(Problem(key, reason, value=location, accepted="a folder of Gemma 3 with images", hint=hint))
+    return {"model": {"vision": values["vision"]}}
+
+
+def _model_values(key: str, location: str) -> dict[str, Any]:
     folder = model_path(key, location, weights=False)
     if not is_hf_folder(folder):
         reason = f"has no {CONFIG}" if folder.is_dir() else "is not a folder"
@@ -41,7 +55,7 @@ def hf_model_section(key: str, location: str) -> dict[str, Any]:
     settings = read_settings(key, location, folder)
     values = to_model_values(key, location, find_table(key, location, settings), settings)
     build_model(key, location, values)
-    return {"model": values}
+    return values
 
 
 def hf_run_section(location: str) -> dict[str, Any]:

@@ -1,21 +1,36 @@
-"""Images in conversations: their places in the text, and their placeholder tokens.
+"""Images in conversations: their pixels, their places in the text, and their placeholder tokens.
 
 A content part {"type": "image"} becomes MARKER in the text that a chat template renders. The tokenizer replaces every
 marker by the tokens of one image.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from maxhydra.config.schema.vision import Vision
+from maxhydra.data.images import Processor, make_processor, read_image
 from maxhydra.data.tokenizers import Tokenizer
 
 # Unicode's OBJECT REPLACEMENT CHARACTER, the placeholder of an embedded object.
 MARKER = "\ufffc"
 # Types of content parts that are images.
 IMAGE_PARTS = ("image", "image_url", "input_image")
+
+
+def image_pixels(source: Any, vision: Vision) -> np.ndarray:
+    """[size, size, 3] pixels from -1 to 1 of a path, data URL, bytes, {bytes, path} or array of bytes [H, W, 3].
+
+    Raises MediaError if it cannot be read.
+    """
+    return _processor(vision.image_size, vision.projector.tokens)(read_image(source)).pixels[0]
+
+
+@cache
+def _processor(size: int, tokens: int) -> Processor:
+    return make_processor({"mechanism": "square", "size": {"height": size, "width": size}, "image_seq_length": tokens})
 
 
 def image_ids(vision: Vision) -> list[int]:

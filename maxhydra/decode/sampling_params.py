@@ -25,8 +25,8 @@ from maxhydra.config.schema.tasks.inference import Chat, DecodeTask
 from maxhydra.config.schema.vision import Vision
 from maxhydra.data import load_tokenizer
 from maxhydra.data.chat import ChatTemplate, ChatTemplateError, Tools, compile_chat_template
-from maxhydra.data.image_input import ImageError, image_pixels, read_image
-from maxhydra.data.image_tokens import MARKER, ImageTokenizer
+from maxhydra.data.image_tokens import MARKER, ImageTokenizer, image_pixels
+from maxhydra.data.media import MediaError
 from maxhydra.data.tokenizers import count_token_bytes, special_token_pattern
 from maxhydra.decode.request import Engine, Request
 
@@ -102,8 +102,8 @@ class PromptEncoder:
         if self.vision is None:
             raise PromptError("the model takes no images: choose one with model.vision")
         try:
-            return np.stack([image_pixels(read_image(image), self.vision.image_size) for image in images])
-        except ImageError as error:
+            return np.stack([image_pixels(image, self.vision) for image in images])
+        except MediaError as error:
             raise PromptError(str(error)) from None
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:

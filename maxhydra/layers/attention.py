@@ -248,10 +248,11 @@ class Attention(nnx.Module):
             return {}
         segments_BT = chunk_segments(ctx.segments, ctx.positions, self.spec.chunk)
         arrays = self._place_heads(heads, ctx)[0], keys_values.key_BSKH
-        seen = {"segments_BT": segments_BT, "selected_BTS": ctx.keys_within_images(self.spec.window)}
-        aux = logit_statistics(*arrays, self._request(ctx), ctx, **seen)
+        within_BTS = ctx.keys_within_images(self.spec.window)
+        aux = logit_statistics(*arrays, self._request(ctx), ctx, segments_BT=segments_BT, selected_BTS=within_BTS)
         if has_clip:
-            aux[HEAD_LOGITS] = largest_logits(*arrays, self._request(ctx), ctx, **seen)
+            request = self._request(ctx)
+            aux[HEAD_LOGITS] = largest_logits(*arrays, request, ctx, segments_BT=segments_BT, selected_BTS=within_BTS)
         return aux
 
     def _place_heads(

@@ -55,6 +55,7 @@ class WeightSampler:
         """Keys of all recorded paths; the folds of one level compile in the time of one."""
         depth = max(map(len, self._sizes))
         numbers = np.array([[*path, *[-1] * (depth - len(path))] for path in self._sizes])
+        assert self._key is not None
         keys = jnp.broadcast_to(self._key, len(numbers))
         for level in numbers.T:
             folded = jax.vmap(jax.random.fold_in)(keys, level.astype(np.uint32))

@@ -1,5 +1,6 @@
 """model=from_hf: model, weights and tokenizer of a Hugging Face folder."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import maxhydra.convert  # noqa: F401  registers model=from_hf
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import Composer, compose
+from maxhydra.config.schema.model import Vision
 from maxhydra.config.serialize import from_yaml, to_yaml
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
@@ -25,6 +27,17 @@ def error_message(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         compose([SHORT, *overrides])
     return str(caught.value)
+
+
+def test_images_of_a_multimodal_folder_are_an_option_of_their_own() -> None:
+    """The text decoder is the default, as in runs that were started before models took images."""
+    folder = Path(__file__).parent / "gemma3_vision"
+    path = f"model.path={folder}"
+    vision = compose(["model=from_hf_vision", path, SHORT]).config.model
+    assert composed(folder, SHORT).model == dataclasses.replace(vision, vision=Vision())
+    assert (vision.vision.num_layers, vision.vision.projector.tokens, vision.vision.placeholder_id) == (2, 9, 62)
+    text = error_message("model=from_hf_vision", f"model.path={GOLDEN / 'llama'}")
+    assert "has no image encoder of a supported kind" in text and "choose model=from_hf" in text
 
 
 def test_the_folder_defines_the_model_and_the_command_line_overrides_it() -> None:

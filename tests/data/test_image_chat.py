@@ -72,9 +72,9 @@ def test_invalid_records(tmp_path: Path) -> None:
         ({"messages": messages(TEXT), "images": [image]}, "has 1 images, but 0 image parts"),
         ({"messages": messages(IMAGE, IMAGE), "images": [image]}, "has 1 images, but 2 image parts"),
         ({"messages": messages(*[IMAGE] * 3), "images": [image] * 3}, "more than data.max_images=2"),
-        ({"messages": messages(IMAGE), "images": ["/nowhere.png"]}, "cannot be read"),
-        ({"messages": messages(IMAGE), "images": [url]}, "cannot be read"),
-        ({"messages": messages(IMAGE), "images": [7]}, "expected a path, a data URL or bytes"),
+        ({"messages": messages(IMAGE), "images": ["/nowhere.png"]}, "no such file"),
+        ({"messages": messages(IMAGE), "images": [url]}, "damaged"),
+        ({"messages": messages(IMAGE), "images": [7]}, "accepted: a path, a data: URL"),
         ({"messages": messages(IMAGE)}, "has no column 'images'"),
         ({"messages": messages(IMAGE, answer="b" * 60), "images": [image]}, "more than train.seq_len=48"),
     ]

@@ -138,11 +138,11 @@ def test_bad_image_urls(tmp_path) -> None:
         parse_messages(chat(7))
     prompts = PromptEncoder(compose(["data.tokenizer.chat_template=lines"]).config.data, vocab_size=320, vision=VISION)
     for value, reason in (
-        ("data:image/png;base64,!", "not valid base64"),
-        (data_url(png()[:40]), "cannot be read"),
-        (data_url(b"GIF89"), "cannot be read"),
-        (str(tmp_path / "no.png"), "cannot be read: No such file"),
-        (data_url(bytes(21 * 2**20)), "more than 20,971,520"),
+        ("data:image/png;base64,!", "not base64"),
+        (data_url(png()[:40]), "damaged"),
+        (data_url(b"GIF89"), "not an image of a supported format"),
+        (str(tmp_path / "no.png"), "no such file"),
+        (data_url(bytes(21 * 2**20)), "more than the limit"),
     ):
         with pytest.raises(PromptError, match=reason):
             prompts.read_images([value])

@@ -95,7 +95,7 @@ PUBLISHED = {
 }
 FOLDER = resources.files("maxhydra.conf").joinpath("model")
 # Those that are models of themselves.
-FILES = {file.name.removesuffix(".yaml"): file for file in FOLDER.iterdir() if file.name != "from_hf.yaml"}
+FILES = {file.name.removesuffix(".yaml"): file for file in FOLDER.iterdir() if not file.name.startswith("from_hf")}
 
 
 load = functools.cache(model_option)

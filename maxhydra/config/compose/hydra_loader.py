@@ -149,7 +149,7 @@ BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
 FOLDER_KEY = "model.path"
 ROOT_SCHEMA = "schema/config"
 MODEL, RECIPE, PACKAGED = "model", "recipe", "maxhydra.conf"
-FOLDER_OPTION = "model/from_hf"
+FOLDER_OPTIONS = ("from_hf", "from_hf_vision")
 
 
 def source_values(folder: str | None, option: str) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def source_values(folder: str | None, option: str) -> dict[str, Any]:
 
 def reads_folder(choices: dict[str, str]) -> bool:
     """Return whether the chosen model option takes its values from `model.path`."""
-    return f"model/{choices.get('model')}" == FOLDER_OPTION
+    return choices.get("model") in FOLDER_OPTIONS
 
 
 def unused_folder(folder: str | None, choices: dict[str, str]) -> list[Problem]:

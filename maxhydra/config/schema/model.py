@@ -327,7 +327,11 @@ class Model(Schema):
             if kind.mixer is not Mixer.attention or kind.attention.chunk is not None:
                 reason = f"requires mixer=attention without chunks, which model.kinds.{name} does not have"
                 yield Problem("vision.bidirectional", reason, value=True, accepted="false")
-        for name, is_used in {"per_layer.dim": self.per_layer.dim is not None, "mtp.depth": self.mtp.depth > 0}.items():
+        conflicts = {"per_layer.dim": self.per_layer.dim is not None, "mtp.depth": self.mtp.depth > 0}
+        for name, kind in kinds.items():
+            conflicts[f"kinds.{name}.attention.moba"] = kind.attention.moba.block_size is not None
+            conflicts[f"kinds.{name}.engram"] = bool(kind.engram.vocab_sizes)
+        for name, is_used in conflicts.items():
             if is_used:
                 reason = f"is not supported together with model.{name}"
                 yield Problem("vision.num_layers", reason, value=self.vision.num_layers, accepted="null")

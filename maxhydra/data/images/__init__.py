@@ -1,4 +1,4 @@
-"""Images and videos: reading, the preprocessing of model families, and generated images with questions."""
+"""Images and videos: reading, and the preprocessing of model families."""
 
 from maxhydra.data.images.processor import ProcessedImage, Processor, make_processor
 from maxhydra.data.images.read import Video, read_image, read_video

@@ -14,8 +14,8 @@ from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.schema.data import Corpus, Data, Overlong
 from maxhydra.config.schema.vision import Vision
 from maxhydra.data.chat import compile_chat_template
-from maxhydra.data.image_input import ImageError, image_pixels, read_image
-from maxhydra.data.image_tokens import ImageTokenizer, with_markers
+from maxhydra.data.image_tokens import ImageTokenizer, image_pixels, with_markers
+from maxhydra.data.media import MediaError
 from maxhydra.data.record_types import Rejected, column_of
 from maxhydra.data.record_types.chat import Chat
 from maxhydra.data.record_types.preference import has_loss, padded_columns
@@ -62,8 +62,8 @@ class ImageChat(Chat):
         pixels = np.zeros((self.data.max_images, size, size, 3), np.float32)
         try:
             for number, image in enumerate(images):
-                pixels[number] = image_pixels(read_image(image), size)
-        except ImageError as error:
+                pixels[number] = image_pixels(image, self.vision)
+        except MediaError as error:
             return Rejected(str(error))
         return pixels
 

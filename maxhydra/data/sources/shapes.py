@@ -16,7 +16,7 @@ from maxhydra.data.sources import RecordSlice, RecordSource
 
 # Seed of the images.
 SEED = 5678
-SIZE, CELLS = 32, 3
+SIZE, CELLS, MIN_RADIUS = 32, 2, 5
 COLOURS = {"red": (230, 40, 40), "green": (40, 200, 60), "blue": (60, 80, 240), "yellow": (235, 220, 50)}
 KINDS = ("circle", "square", "cross")
 MAX_SHAPES = 4
@@ -65,7 +65,7 @@ def draw(count: int, kind: str, colour: str, generator: np.random.Generator) -> 
     cell = SIZE // CELLS
     rows, columns = np.mgrid[:SIZE, :SIZE]
     for number in generator.choice(CELLS**2, count, replace=False):
-        radius = int(generator.integers(3, cell // 2 + 1))
+        radius = int(generator.integers(MIN_RADIUS, cell // 2 + 1))
         centre = [int(at * cell + generator.integers(radius, cell - radius + 1)) for at in divmod(int(number), CELLS)]
         down, right = np.abs(rows - centre[0]), np.abs(columns - centre[1])
         inside = np.maximum(down, right) < radius

@@ -4,11 +4,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from maxhydra.data.image_input import DATA_URL
 from maxhydra.data.image_tokens import MARKER
 from maxhydra.decode.grammar import GrammarError, json_grammar
 from maxhydra.decode.openai_server.fields import bad_field, get_typed
 
+DATA_URL = "data:image/"
 MAX_MESSAGES, MAX_TOOLS, MAX_IMAGES = 4096, 512, 64
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # Keys of a message besides role and content; the last two are those that reasoning models return.
