@@ -73,7 +73,7 @@ def test_invalid_records(tmp_path: Path) -> None:
         ({"messages": messages(IMAGE, IMAGE), "images": [image]}, "has 1 images, but 2 image parts"),
         ({"messages": messages(*[IMAGE] * 3), "images": [image] * 3}, "more than data.max_images=2"),
         ({"messages": messages(IMAGE), "images": ["/nowhere.png"]}, "no such file"),
-        ({"messages": messages(IMAGE), "images": [url]}, "damaged"),
+        ({"messages": messages(IMAGE), "images": [url]}, "not an image of a supported format"),
         ({"messages": messages(IMAGE), "images": [7]}, "accepted: a path, a data: URL"),
         ({"messages": messages(IMAGE)}, "has no column 'images'"),
         ({"messages": messages(IMAGE, answer="b" * 60), "images": [image]}, "more than train.seq_len=48"),
