@@ -61,7 +61,7 @@ class Places(NamedTuple):
 
 
 def visible_in_blocks(blocks: BlockSpec, seq_len: int) -> float:
-    """Mean number of keys that a token attends to: those of earlier blocks, and of its own block up to itself."""
+    """Mean number of keys that a token attends to: those of earlier blocks, and of the token's block up to itself."""
     size, earlier = blocks.size, blocks.top_k - 1
     return sum(min(token // size, earlier) * size + token % size + 1 for token in range(seq_len)) / seq_len
 

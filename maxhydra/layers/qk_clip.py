@@ -22,7 +22,7 @@ def clip_factors(largest_N: jax.Array, threshold: float) -> jax.Array:
 
 
 def clip_heads(weights: Any, factors_N: jax.Array, *, has_own_keys: bool) -> Any:
-    """Attention weights with rescaled projections; `has_own_keys`: every query head has a key head of its own."""
+    """Attention weights with rescaled projections; `has_own_keys`: every query head has a separate key head."""
     if not has_own_keys:
         return {**weights, "query": scale_heads(weights["query"], factors_N[..., None])}
     roots_N1 = jnp.sqrt(factors_N)[..., None]

@@ -32,7 +32,7 @@ class PatternOutput(NamedTuple):
 
 
 class StackOutput(NamedTuple):
-    """What a run of consecutive layers returns."""
+    """Output of consecutive layers."""
 
     x_BTD: jax.Array
     caches: list[Any]

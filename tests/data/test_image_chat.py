@@ -112,7 +112,7 @@ def test_combinations_that_are_not_supported(overrides: list[str], reason: str) 
 
 
 def test_generated_images_show_their_answers() -> None:
-    """Colours of pixels equal the answer, and the number of separate shapes too."""
+    """Colours of pixels equal the expected response, and the number of separate shapes too."""
     checked = 0
     for index in range(60):
         record = make_record(index)

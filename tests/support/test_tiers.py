@@ -1,4 +1,4 @@
-"""The tiers of tests/support/tiers.py, in a pytest of its own on a small test file."""
+"""The tiers of tests/support/tiers.py, in a separate pytest on a small test file."""
 
 import os
 import subprocess

@@ -1,7 +1,7 @@
 """Generated images of shapes with questions about their number, colour and kind (data.record_type=image_chat).
 
 An image shows one to four shapes of one kind and colour on a dark background of random brightness. A record asks for
-one of the three; answers are one word. Held-out records have other random numbers than those to train on.
+one of the three; responses are one word. Held-out records have other random numbers than those to train on.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class Shapes:
 
 
 def make_record(index: int) -> Record:
-    """The image, question and answer of an index."""
+    """The image, question and response of an index."""
     generator = np.random.default_rng((SEED, index))
     count, kind = int(generator.integers(1, MAX_SHAPES + 1)), str(generator.choice(KINDS))
     colour = str(generator.choice(list(COLOURS)))
