@@ -83,6 +83,7 @@ FIXED_KEYS = (
     *("run.seed", "run.weights_seed", "run.data_seed", "optimizer.eps_root", "optimizer.grad_dtype"),
     *("optimizer.cautious_decay", "optimizer.rate_ratios*", "optimizer.layer_decay", "optimizer.ema_decay"),
     *("optimizer.matrix_weight_decay", "optimizer.update_rms", "optimizer.neuron_b2"),
+    *("optimizer.precondition_every", "optimizer.precondition_max_dim"),
     *("hardware.matmul_precision", "adapter.*", "quantization.*"),
     *("optimizer.kind", "optimizer.learning_rate", "optimizer.schedule.kind", "optimizer.schedule.final_fraction"),
     *("optimizer.schedule.decay_style", "optimizer.weight_decay", "optimizer.no_decay", "optimizer.trainable"),

@@ -23,9 +23,19 @@ from maxhydra.config.values import matches_any
 from maxhydra.optim.adafactor import Factored, scale_by_adafactor
 from maxhydra.optim.adam8 import Quantized, scale_by_adam8
 from maxhydra.optim.averages import Averaging, ExponentialAverage, ScheduleFreeAverage, start_average
-from maxhydra.optim.muon import muon_matrices, orthogonal_momentum
-from maxhydra.optim.parameters import axes_by_path, check_patterns, is_stacked, matrix_dims, path_of, paths
+from maxhydra.optim.muon import orthogonal_momentum
+from maxhydra.optim.parameters import (
+    axes_by_path,
+    check_patterns,
+    is_stacked,
+    layer_matrices,
+    matrix_dims,
+    partition_matrices,
+    path_of,
+    paths,
+)
 from maxhydra.optim.schedule import Schedule, schedule
+from maxhydra.optim.soap import Bases, SoapRule, bases_axes, scale_by_soap
 from maxhydra.optim.sparsity import pruned_axes, with_sparsity
 from maxhydra.sharding import LogicalAxes, is_axes
 
@@ -129,8 +139,7 @@ def build(
 ) -> Optimizer:
     """Build the optimizer for parameters with these shapes and logical axes, over a run of `steps` steps.
 
-    `is_unrolled`: the layer loop is unrolled, so gradients of stacked layers are computed layer by layer.
-    """
+    `is_unrolled`: the layer loop is unrolled, so gradients of stacked layers are computed layer by layer."""
     names = paths(shapes)
     check_patterns(config.trainable, config.no_decay, list(config.rate_ratios), jax.tree.leaves(names))
     axes_of = axes_by_path(axes)
@@ -213,7 +222,7 @@ def _averaging(config: OptimizerConfig) -> Averaging | None:
 
 def _decays(config: OptimizerConfig, axes: "Axes", rules: PathRules) -> dict[str, float]:
     """Weight decay of the parameters that have any, by path."""
-    matrices = muon_matrices(axes) if config.matrix_weight_decay is not None else {}
+    matrices = layer_matrices(axes) if config.matrix_weight_decay is not None else {}
     decays = {}
     for path in axes:
         own = config.matrix_weight_decay if path in matrices else None
@@ -283,6 +292,12 @@ def _muon(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
     return orthogonal_momentum(config, axes, _adamw(config, axes))
 
 
+def _soap(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
+    rule = SoapRule(config.b1, config.b2, config.eps, config.precondition_every, config.precondition_max_dim)  # type: ignore[arg-type]
+    matrices = layer_matrices(axes)
+    return partition_matrices("soap", scale_by_soap(matrices, rule), _adamw(config, axes), matrices)
+
+
 def _schedule_free(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
     """AdamW without a first moment, whose part the average of the weights takes."""
     return optax.scale_by_rms(decay=config.b2, eps=config.eps, eps_in_sqrt=False, bias_correction=True)
@@ -303,6 +318,7 @@ _SCALINGS: dict[OptimizerKind, Callable[[OptimizerConfig, Axes], optax.GradientT
     OptimizerKind.sgd: _sgd,
     OptimizerKind.muon: _muon,
     OptimizerKind.lion: _lion,
+    OptimizerKind.soap: _soap,
     OptimizerKind.schedule_free: _schedule_free,
     OptimizerKind.function: _function,
 }
@@ -312,8 +328,8 @@ def state_axes(optimizer: Optimizer, shapes: Tree, axes: Tree) -> Tree:
     """A tree with the structure of `transform.init`'s result and the logical axes of each leaf.
 
     Every tree of moments has the keys of the parameters, so the end of a leaf's path names its parameter. A moment has
-    its parameter's axes, as have the codes and scales of a quantized one; a factored one has the axes of its remaining
-    dimensions; counts and constants are replicated.
+    its parameter's axes, as have the codes and scales of a quantized one; a factored one and a basis have the axes of
+    their side of the matrix; counts and constants are replicated.
     """
     state = jax.eval_shape(optimizer.transform.init, shapes)
     by_keys = {
@@ -321,7 +337,7 @@ def state_axes(optimizer: Optimizer, shapes: Tree, axes: Tree) -> Tree:
     }
     shape_of = {path_of(keys): leaf.shape for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
 
-    def axes_of_leaf(keys: jax.tree_util.KeyPath, leaf: Any) -> LogicalAxes | Factored | Quantized:
+    def axes_of_leaf(keys: jax.tree_util.KeyPath, leaf: Any) -> LogicalAxes | Factored | Quantized | Bases:
         parameter = next((by_keys[keys[i:]] for i in range(len(keys)) if keys[i:] in by_keys), None)
         if parameter is None:
             return (None,) * len(leaf.shape)
@@ -330,6 +346,8 @@ def state_axes(optimizer: Optimizer, shapes: Tree, axes: Tree) -> Tree:
             return _factored_axes(names)
         if isinstance(leaf, Quantized):
             return Quantized(names, names)  # type: ignore[arg-type]
+        if isinstance(leaf, Bases):
+            return bases_axes(leaf, names)
         sizes = list(zip(leaf.shape, shape_of[path], strict=False))
         if len(leaf.shape) != len(shape_of[path]) or any(size not in (1, whole) for size, whole in sizes):
             raise ValueError(f"{path_of(keys)} has shape {leaf.shape}, its parameter {path} has {shape_of[path]}")
@@ -337,7 +355,7 @@ def state_axes(optimizer: Optimizer, shapes: Tree, axes: Tree) -> Tree:
         return tuple(name if size == whole else None for name, (size, whole) in zip(names, sizes, strict=True))
 
     return jax.tree_util.tree_map_with_path(
-        axes_of_leaf, state, is_leaf=lambda node: isinstance(node, (Factored, Quantized))
+        axes_of_leaf, state, is_leaf=lambda node: isinstance(node, (Factored, Quantized, Bases))
     )
 
 

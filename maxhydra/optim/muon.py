@@ -12,7 +12,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from maxhydra.config.schema.optimizer import Optimizer as OptimizerConfig
-from maxhydra.optim.parameters import MatrixDims, is_table, matrix_dims, path_of
+from maxhydra.optim.parameters import MatrixDims, layer_matrices, partition_matrices, path_of
 from maxhydra.sharding import LogicalAxes
 
 Tree = Any
@@ -23,12 +23,6 @@ Axes = dict[str, LogicalAxes]
 ADAM_RMS = 0.2
 
 
-def muon_matrices(axes: Axes) -> dict[str, MatrixDims]:
-    """Rows and columns of the parameters that Muon updates, by path."""
-    dims = {path: matrix_dims(names) for path, names in axes.items() if not is_table(names)}
-    return {path: matrix for path, matrix in dims.items() if matrix is not None}
-
-
 def orthogonal_momentum(
     config: OptimizerConfig, axes: Axes, rest: optax.GradientTransformation
 ) -> optax.GradientTransformation:
@@ -36,16 +30,11 @@ def orthogonal_momentum(
 
     `optax.contrib.muon` composes the same transformations, but cannot mask the weight decay of its AdamW half.
     """
-    matrices = muon_matrices(axes)
+    matrices = layer_matrices(axes)
     dimensions = {path: MuonDimensionNumbers(m.rows, m.columns) for path, m in matrices.items()}
 
     def dimensions_of(updates: Tree) -> Tree:
         return jax.tree_util.tree_map_with_path(lambda keys, _: dimensions[path_of(keys)], updates)
-
-    def labels(params: Tree) -> Tree:
-        return jax.tree_util.tree_map_with_path(
-            lambda keys, _: "muon" if path_of(keys) in dimensions else "adamw", params
-        )
 
     orthogonal = scale_by_muon(
         ns_steps=config.newton_schulz_steps,
@@ -60,7 +49,7 @@ def orthogonal_momentum(
     else:
         assert config.eps is not None
         scaled = optax.chain(orthogonal, _normalize_neurons(matrices, config.neuron_b2, config.eps, rms))
-    return optax.partition({"muon": scaled, "adamw": rest}, labels)
+    return partition_matrices("muon", scaled, rest, matrices)
 
 
 def _scale_orthogonal(matrices: dict[str, MatrixDims], rms: float) -> optax.GradientTransformation:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import optax
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.values import matches_any, regex_problems
@@ -57,6 +58,26 @@ def is_stacked(axes: LogicalAxes) -> bool:
 
 def is_table(axes: LogicalAxes) -> bool:
     return any(name in TABLES for name in axes)
+
+
+def layer_matrices(axes: dict[str, LogicalAxes]) -> dict[str, MatrixDims]:
+    """Rows and columns of the matrices of the layers, by path: of all parameters but embeddings, head and vectors."""
+    dims = {path: matrix_dims(names) for path, names in axes.items() if not is_table(names)}
+    return {path: matrix for path, matrix in dims.items() if matrix is not None}
+
+
+def partition_matrices(
+    name: str,
+    transform: optax.GradientTransformation,
+    rest: optax.GradientTransformation,
+    matrices: dict[str, MatrixDims],
+) -> optax.GradientTransformation:
+    """`transform` for these matrices, under this name in the state, and `rest` for the other parameters."""
+
+    def labels(params: Tree) -> Tree:
+        return jax.tree_util.tree_map_with_path(lambda keys, _: name if path_of(keys) in matrices else "adamw", params)
+
+    return optax.partition({name: transform, "adamw": rest}, labels)
 
 
 def path_of(keys: jax.tree_util.KeyPath) -> str:

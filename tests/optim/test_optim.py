@@ -15,6 +15,7 @@ from maxhydra.config.schema.optimizer import MomentFormat, OptimizerKind, Schedu
 from maxhydra.config.schema.optimizer import Optimizer as Config
 from maxhydra.optim import build, state_axes
 from maxhydra.sharding import is_axes
+from tests.support.states import plan
 
 LAYERS, EMBED, HEADS, HEAD_DIM, MLP, VOCAB = 3, 8, 2, 4, 12, 16
 # Rows and columns of equal length (embed = heads x head_dim), and a layer axis that is neither longest nor shortest.
@@ -53,6 +54,14 @@ FIELDS = {
     OptimizerKind.sgd: {"momentum": 0.9},
     OptimizerKind.muon: {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "momentum": 0.95, "newton_schulz_steps": 5},
     OptimizerKind.lion: {"b1": 0.9, "b2": 0.99},
+    OptimizerKind.soap: {
+        "b1": 0.9,
+        "b2": 0.95,
+        "eps": 1e-8,
+        "precondition_every": 2,
+        # Sides of length MLP are not rotated.
+        "precondition_max_dim": 10,
+    },
 }
 # schedule_free is in test_averages.py.
 KINDS = pytest.mark.parametrize("kind", [kind for kind in OptimizerKind if kind in FIELDS], ids=lambda kind: kind.value)
@@ -151,11 +160,41 @@ adafactor = by_optax(optax.adafactor(learning_rate=None, min_dim_size_to_factor=
 orthogonalize = by_optax(optax.chain(optax.contrib.scale_by_muon(beta=0.95, ns_steps=5, eps=1e-8), optax.scale(-1)))
 
 
+def is_for_adamw(path):
+    return path.startswith(("embed", "head")) or "norm" in path or "bias" in path
+
+
 def muon(path, g, p, memory, step):
-    if path.startswith(("embed", "head")) or "norm" in path or "bias" in path:
+    if is_for_adamw(path):
         return adam(path, g, p, memory, step)
     u, memory = orthogonalize(path, g, p, memory, step)
     return 0.2 * np.sqrt(max(p.shape)) * u, memory
+
+
+def soap(path, g, p, memory, step):
+    """The algorithm of the paper, and the first step of the authors' implementation, which has no update."""
+    if is_for_adamw(path):
+        return adam(path, g, p, memory, step)
+    g = g.astype(np.float64)
+    moments, bases, m, v = memory or ([0.0, 0.0], [np.eye(size) for size in g.shape], 0.0, np.zeros(g.shape))
+    left, right = bases
+    u = np.zeros(g.shape)
+    if step:
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * (left.T @ g @ right) ** 2
+        rotated = left.T @ m @ right / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
+        u = left @ rotated @ right.T
+    moments = [0.95 * old + 0.05 * new for old, new in zip(moments, (g @ g.T, g.T @ g), strict=True)]
+    for side in (0, 1):
+        moment, basis = moments[side], bases[side]
+        if len(basis) > 10:
+            continue
+        if step == 0:
+            bases[side] = np.linalg.eigh(moment)[1][:, ::-1]
+        elif step % 2 == 0:
+            order = np.argsort(-np.diag(basis.T @ moment @ basis))
+            bases[side] = np.linalg.qr(moment @ basis[:, order])[0]
+            v = np.take(v, order, axis=side)
+    return u, (moments, list(bases), m, v)
 
 
 RULES = {
@@ -164,6 +203,7 @@ RULES = {
     OptimizerKind.sgd: sgd,
     OptimizerKind.muon: muon,
     OptimizerKind.lion: lion,
+    OptimizerKind.soap: soap,
 }
 
 
@@ -230,7 +270,7 @@ def test_state_axes_by_name():
 
 @KINDS
 def test_state_dtypes_do_not_change_with_bfloat16_weights(kind):
-    mu = {} if kind is OptimizerKind.adafactor else {"mu_dtype": Dtype.float32}
+    mu = {} if kind in (OptimizerKind.adafactor, OptimizerKind.soap) else {"mu_dtype": Dtype.float32}
     shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), SHAPES)
     optimizer = build(config(kind, **mu), steps=STEPS, shapes=shapes, axes=AXES)
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), random_tree(3))
@@ -240,7 +280,7 @@ def test_state_dtypes_do_not_change_with_bfloat16_weights(kind):
     assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
     kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(before) if leaf.ndim > 1}
     assert "float32" in kinds
-    assert ("bfloat16" in kinds) == (kind in (OptimizerKind.adamw, OptimizerKind.muon))
+    assert ("bfloat16" in kinds) == (kind in (OptimizerKind.adamw, OptimizerKind.muon, OptimizerKind.soap))
 
 
 def test_adafactor_follows_the_gradients_of_bfloat16_weights_in_a_long_run():
@@ -411,3 +451,9 @@ def test_rate_ratios_multiply():
         np.testing.assert_allclose(found[path], ratio * update, rtol=1e-6, err_msg=path)
     with pytest.raises(ConfigError, match="no parameter's path matches 'absent'"):
         first_update(rate_ratios={"absent": 0.5})
+
+
+def test_soap_runs_on_one_device():
+    plan("optimizer=soap")
+    with pytest.raises(ConfigError, match=r"optimizer\.kind=soap: runs on one device, and the mesh has 2"):
+        plan("optimizer=soap", fsdp=2)

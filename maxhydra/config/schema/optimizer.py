@@ -16,6 +16,7 @@ class OptimizerKind(Enum):
     sgd = "sgd"
     muon = "muon"
     lion = "lion"
+    soap = "soap"
     schedule_free = "schedule_free"
     function = "function"
 
@@ -140,6 +141,7 @@ USES: dict[OptimizerKind, tuple[str, ...]] = {
     OptimizerKind.sgd: ("momentum", "mu_dtype"),
     OptimizerKind.muon: ("b1", "b2", "eps", "eps_root", "momentum", "newton_schulz_steps", "mu_dtype", *MUON_OPTIONAL),
     OptimizerKind.lion: ("b1", "b2", "mu_dtype"),
+    OptimizerKind.soap: ("b1", "b2", "eps", "precondition_every", "precondition_max_dim"),
     OptimizerKind.schedule_free: ("b1", "b2", "eps"),
     OptimizerKind.function: ("function",),
 }
@@ -153,8 +155,9 @@ class Optimizer(Schema):
     """Optimizer. Its option in conf/optimizer sets the fields that the kind uses and leaves the others null."""
 
     kind: OptimizerKind = OptimizerKind.adamw
-    """adamw, adafactor, sgd, muon (matrices of the layers; adamw for the rest), lion, schedule_free (AdamW at a
-    constant rate; the average of its iterates is evaluated, saved and exported) or function (one of yours)."""
+    """adamw, adafactor, sgd, muon (matrices of the layers; adamw for the rest), lion, soap (as muon),
+    schedule_free (AdamW at a constant rate; the average of its iterates is evaluated, saved and exported) or function
+    (one of yours)."""
     function: str | None = option(None, plug_in=PlugInUse.here)
     """function: `package.module:function`, called with its options; returns the optax transformation of clipped
     gradients into updates, before weight decay and learning rate, such as optax.scale_by_adam()."""
@@ -183,14 +186,14 @@ class Optimizer(Schema):
     clip_norm: float | None = option(1.0, gt=0)
     """Global norm to which gradients are clipped. null: no clipping."""
     b1: float | None = option(None, ge=0, lt=1)
-    """adamw, muon (its adamw part), lion: decay of the first moment; schedule_free: share of the average in the weights
-    at which gradients are computed."""
+    """adamw, soap, muon (its adamw part), lion: decay of the first moment; schedule_free: share of the average in the
+    weights at which gradients are computed."""
     b2: float | None = option(None, ge=0, lt=1)
-    """adamw, muon (its adamw part), schedule_free: decay of the second moment; lion: decay of the momentum."""
+    """adamw, soap, muon (its adamw part), schedule_free: decay of the second moment; lion: decay of the momentum."""
     b2_decay: float | None = option(None, gt=0, lt=1)
     """adafactor: exponent of the second moment's decay, 1 - step ** -b2_decay."""
     eps: float | None = option(None, gt=0)
-    """adamw, adafactor, muon, schedule_free: added to the denominator for numerical stability."""
+    """adamw, adafactor, muon, soap, schedule_free: added to the denominator for numerical stability."""
     eps_root: float | None = option(None, ge=0)
     """adamw, muon (its adamw part): added to the second moment under the square root. null: 0."""
     momentum: float | None = option(None, ge=0, lt=1)
@@ -205,6 +208,10 @@ class Optimizer(Schema):
     neuron_b2: float | None = option(None, ge=0, lt=1)
     """muon: decay of the second moment of the update of each neuron, by which it is divided (NorMuon; Li et al., 2025).
     null: neurons are not normalized."""
+    precondition_every: int | None = option(None, ge=1)
+    """soap: steps between two refreshes of the eigenvectors by which gradients are rotated."""
+    precondition_max_dim: int | None = option(None, ge=1)
+    """soap: longer sides of a matrix are not rotated. A side of n has two n x n matrices in the optimizer state."""
     min_dim_factored: int | None = option(None, ge=1)
     """adafactor: the second moment is factored if the two largest dimensions are at least this."""
     mu_dtype: Dtype | None = None
