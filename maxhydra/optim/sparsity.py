@@ -15,8 +15,7 @@ import optax
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.optimizer import Sparsity
 from maxhydra.config.values import matches_any
-from maxhydra.optim.muon import muon_matrices
-from maxhydra.optim.parameters import ACCEPTED, path_of
+from maxhydra.optim.parameters import ACCEPTED, layer_matrices, path_of
 from maxhydra.sharding import LogicalAxes
 
 Tree = Any
@@ -44,7 +43,7 @@ def n_m_mask(weight: jax.Array, *, n: int, m: int, axis: int) -> jax.Array:
 def pruned_axes(sparsity: Sparsity, axes: dict[str, LogicalAxes], shapes: Tree) -> dict[str, int]:
     """The input dimension along which each pruned parameter is sparse, by path."""
     sizes = {path_of(keys): leaf.shape for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
-    matrices = {path: dims for path, dims in muon_matrices(axes).items() if path.endswith("/kernel")}
+    matrices = {path: dims for path, dims in layer_matrices(axes).items() if path.endswith("/kernel")}
     found = {path: dims.rows[-1] for path, dims in matrices.items() if matches_any(sparsity.targets, path)}
     problems = []
     if not found:
