@@ -124,6 +124,12 @@ class Subject:
         return tuple(spec for spec in found if isinstance(spec, MoeSpec))
 
     @cached_property
+    def step_flops(self) -> float:
+        """FLOPs per token of one training step, as the MFU counts them."""
+        config = self.config
+        return flops_per_token(config.model, config.train.seq_len, has_adapter=config.adapter.is_enabled)
+
+    @cached_property
     def forward_flops(self) -> "ForwardFlops":
         """FLOPs per token of one forward pass."""
         config, length = self.config.model, self.config.train.seq_len
@@ -134,7 +140,6 @@ class Subject:
             mixing=mixing,
             head=2.0 * config.emb_dim * config.vocab_size * (1 + len(self.spec.mtp)),
             routed=sum(moe.forward_flops() for moe in self.experts),
-            model=flops_per_token(config, length) / 3,
         )
 
 
@@ -149,8 +154,6 @@ class ForwardFlops:
     head: float
     routed: float
     """Experts and routers, part of `layers`."""
-    model: float
-    """The sum as model.flops_per_token counts it."""
 
 
 def _projection_flops(kind: BlockSpec) -> float:

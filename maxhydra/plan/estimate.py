@@ -71,7 +71,7 @@ class Plan:
             "per_device_batch_size": case.rows,
             "grad_accum": case.grad_accum,
             "tokens_per_step": case.step_tokens,
-            "flops_per_step": 3 * case.subject.forward_flops.model * case.step_tokens,
+            "flops_per_step": case.subject.step_flops * case.step_tokens,
             "bytes_per_device": {**dataclasses.asdict(self.memory), "peak": self.memory.peak, "limit": self.limit},
             "fits": self.fits,
             "sent_bytes": wire,

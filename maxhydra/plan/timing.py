@@ -101,7 +101,7 @@ def step_time(case: Case, found: list[Transfer] | None = None) -> StepTime | Non
     tokens = case.step_tokens / total
     peak = hardware.mfu_peak(case.config.model.dtypes.compute.value, case.config.quantization)
     assert peak is not None
-    mfu = tokens * 3 * case.subject.forward_flops.model / (peak[1] * 1e12 * case.devices)
+    mfu = tokens * case.subject.step_flops / (peak[1] * 1e12 * case.devices)
     return StepTime(compute, tuple(links), exposed, blocking, tokens, mfu)
 
 
@@ -117,7 +117,7 @@ def compute_time(case: Case) -> Compute:
     layer_rate = _layer_rate(case, rate)
     again = _recomputed(case)
     # Stages repeat their work while the pipeline fills and drains.
-    matmul = 3 * tokens * (case.ticks * flops.layers / layer_rate + flops.head / rate)
+    matmul = _weight_passes(case) * tokens * (case.ticks * flops.layers / layer_rate + flops.head / rate)
     attention = 3 * tokens * case.ticks * flops.mixing / attention_rate
     return Compute(
         matmul=matmul,
@@ -128,6 +128,11 @@ def compute_time(case: Case) -> Compute:
         * (again.projections * flops.layers / layer_rate + again.attention * flops.mixing / attention_rate),
         host=_host_seconds(case),
     )
+
+
+def _weight_passes(case: Case) -> int:
+    """Times that a matmul with weights runs in a step: forward, gradient of the input, and that of trained weights."""
+    return 2 if case.config.adapter.is_enabled else 3
 
 
 def _host_seconds(case: Case) -> float:

@@ -26,7 +26,7 @@ BOS, EOS, PAD = 256, 257, 258
 
 
 def record_type(data: Data, seq_len: int = 64) -> RecordType:
-    return build_record_type(data, data, seq_len)
+    return build_record_type(data, data, RowSpec(seq_len=seq_len, vocab_size=320, seed=0))
 
 
 def encode(data: Data, record: Record, seq_len: int = 64) -> Any:

@@ -10,6 +10,7 @@ from maxhydra.align.reward_model import completion_row
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.data import Corpus
+from maxhydra.data import RowSpec
 from maxhydra.data.record_types import Rejected, build_record_type
 from maxhydra.rl.reward_models import open_reward_models
 from maxhydra.sharding import Sharder
@@ -129,7 +130,7 @@ def test_all_problems_of_a_config_are_reported() -> None:
 
 def record_type_of(kind: str, **columns: str) -> Any:
     corpus = Corpus(source="grain", path="x", record_type=kind, columns=columns)  # type: ignore[call-arg]
-    return build_record_type(corpus, compose([]).config.data, seq_len=16)
+    return build_record_type(corpus, compose([]).config.data, RowSpec(seq_len=16, vocab_size=320, seed=0))
 
 
 def test_scored_completions_and_margins_are_read() -> None:

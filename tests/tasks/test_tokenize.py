@@ -225,7 +225,7 @@ def test_loss_weights_round_trip(tmp_path: Path) -> None:
     mask = np.array([0, 1, 1, 0], np.float32)
     for weights in (None, mask, mask / 2):
         arrays = Shards(data_of(texts), tmp_path, 1)._arrays(Document(np.arange(4), weights))
-        (back,) = build_record_type(data, data, 8).encode([arrays])
+        (back,) = build_record_type(data, data, RowSpec(seq_len=8, vocab_size=320, seed=0)).encode([arrays])
         assert back.tokens.tolist() == [0, 1, 2, 3]
         assert back.weights is None if weights is None else (back.weights == weights).all()
 
