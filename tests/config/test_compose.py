@@ -44,6 +44,7 @@ def by_hydra(overrides: list[str]) -> Config:
 # Values that an option requires and does not set.
 NEEDS = {
     ("data", "grain"): ["data.path=."],
+    ("data", "shapes"): ["model=micro-vision"],
     ("data", "hf"): ["data.name=someone/dataset"],
     ("data", "mixture"): ["+data.sources={one: {source: demo}}"],
     ("data", "olmo"): ["data.path=pyproject.toml"],
@@ -66,7 +67,10 @@ NEEDS = {
     ("task", "score"): ["task.input=ids.npz", "task.output=scores.npz"],
     ("task", "teacher_logits"): ["task.output=logits"],
     ("task", "tokenize"): ["task.output=tokens"],
+    ("experiment", "llama3.2-1b_continue"): ["data.sources.domain.path=.", "data.sources.general.path=."],
 }
+GRAIN = ("llama3.1-8b_dpo", "llama3.1-8b_lora", "llama3.2-1b_distill", "llama3.2-1b_pretrain")
+NEEDS |= {("experiment", name): ["data.path=."] for name in GRAIN}
 # Groups that are not in the defaults list.
 ADDED = ("sweep",)
 
