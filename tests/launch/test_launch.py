@@ -219,7 +219,9 @@ def test_a_job_finds_its_folder_whatever_characters_the_path_has(folder: str) ->
 def test_an_invalid_job_file_lists_every_problem(tmp_path: Path) -> None:
     compose(SweepContext(tmp_path, (), None), Trial(0, "0", ())).write(tmp_path)
     text = (tmp_path / "job.yaml").read_text()
-    (tmp_path / "job.yaml").write_text(text.replace("log_every: 10", "log_every: 0").replace("seed: 0", "sed: 0"))
+    (tmp_path / "job.yaml").write_text(
+        text.replace("log_every: 10", "log_every: 0").replace("\n  seed: 0", "\n  sed: 0")
+    )
     with pytest.raises(ConfigError) as caught:
         read_job_spec(tmp_path / "job.yaml")
     assert {problem.path for problem in caught.value.problems} == {"run.sed", "train.log_every"}
