@@ -11,7 +11,6 @@ from fnmatch import fnmatch
 from typing import Any
 
 from maxhydra.config.errors import UNSET, Problem
-from maxhydra.config.fields import fields
 from maxhydra.config.plug_ins import is_plug_in
 from maxhydra.config.registry import modules
 from maxhydra.config.schema.checkpoint import SaveMode
@@ -25,6 +24,7 @@ from maxhydra.config.schema.run import unlogged_metric
 from maxhydra.config.schema.vision import Vision
 from maxhydra.record.redact import redact_config
 
+VISION_FIELDS = [field.name for field in dataclasses.fields(Vision)]
 MEASURING_TASKS = ("bench", "tune")
 # Tasks whose command contains the config of a training run.
 OF_TRAINING = (*TRAINING_TASKS, *MEASURING_TASKS, *DESCRIBING_TASKS)
@@ -143,7 +143,7 @@ CONDITIONS = (
         "model.kernels.attention=xla; other kernels compute the softmax in float32",
     ),
     Condition(
-        tuple(f"model.vision.{field}*" for field in fields(Vision) if field != "num_layers"),
+        tuple(f"model.vision.{field}*" for field in VISION_FIELDS if field != "num_layers"),
         lambda c: c.model.vision.num_layers is not None,
         "model.vision.num_layers",
     ),

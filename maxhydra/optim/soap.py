@@ -63,7 +63,9 @@ def scale_by_soap(matrices: dict[str, MatrixDims], rule: SoapRule) -> optax.Grad
         def bases(keys: jax.tree_util.KeyPath, param: jax.Array) -> Bases:
             matrix = matrices[path_of(keys)]
             *stack, rows, columns = _matrix_shape(param.shape, matrix)
-            return Bases(*(_zeros((*stack, side, side)) if side <= rule.max_dim else None for side in (rows, columns)))
+            return Bases(
+                *(_zeros((*stack, length, length)) if length <= rule.max_dim else None for length in (rows, columns))
+            )
 
         first, second = (jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params) for _ in range(2))
         return SoapState(jnp.zeros((), jnp.int32), first, second, jax.tree_util.tree_map_with_path(bases, params))
@@ -92,8 +94,8 @@ def bases_axes(bases: Bases, names: LogicalAxes) -> Bases:
 
 def _matrix_shape(shape: tuple[int, ...], matrix: MatrixDims) -> tuple[int, ...]:
     """[*stack, rows, columns]."""
-    sides = (math.prod(shape[d] for d in dims) for dims in (matrix.rows, matrix.columns))
-    return (*shape[: matrix.rows[0]], *sides)
+    lengths = (math.prod(shape[d] for d in dims) for dims in (matrix.rows, matrix.columns))
+    return (*shape[: matrix.rows[0]], *lengths)
 
 
 def _zeros(shape: tuple[int, ...]) -> Basis:

@@ -177,23 +177,23 @@ def soap(path, g, p, memory, step):
         return adam(path, g, p, memory, step)
     g = g.astype(np.float64)
     moments, bases, m, v = memory or ([0.0, 0.0], [np.eye(size) for size in g.shape], 0.0, np.zeros(g.shape))
-    left, right = bases
+    rows, columns = bases
     u = np.zeros(g.shape)
     if step:
-        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * (left.T @ g @ right) ** 2
-        rotated = left.T @ m @ right / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
-        u = left @ rotated @ right.T
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * (rows.T @ g @ columns) ** 2
+        rotated = rows.T @ m @ columns / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
+        u = rows @ rotated @ columns.T
     moments = [0.95 * old + 0.05 * new for old, new in zip(moments, (g @ g.T, g.T @ g), strict=True)]
-    for side in (0, 1):
-        moment, basis = moments[side], bases[side]
+    for axis in (0, 1):
+        moment, basis = moments[axis], bases[axis]
         if len(basis) > 10:
             continue
         if step == 0:
-            bases[side] = np.linalg.eigh(moment)[1][:, ::-1]
+            bases[axis] = np.linalg.eigh(moment)[1][:, ::-1]
         elif step % 2 == 0:
             order = np.argsort(-np.diag(basis.T @ moment @ basis))
-            bases[side] = np.linalg.qr(moment @ basis[:, order])[0]
-            v = np.take(v, order, axis=side)
+            bases[axis] = np.linalg.qr(moment @ basis[:, order])[0]
+            v = np.take(v, order, axis=axis)
     return u, (moments, list(bases), m, v)
 
 
