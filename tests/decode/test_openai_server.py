@@ -71,9 +71,9 @@ class RunningServer:
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=30)
 
-    def raw(self, data: bytes, *, until_closed: bool = True) -> bytes:
+    def raw(self, data: bytes, *, until_closed: bool = True, timeout: float = 10) -> bytes:
         """Send bytes, and read until the server closes the connection or sends nothing more."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=timeout) as connection:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(data)
             received = b""
@@ -87,7 +87,8 @@ class RunningServer:
     def post(self, body: bytes | dict[str, Any], path: str = "/v1/chat/completions") -> tuple[int, dict[str, Any]]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        return parse_response(self.raw(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data))
+        # A parser process that starts with low priority takes a while on a busy machine.
+        return parse_response(self.raw(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data, timeout=60))
 
     def get(self, path: str) -> bytes:
         return self.raw(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
