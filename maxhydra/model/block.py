@@ -44,6 +44,7 @@ from maxhydra.layers import (
 )
 from maxhydra.layers.engram import EngramSpec
 from maxhydra.layers.hyper_connections import HyperSpec
+from maxhydra.layers.interfaces import MixerOutput
 from maxhydra.layers.qk_clip import HEAD_LOGITS
 from maxhydra.layers.statistics import LAYER, activation_statistics
 
@@ -168,6 +169,15 @@ class BlockSpec:
         return self.mixer.forward_flops(seq_len) + self.feed_forward.forward_flops() + extra
 
 
+def block_output(
+    x_BTD: jax.Array, mixer: MixerOutput, mlp_BTD: jax.Array, aux: dict[str, AuxOutputs], ctx: Context
+) -> BlockOutput:
+    """The output of a layer, with statistics of its activations if they are due."""
+    activations = {"attention": mixer.out_BTD, "mlp": mlp_BTD, "stream": x_BTD}
+    aux = {**aux, LAYER: activation_statistics(activations, ctx)}
+    return BlockOutput(x_BTD, mixer.cache, drop_empty(aux), mixer.shared)
+
+
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), for any mixer and feed-forward under these two names.
 
@@ -209,9 +219,7 @@ class Block(nnx.Module):
         x_BTD = add_residual(x_BTD, dropout(branch_BTD, ctx.key(1), rate=rate), ctx)
 
         x_BTD = self.add_layer_input(x_BTD, ctx)
-        activations = {"attention": mixer.out_BTD, "mlp": feed_forward.out_BTD, "stream": x_BTD}
-        aux[LAYER] = activation_statistics(activations, ctx)
-        return BlockOutput(x_BTD, mixer.cache, drop_empty(aux), mixer.shared)
+        return block_output(x_BTD, mixer, feed_forward.out_BTD, aux, ctx)
 
     def split_norm(self, norm: Norm | None, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """Return the residual stream and its norm, the input of a branch."""

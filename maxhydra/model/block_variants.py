@@ -10,8 +10,7 @@ import jax
 from maxhydra.layers import Cache, CacheSpec, Context, ParamBuilder, dropout
 from maxhydra.layers.engram import Engram, EngramCache
 from maxhydra.layers.hyper_connections import HyperConnection
-from maxhydra.layers.statistics import LAYER, activation_statistics
-from maxhydra.model.block import Block, BlockOutput, BlockSpec, add_residual, apply_norm, drop_empty
+from maxhydra.model.block import Block, BlockOutput, BlockSpec, add_residual, apply_norm, block_output
 
 
 class LatentBlock(Block):
@@ -34,9 +33,8 @@ class LatentBlock(Block):
         x_BTD = add_residual(x_BTD, dropout(branch_BTD, ctx.key(0), rate=self.spec.dropout), ctx)
 
         x_BTD = self.add_layer_input(x_BTD, ctx)
-        activations = {"attention": mixer.out_BTD, "mlp": feed_forward.out_BTD, "stream": x_BTD}
-        aux = {"mlp": feed_forward.aux, "attention": mixer.aux, LAYER: activation_statistics(activations, ctx)}
-        return BlockOutput(x_BTD, mixer.cache, drop_empty(aux), mixer.shared)
+        aux = {"mlp": feed_forward.aux, "attention": mixer.aux}
+        return block_output(x_BTD, mixer, feed_forward.out_BTD, aux, ctx)
 
 
 class HyperBlock(Block):
@@ -65,9 +63,8 @@ class HyperBlock(Block):
         branch_BTD = dropout(apply_norm(self.mlp_post_norm, feed_forward.out_BTD), ctx.key(1), rate=rate)
         x_BTD = ctx.constrain_stream(self.mlp_streams.write(x_BTD, branch_BTD, weights))
 
-        activations = {"attention": mixer.out_BTD, "mlp": feed_forward.out_BTD, "stream": x_BTD}
-        aux = {"mlp": feed_forward.aux, "attention": mixer.aux, LAYER: activation_statistics(activations, ctx)}
-        return BlockOutput(x_BTD, mixer.cache, drop_empty(aux), mixer.shared)
+        aux = {"mlp": feed_forward.aux, "attention": mixer.aux}
+        return block_output(x_BTD, mixer, feed_forward.out_BTD, aux, ctx)
 
 
 class EngramBlock(Block):

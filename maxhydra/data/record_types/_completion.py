@@ -3,10 +3,16 @@
 import abc
 from typing import Any, NamedTuple
 
-from maxhydra.config.schema.data import Overlong
 from maxhydra.data.record_types import Rejected, column_of, first_rejection, text_of
 from maxhydra.data.record_types._unpacked import UnpackedRecordType
-from maxhydra.data.record_types.preference import as_messages, document_of, has_loss, prompt_length, role
+from maxhydra.data.record_types.preference import (
+    as_messages,
+    document_of,
+    fit_document,
+    has_loss,
+    prompt_length,
+    role,
+)
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Document
 
@@ -35,22 +41,10 @@ class CompletionRecordType(UnpackedRecordType):
         is_chat = any(not isinstance(part, (str, bytes)) for part in (prompt, completion))
         document = self._encode_messages(prompt, completion) if is_chat else self._encode_texts(prompt, completion)
         if not isinstance(document, Rejected):
-            document = self._fit(document)
+            document = fit_document(document, self.data, self.seq_len, start=self._truncated_start)
         if isinstance(document, Rejected):
             return document
         return Completion(document, value) if has_loss(document) else Rejected("the completion is empty")
-
-    def _fit(self, document: Document) -> Any:
-        """Truncate a document that is longer than a row as data.packing.overlong says, or reject it."""
-        if document.num_targets <= self.seq_len:
-            return document
-        if self.data.packing.overlong is not Overlong.truncate:
-            reason = f"has {len(document.tokens)} tokens, more than train.seq_len={self.seq_len}"
-            return Rejected(f"{reason}; set data.packing.overlong=truncate to truncate")
-        start = self._truncated_start(document)
-        window = slice(start, start + self.seq_len + 1)
-        assert document.weights is not None
-        return Document(document.tokens[window], document.weights[window])
 
     def _truncated_start(self, document: Document) -> int:
         """Return the first token to keep: as much of the prompt as fits, at least one token, then the completion."""

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.config.schema.data import Corpus, Data, Overlong
+from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.config.schema.vision import Vision
 from maxhydra.data.chat import compile_chat_template
 from maxhydra.data.image_tokens import ImageTokenizer, image_pixels, with_markers
 from maxhydra.data.media import MediaError
 from maxhydra.data.record_types import Rejected, column_of
 from maxhydra.data.record_types.chat import Chat
-from maxhydra.data.record_types.preference import has_loss, padded_columns
+from maxhydra.data.record_types.preference import fit_document, has_loss, padded_columns
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Document, Row
 from maxhydra.data.tokenizers import load_tokenizer
@@ -68,15 +68,11 @@ class ImageChat(Chat):
         return pixels
 
     def _fit(self, document: Document) -> Any:
-        """Truncate a conversation that is longer than a row as data.packing.overlong says, or reject it."""
-        if document.num_targets <= self.seq_len:
-            return document
-        if self.data.packing.overlong is not Overlong.truncate:
-            reason = f"has {len(document.tokens)} tokens, more than train.seq_len={self.seq_len}"
-            return Rejected(f"{reason}; set data.packing.overlong=truncate to truncate")
-        assert document.weights is not None
-        cut = Document(document.tokens[: self.seq_len + 1], document.weights[: self.seq_len + 1])
-        return cut if has_loss(cut) else Rejected("has no text of the assistant within train.seq_len")
+        """Keep the beginning of a conversation that is longer than a row, or reject it."""
+        fitting = fit_document(document, self.data, self.seq_len, start=lambda _: 0)
+        if fitting is document or isinstance(fitting, Rejected) or has_loss(fitting):
+            return fitting
+        return Rejected("has no text of the assistant within train.seq_len")
 
     def row(self, example: Any, seq_len: int) -> Row:
         return {**padded_columns(example.document, seq_len), "images": example.images}

@@ -9,7 +9,7 @@ have a column `margin`.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import takewhile
 from typing import Any
 
@@ -167,6 +167,19 @@ def document_of(tokens: list[int], known: int) -> Document:
 
 def has_loss(document: Document) -> bool:
     return document.weights is not None and bool(document.weights[1:].any())
+
+
+def fit_document(document: Document, data: Data, seq_len: int, *, start: Callable[[Document], int]) -> Any:
+    """Truncate a document that is longer than a row as data.packing.overlong says, from `start` on, or reject it."""
+    if document.num_targets <= seq_len:
+        return document
+    if data.packing.overlong is not Overlong.truncate:
+        reason = f"has {len(document.tokens)} tokens, more than train.seq_len={seq_len}"
+        return Rejected(f"{reason}; set data.packing.overlong=truncate to truncate")
+    first = start(document)
+    window = slice(first, first + seq_len + 1)
+    assert document.weights is not None
+    return Document(document.tokens[window], document.weights[window])
 
 
 def prompt_length(document: Document) -> int:
