@@ -47,6 +47,11 @@ def pytest_xdist_auto_num_workers() -> int:
     return cores + (memory >= (cores + 1) * BYTES_OF_WORKER)
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name a case with bytes by its argument: encoders write the time into files, and workers must collect one list."""
+    return argname if isinstance(val, bytes) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run files with slow tests first, so that no worker is left with one at the end. Files stay whole for fixtures."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}

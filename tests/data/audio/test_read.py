@@ -53,6 +53,7 @@ def test_tones_above_half_the_new_rate_are_removed() -> None:
         (encoded(tone(1, 100, 50), 100, "WAV"), "sampling rate 100; accepted: sampling rates from"),
         (encoded(tone(1, 100, 6000), 1000, "WAV"), "is 6.0 seconds long; accepted: up to 5 seconds"),
     ],
+    ids=["text", "ogg", "empty", "nan", "sampling_rate", "too_long"],
 )
 def test_unusable_files_are_named(content: bytes, reason: str) -> None:
     with pytest.raises(MediaError, match=f"^clip 3: .*{reason}"):
