@@ -109,6 +109,19 @@ def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, rotation: Rotation) -> ja
     return out if size == x_BTNH.shape[-1] else jnp.concatenate([out, x_BTNH[..., size:]], axis=-1)
 
 
+def rotate_2d(x_IPAH: jax.Array, positions_IP2: jax.Array, theta: float) -> jax.Array:
+    """Rotate heads by two coordinates, such as the row and the column of a patch, in float32.
+
+    Pairs are those of the two halves of a head. The first half of the pairs turns with the first coordinate, the rest
+    with the second; both have the frequencies of a head of half the size.
+    """
+    size = x_IPAH.shape[-1] // 2
+    rates = np.asarray([theta ** (-2 * i / size) for i in range(size // 2)], np.float32)
+    angles = positions_IP2[:, :, :, None].astype(jnp.float32) * rates
+    angles = angles.reshape(*positions_IP2.shape[:2], 1, size)
+    return rotate_halves(x_IPAH, jnp.cos(angles), jnp.sin(angles))
+
+
 def cos_and_sin(positions: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of the angles, each [..., F], for positions [..., 1]."""
     angles = positions.astype(jnp.float32) * np.asarray(rotation.frequencies, np.float32)

@@ -18,6 +18,7 @@ from maxhydra.config.schema import model as config
 from maxhydra.kernels.attention import Request
 from maxhydra.layers.attention import attend
 from maxhydra.layers.context import Context, KernelChoice
+from maxhydra.layers.embedding import replace_placeholders
 from maxhydra.layers.mlp import Mlp, MlpSpec
 from maxhydra.layers.norm import LayerNorm, RMSNorm
 from maxhydra.layers.params import Dtypes, ParamBuilder
@@ -162,17 +163,14 @@ class VisionTower(nnx.Module):
     def embed(self, x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context, wrap: Wrap) -> tuple[jax.Array, Context]:
         """Token embeddings with those of placeholders replaced, in order, by the tokens of the row's images.
 
-        A placeholder without an image gets NaN, which shows up in the loss. Also returns the context of the decoder's
-        layers. `wrap`: rematerialization of a layer.
+        Also returns the context of the decoder's layers. `wrap`: rematerialization of a layer.
         """
         assert ctx.images is not None
         B, count, *pixels = ctx.images.shape
         features_IND = self(ctx.images.reshape(B * count, *pixels), _image_context(ctx), wrap)
         features_BND = features_IND.reshape(B, -1, features_IND.shape[-1])
         is_image_BT = tokens_BT == self.spec.placeholder_id
-        index_BT = jnp.maximum(jnp.cumsum(is_image_BT, axis=1) - 1, 0)
-        chosen_BTD = jnp.take_along_axis(features_BND, index_BT[:, :, None], axis=1, mode="fill", fill_value=jnp.nan)
-        x_BTD = jnp.where(is_image_BT[:, :, None], chosen_BTD.astype(x_BTD.dtype), x_BTD)
+        x_BTD = replace_placeholders(x_BTD, features_BND, is_image_BT)
         groups_BT = _image_groups(is_image_BT) if self.spec.is_bidirectional else None
         return x_BTD, dataclasses.replace(ctx, images=None, image_groups_BT=groups_BT)
 
