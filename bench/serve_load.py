@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -22,19 +21,12 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import random_weights
+
 CLIENTS_PER_PROCESS, MAX_PROCESSES, WARM_SECONDS = 32, 8, 4
 HEAD = (
     "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
 )
-# Serves random weights: replaces the function that loads them. argv: the overrides of task=serve.
-RANDOM_WEIGHTS = """
-import runpy
-from maxhydra.decode import open as opened
-from maxhydra.measure import decoding
-opened.load_params = decoding._random_params
-opened.check_weights_source = lambda config: None
-runpy.run_module("maxhydra", run_name="__main__", alter_sys=True)
-"""
 
 
 class Clients:
@@ -172,29 +164,12 @@ def measure(port: int, process: int, clients: int, options: argparse.Namespace) 
     }
 
 
-def write_tokenizer(folder: str, vocab_size: int) -> None:
-    """Write a byte-level tokenizer with tokens of a few random letters, so that random tokens decode to text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    choose, vocabulary = random.Random(0), dict.fromkeys(letters)
-    while len(vocabulary) < vocab_size - 1:
-        vocabulary["".join(choose.choices("abcdefghijklmnopqrstuvwxyz", k=choose.randrange(2, 8)))] = None
-    tokenizer = Tokenizer(models.BPE({token: id for id, token in enumerate(vocabulary)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>"])
-    tokenizer.save(f"{folder}/tokenizer.json")
-    Path(folder, "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
-
-
 def serve_command(folder: str, options: argparse.Namespace) -> list[str]:
     command = [sys.executable, "-m", "maxhydra"]
     serve = ["task=serve", "task.port=0"]
     if options.random_weights:
-        write_tokenizer(folder, options.vocab_size)
-        tokenizer = ["data.tokenizer.kind=hf", f"data.tokenizer.path={folder}"]
-        return [sys.executable, "-c", RANDOM_WEIGHTS, *serve, *tokenizer, *options.overrides]
+        tokenizer = random_weights.write_tokenizer(folder, options.vocab_size)
+        return [sys.executable, random_weights.__file__, *serve, *tokenizer, *options.overrides]
     overrides = options.overrides
     if not overrides:
         train = ["run.name=run", "train.steps=1", "train.eval_batches=0", "train.sample.tokens=0"]

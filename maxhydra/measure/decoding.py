@@ -51,13 +51,13 @@ def measure_decoding(target: BenchTarget, load: Load, engine: EngineConfig) -> I
 def open_engine(config: Config, load: Load, engine: EngineConfig) -> Engine:
     """An engine with capacity for the load, with the weights of the config or random ones."""
     decoder, sharder = build_model(config)
-    params = (_random_params if config.checkpoint.load_parameters is None else load_params)(config, decoder, sharder)
+    params = (random_params if config.checkpoint.load_parameters is None else load_params)(config, decoder, sharder)
     max_batch, length = max(load.batches), load.prompt + load.new
     sizes = replace(engine, max_batch=max_batch, cache_tokens=2 * max_batch * length, max_context=length)
     return Engine(decoder, params, load_tokenizer(config.data), sizes, sharder=sharder, eos=())
 
 
-def _random_params(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:
+def random_params(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:
     """Freshly initialized weights, in the storage format for decoding."""
     compute = jnp.dtype(config.model.dtypes.compute.value)
     init = jax.jit(
