@@ -155,7 +155,7 @@ def test_a_local_job_forwards_signals_and_kills_processes_that_do_not_end(tmp_pa
     job = subprocess.Popen([*command, json.dumps({2: [["wait", "wait"]]})])
     wait_for(lambda: all((tmp_path / f"2-{index}.ready").exists() for index in range(2)))
     job.terminate()
-    assert job.wait(30) == 143
+    assert job.wait(120) == 143
     (other := tmp_path / "other").mkdir()
     impatient = (
         "import sys; from maxhydra.launch import local; local.NOTICE_SECONDS = 0.5; sys.exit(local.main(sys.argv[1:]))"

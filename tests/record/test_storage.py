@@ -181,7 +181,7 @@ class TestMirror:
         folder = tmp_path / "first"
         mirror_ = opened(folder)
         session(folder, steps=(4,))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not (stored_steps() and "run.json" in stored()) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert stored_steps() == [4] and {"metrics.jsonl", "config.yaml", LEASE} <= stored()
