@@ -191,6 +191,7 @@ def test_learning_rates_are_those_of_maxtext(kind: str, tmp_path: Path) -> None:
     assert np.abs(np.array(found) - expected).max() <= 1e-3 / 20 + 1e-9
 
 
+@pytest.mark.slow
 def test_scale_doubles_heads_then_width_then_layers(tmp_path: Path) -> None:
     sizes = {}
     for scale in (1, 2, 4, 8):
@@ -290,6 +291,7 @@ def test_help_imports_neither_jax_nor_hydra() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("tiny")
 @pytest.mark.parametrize("name", ["tiny", "wsd", "experts"])
 def test_tiny_translations_train(name: str, tmp_path: Path) -> None:
     overrides = translate(config_file(tmp_path, EXAMPLES[name]), ["log_period=1"]).overrides()

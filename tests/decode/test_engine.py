@@ -258,7 +258,7 @@ def test_a_request_that_does_not_stream_gets_the_same_completion(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("one batch", "short chunks, no prefix cache", "separate prefill mesh, few slots and pages")
+@pytest.mark.default_cases("one batch", "short chunks, no prefix cache")
 @pytest.mark.parametrize("sizes", ENGINES)
 def test_in_any_batch_a_request_gets_the_tokens_it_gets_alone(sizes):
     engine = start(**ENGINES[sizes])

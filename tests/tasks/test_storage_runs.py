@@ -18,7 +18,7 @@ from tests.support.object_store import BUCKET, KEY, SECRET, GCSServer, S3Server
 
 MODEL = [override for override in SMALL if override.startswith("model.")]
 URL = f"s3://{BUCKET}/runs"
-STEPS, EVERY = 150, 25
+STEPS, EVERY = 60, 20
 RUN = [*SMALL, f"train.steps={STEPS}", f"checkpoint.every={EVERY}", "train.eval_batches=0"]
 RUN += ["optimizer/schedule=constant"]
 
