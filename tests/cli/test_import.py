@@ -133,6 +133,7 @@ def config_file(folder: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_command_composes_and_experiment_is_the_same_run(name: str, tmp_path: Path) -> None:
     t = translate(config_file(tmp_path, EXAMPLES[name]), [])
@@ -172,6 +173,7 @@ def test_defaults_that_change_training_are_set(tmp_path: Path) -> None:
     assert config.train.eval_batches == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cosine", "wsd"])
 def test_learning_rates_are_those_of_maxtext(kind: str, tmp_path: Path) -> None:
     """Linear warm-up over 10% of the steps, then the decay to a tenth, from the formulas in MaxText's base.yml."""

@@ -79,6 +79,7 @@ def expected(folder: Path, ids: list[int], pooling: Pooling) -> np.ndarray:
     return torch.nn.functional.normalize(hidden[-1] if pooling is Pooling.last else hidden.mean(0), dim=0).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", list(Pooling))
 def test_embeddings_equal_the_hidden_states_of_transformers(engine: Engine, folder: Path, pooling: Pooling) -> None:
     found = engine.pool(ROWS, pooling)

@@ -163,6 +163,7 @@ def test_remat_can_save_the_residuals_of_the_kernels(run):
     assert shapes[(1, 2, 256), "float32"] == 1 and shapes[(1, 256, 2, 64), "bfloat16"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"causal": False}, {"window": 200}, {"chunk": 256}])
 def test_each_tile_of_queries_is_assigned_once_and_evenly(changes):
     inputs = make_inputs(2, 1024, 8, 2, 64)

@@ -233,6 +233,7 @@ def test_an_invalid_job_file_lists_every_problem(tmp_path: Path) -> None:
         read_job_spec(tmp_path / "nothing.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -261,6 +262,7 @@ assert not {"kubernetes", "optuna", "jax", "numpy"} & set(sys.modules)
     subprocess.run([sys.executable, "-c", check], check=True, env=environment())
 
 
+@pytest.mark.slow
 def test_skypilot_tasks(capsys: pytest.CaptureFixture[str]) -> None:
     """The documented fields of a task; the script passes the nodes to JAX and writes the config of the job."""
     options = {"accelerators": "H100:8", "nodes": 2, "outputs": "gs://bucket/runs", "use_spot": "true", "infra": "gcp"}

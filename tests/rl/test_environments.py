@@ -212,6 +212,7 @@ ESCAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("escape", ESCAPES)
 def test_the_sandbox_contains(escape: str, sandbox: Sandbox, tmp_path: Path) -> None:
     inside, outside = tmp_path / "secret", tmp_path / "outside"

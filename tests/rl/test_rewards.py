@@ -144,6 +144,7 @@ def test_a_function_of_a_group_receives_lists() -> None:
         assert [result.reward for result in pool.score(samples, group_size=2)] == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("term", "expected", "reason"),
     [
@@ -174,6 +175,7 @@ def test_async_functions_need_a_concurrency_and_others_none(name: str, concurren
         RewardPool(Reward(terms={"own": function_term(name, concurrency=concurrency)}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "texts", "expected", "reason"),
     [
@@ -213,6 +215,7 @@ def score_record(pool: RewardPool, record: dict[str, Any], *texts: str) -> list[
     return pool.score([make_sample(text, record=record) for text in texts])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "record"),
     [

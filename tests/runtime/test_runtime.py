@@ -387,6 +387,7 @@ def test_timeout_names_the_unreachable_process(index: int, message: str) -> None
     assert message in out and "hardware.distributed.timeout_seconds=1" in out
 
 
+@pytest.mark.slow
 def test_an_unavailable_platform_is_an_error() -> None:
     process = run(START, "dict(platform=Platform.gpu)", {"CUDA_VISIBLE_DEVICES": ""})
     out, err = process.communicate(timeout=240)

@@ -84,6 +84,7 @@ def take_steps(watchdog: Watchdog, count: int = 8) -> None:
         time.sleep(0.03)
 
 
+@pytest.mark.slow
 def test_a_hung_step_is_reported_once_and_then_ends_the_run(tmp_path: Path, ends: list[str]) -> None:
     watchdog = Watchdog(FAST, tmp_path)
     take_steps(watchdog)
@@ -97,6 +98,7 @@ def test_a_hung_step_is_reported_once_and_then_ends_the_run(tmp_path: Path, ends
     assert ends[0].startswith("step 9 has not completed for ") and "(median 0.0" in ends[0]
 
 
+@pytest.mark.slow
 def test_a_slow_step_that_completes_does_not_end_the_run(tmp_path: Path, ends: list[str]) -> None:
     watchdog, slow = Watchdog(FAST, tmp_path), Result(ready=False)
     take_steps(watchdog)
@@ -111,6 +113,7 @@ def test_a_slow_step_that_completes_does_not_end_the_run(tmp_path: Path, ends: l
     assert not ends and (tmp_path / "stacks-0.txt").read_text().count("has not completed") == 1
 
 
+@pytest.mark.slow
 def test_a_compilation_and_a_pause_are_not_a_hung_step(tmp_path: Path, ends: list[str]) -> None:
     def backend_compile_and_load() -> None:
         time.sleep(2.5)

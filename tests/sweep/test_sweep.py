@@ -197,6 +197,7 @@ def test_every_job_of_a_grid_sweep_runs(tmp_path: Path) -> None:
     assert trials.counts() == {TrialStatus.finished: 1, TrialStatus.failed: 5, TrialStatus.pruned: 0}
 
 
+@pytest.mark.slow
 def test_a_job_with_a_nan_objective_has_failed_and_others_continue(tmp_path: Path) -> None:
     lines, trials = run(make_plan(tmp_path, {"rate": "choice(-1,0.5)"}, sampler="grid"))
     assert trials.counts() == {TrialStatus.finished: 1, TrialStatus.failed: 1, TrialStatus.pruned: 0}

@@ -124,6 +124,7 @@ def test_a_prompt_is_a_user_message_if_there_is_a_template(tmp_path: Path) -> No
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [

@@ -138,6 +138,7 @@ def test_another_host_continues_from_the_store(server: S3Server, whole: Path, tm
     assert (second.folder / "exported" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -154,6 +155,7 @@ def test_unsupported_configs(overrides: list[str], message: str) -> None:
         find_composer().check_overrides(overrides).composed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -371,6 +371,7 @@ def test_patience_counts_evaluations_before_a_resume(tmp_path: Path) -> None:
     assert result.step == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("third", [2.0, math.nan])
 def test_keeps_the_newest_and_the_best(tmp_path: Path, third: float) -> None:
     """A NaN loss is never the best."""
@@ -442,6 +443,7 @@ def constant(params: dict, batch: dict, key: Any) -> dict:
     return {**sums, "loss": 12.0 + sums["loss"] - jax.lax.stop_gradient(sums["loss"])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_fn", "reason"),
     [
