@@ -151,9 +151,9 @@ def test_a_function_of_a_group_receives_lists() -> None:
         (function_term("too_few", scope=Scope.group), [0, 0, 1, 1], "returned 1 numbers for 2 completions"),
         (function_term("nan_at_b", scope=Scope.group), [1, 0, 1, 1], "returned nan, not a finite number"),
         (function_term("vowels_of_none", scope=Scope.batch), [0] * 4, "returned NoneType instead of a list of numbers"),
-        (function_term("concurrent", concurrency=2), [2, 0, 0, 2], "exceeded reward.timeout=2.0 s"),
+        (function_term("concurrent", concurrency=2), [2, 0, 0, 2], "exceeded reward.timeout=2 s"),
         (function_term("concurrent", concurrency=3), [3, 0, 0, 3], "raised RuntimeError: cannot judge c"),
-        (function_term("blocks", concurrency=4), [0] * 4, "exceeded reward.timeout=2.0 s"),
+        (function_term("blocks", concurrency=4), [0] * 4, "exceeded reward.timeout=2 s"),
     ],
 )
 def test_a_failure_costs_its_unit_only(
@@ -180,7 +180,7 @@ def test_async_functions_need_a_concurrency_and_others_none(name: str, concurren
     ("name", "texts", "expected", "reason"),
     [
         ("raises", "ab", [0, 0], "raised RuntimeError: cannot judge a (reward_functions.py:"),
-        ("hangs_at_b", "abc", [1, 0, 1], "exceeded reward.timeout=2.0 s"),
+        ("hangs_at_b", "abc", [1, 0, 1], "exceeded reward.timeout=2 s"),
         ("hangs", "abcdef", [0] * 6, "was skipped after 3 hangs or crashes in a batch"),
         ("not_a_number", "abcd", [0, 0, 0, 0.5], "returned nan, not a finite number"),
         ("exits", "a", [0], "crashed its process"),
