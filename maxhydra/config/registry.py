@@ -6,6 +6,7 @@ Nothing is imported and no YAML is parsed, so that `maxhydra --help` is fast.
 import importlib
 import importlib.util
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import resources
@@ -56,7 +57,13 @@ def task_schemas() -> dict[str, type[Task]]:
 
 def project_packages() -> tuple[str, ...]:
     """Return the packages of options that installed projects declare as entry points of the group `maxhydra.conf`."""
-    return tuple(sorted(entry.value for entry in entry_points(group=PROJECTS) if _is_package(entry.value)))
+    return tuple(package for package in _declared_packages(tuple(sys.path)) if _is_package(package))
+
+
+@cache
+def _declared_packages(paths: tuple[str, ...]) -> list[str]:
+    """Return the declared packages. This reads a file of every installed package, so once per value of `sys.path`."""
+    return sorted(entry.value for entry in entry_points(group=PROJECTS))
 
 
 def project_folders() -> list[Path]:

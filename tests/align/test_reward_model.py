@@ -113,6 +113,7 @@ def test_regression_is_the_mean_squared_error_without_padding_rows(classifier: t
     assert float(sums["loss"] / sums["weight"]) == pytest.approx(reference.item(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_an_exported_reward_model_is_a_sequence_classifier(classifier: tuple[Any, Path], tmp_path: Path) -> None:
     net, folder = classifier
     decoder, weights = load(folder)
@@ -133,6 +134,7 @@ def test_two_labels_are_rejected(classifier: tuple[Any, Path], tmp_path: Path) -
         compose(["task=inspect", "model=from_hf", f"model.path={tmp_path}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_language_model_becomes_a_reward_model_with_a_head_of_zeros(is_tied: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -82,7 +82,7 @@ def test_a_run_is_stopped_and_resumed_from_the_page(window, folder, address):
     check_clean(window, address)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_running_sweep_is_cancelled_from_the_page(window, folder, address):
     process = cli.start_silent("-m", *RUN, "run.name=lr", "run.seed=1,2", cwd=folder)
     wait_for(lambda: any(folder.glob("outputs/lr/*/metrics.jsonl")))

@@ -34,7 +34,7 @@ def outputs(tmp_path_factory):
     return folder
 
 
-def until(browser, script, seconds=20):
+def until(browser, script, seconds=60):
     """Wait until a script returns a true value, and return it."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

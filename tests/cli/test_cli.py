@@ -47,6 +47,7 @@ def test_help_lists_everything_and_imports_little(tmp_path: Path) -> None:
     assert not {"hydra", "omegaconf", "jax", "yaml"} & imported(done)
 
 
+@pytest.mark.slow
 def test_cfg_shows_the_config_without_jax(tmp_path: Path) -> None:
     done = maxhydra("--cfg", "job", "train.steps=77", cwd=tmp_path, python=("-X", "importtime"))
     assert done.returncode == 0

@@ -133,6 +133,7 @@ def config_file(folder: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_command_composes_and_experiment_is_the_same_run(name: str, tmp_path: Path) -> None:
     t = translate(config_file(tmp_path, EXAMPLES[name]), [])
@@ -172,6 +173,7 @@ def test_defaults_that_change_training_are_set(tmp_path: Path) -> None:
     assert config.train.eval_batches == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cosine", "wsd"])
 def test_learning_rates_are_those_of_maxtext(kind: str, tmp_path: Path) -> None:
     """Linear warm-up over 10% of the steps, then the decay to a tenth, from the formulas in MaxText's base.yml."""
@@ -191,6 +193,7 @@ def test_learning_rates_are_those_of_maxtext(kind: str, tmp_path: Path) -> None:
     assert np.abs(np.array(found) - expected).max() <= 1e-3 / 20 + 1e-9
 
 
+@pytest.mark.slow
 def test_scale_doubles_heads_then_width_then_layers(tmp_path: Path) -> None:
     sizes = {}
     for scale in (1, 2, 4, 8):
@@ -290,6 +293,7 @@ def test_help_imports_neither_jax_nor_hydra() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("tiny")
 @pytest.mark.parametrize("name", ["tiny", "wsd", "experts"])
 def test_tiny_translations_train(name: str, tmp_path: Path) -> None:
     overrides = translate(config_file(tmp_path, EXAMPLES[name]), ["log_period=1"]).overrides()

@@ -5,6 +5,8 @@ import functools
 import re
 from pathlib import Path
 
+import pytest
+
 from maxhydra.config.docs import PATH, reference
 from maxhydra.config.fields import walk
 from maxhydra.config.registry import PACKAGE, task_schemas
@@ -70,6 +72,7 @@ def _is_getattr(call: ast.Call) -> bool:
     return isinstance(call.func, ast.Name) and call.func.id == "getattr" and isinstance(call.args[1], ast.Name)
 
 
+@pytest.mark.slow
 def test_every_key_is_read() -> None:
     assert [path for path, attribute in schema_keys().items() if attribute not in attributes_read()] == []
 

@@ -46,6 +46,7 @@ def test_wrong_options_are_reported_like_our_own(overrides: list[str], parts: li
     assert all(part in message for part in parts), message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
@@ -150,6 +151,7 @@ def test_two_trackers_of_the_user_are_rejected() -> None:
     assert "several trackers of yours" in message
 
 
+@pytest.mark.slow
 def test_composing_does_not_import_jax_for_objects_without_it(tmp_path: Path) -> None:
     (tmp_path / "light.py").write_text("def source(corpus, data, spec): ...\n")
     code = "import sys, maxhydra; maxhydra.compose(['data.source=light:source']); print('jax' in sys.modules)"

@@ -54,6 +54,7 @@ def test_every_pattern_matches_a_key() -> None:
     assert [pattern for pattern in patterns if not any(fnmatch(key, pattern) for key in keys)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "key", "before", "now"),
     [

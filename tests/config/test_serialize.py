@@ -53,6 +53,7 @@ def test_secrets_on_the_command_line_are_hidden_and_needed_again() -> None:
         to_job_yaml(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [[], ["task=grpo", "model=deepseek3-tiny"], ["adapter=lora", "run.tags=[a,'1','1e-3',y,'0x1F','a: b']"]],

@@ -101,6 +101,7 @@ def test_tables_name_keys_that_exist() -> None:
         assert any(expression.fullmatch(key) for key in KEYS), f"{pattern} matches no key"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "without", "needed"),
     [

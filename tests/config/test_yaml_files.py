@@ -26,8 +26,8 @@ def test_an_option_beyond_the_limits_is_one_problem(name: str, tmp_path: Path) -
     content, expected = CASES[name] or (b"", "cannot be read as YAML")
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "x.yaml").write_bytes(HEAD + content if content else b"5\n")
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ConfigError) as caught:
         Composer(str(tmp_path)).check_overrides(["experiment=x"]).composed()
     assert expected in str(caught.value) and len(caught.value.problems) == 1
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10

@@ -73,6 +73,7 @@ def reference(folder: Path, messages: list[dict[str, str]]) -> tuple[list[int], 
 @pytest.mark.parametrize("case", CONVERSATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 class TestMask:
+    @pytest.mark.slow
     def test_is_that_of_transformers(self, folders: dict[str, Path], family: str, case: str) -> None:
         messages = CONVERSATIONS[case]
         tokens, mask = reference(folders[family], messages)

@@ -26,6 +26,7 @@ def image_layout(name: str, **tokens: str) -> Layout:
     return layout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(40, 40), (30, 100), (200, 40)])
 def test_prompts_with_crops_equal_transformers(size: tuple[int, int]) -> None:
     """The whole processor, with a tokenizer of a few words, and its own names of the special tokens."""

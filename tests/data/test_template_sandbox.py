@@ -75,6 +75,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_that_would_not_end_is_an_error(name: str) -> None:
     began = time.process_time()

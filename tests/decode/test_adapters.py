@@ -268,6 +268,7 @@ def test_the_model_of_a_request_names_an_adapter(server: Server, folders: dict[s
         client.models.retrieve("absent")
 
 
+@pytest.mark.slow
 def test_clients_load_and_unload_adapters(server: Server, folders: dict[str, Path], tmp_path: Path) -> None:
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
     assert server.post(load, lora_name="one", lora_path=str(folders["one"]))[0] == 400, "the name is taken"
@@ -281,6 +282,7 @@ def test_clients_load_and_unload_adapters(server: Server, folders: dict[str, Pat
     assert server.post(load, lora_name="eight", lora_path=str(folders["eight"]))[0] == 200
 
 
+@pytest.mark.slow
 def test_unsuitable_adapters_are_rejected(model: ModelDef, folders: dict[str, Path], tmp_path: Path) -> None:
     narrow = AdapterReader(model, AdapterLimits(slots=1, rank=2, targets=("attention/",)))
     with pytest.raises(ConfigError, match=r"has rank 8, more than task.lora.max_rank=2"):

@@ -258,7 +258,7 @@ def test_a_request_that_does_not_stream_gets_the_same_completion(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("one batch", "short chunks, no prefix cache", "separate prefill mesh, few slots and pages")
+@pytest.mark.default_cases("one batch", "short chunks, no prefix cache")
 @pytest.mark.parametrize("sizes", ENGINES)
 def test_in_any_batch_a_request_gets_the_tokens_it_gets_alone(sizes):
     engine = start(**ENGINES[sizes])
@@ -452,6 +452,7 @@ def test_logprobs_are_those_of_the_model(engine):
         assert entry.alternatives[0][1] == pytest.approx(expected[position].max(), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, {"burst": 4, "deterministic": True}], ids=["single steps", "multi-step"])
 def test_penalties_and_bias_equal_the_oracle(sizes):
     """Greedy: the argmax of the logits after bias and penalties, also in the slot of an earlier request."""
@@ -480,6 +481,7 @@ def test_penalties_and_bias_equal_the_oracle(sizes):
             assert ids[position] == int(np.argmax(scores))
 
 
+@pytest.mark.slow
 def test_prompt_logprobs_are_those_of_the_model():
     """In several chunks, with and without a cached prefix, next to requests that do not ask for them."""
     engine = start(prefill_chunk=16)

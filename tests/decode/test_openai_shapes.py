@@ -28,6 +28,7 @@ def events_of(running_server: RunningServer, path: str, body: dict[str, Any]) ->
     return [(name, value if value == "[DONE]" else json.loads(value)) for name, value in events]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TURNS)
 def test_streamed_responses_equal_complete_ones(family: str) -> None:
     with running(family) as (engine, _):
@@ -110,6 +111,7 @@ def test_completions_have_the_fields_of_openai(
         check_shape(named(chunk), event)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TURNS)
 def test_tool_calls_have_the_fields_of_openai(family: str) -> None:
     with running(family) as (engine, _):

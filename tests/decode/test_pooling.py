@@ -79,6 +79,7 @@ def expected(folder: Path, ids: list[int], pooling: Pooling) -> np.ndarray:
     return torch.nn.functional.normalize(hidden[-1] if pooling is Pooling.last else hidden.mean(0), dim=0).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", list(Pooling))
 def test_embeddings_equal_the_hidden_states_of_transformers(engine: Engine, folder: Path, pooling: Pooling) -> None:
     found = engine.pool(ROWS, pooling)
@@ -123,7 +124,7 @@ def test_the_openai_client_reads_embeddings(engine: Engine, folder: Path) -> Non
         missing = server.post({"input": "x", "dimensions": 8}, EMBEDDINGS)
     finally:
         server.loop.call_soon_threadsafe(server.stop.set)
-        server.thread.join(20)
+        server.thread.join(60)
         server.service.close()
     ids = [made.prompts.encode_text(text) for text in TEXTS]
     vectors = np.array([expected(folder, each, Pooling.last) for each in ids])

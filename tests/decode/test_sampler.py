@@ -147,6 +147,7 @@ def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
     return (statistic - freedom) / np.sqrt(2 * freedom)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("temperature", "filters"),
     [(1.0, FILTERS[0]), (0.6, FILTERS[0]), (1.5, {"top_k": 12, "top_p": 0.9, "min_p": 0.05})],
@@ -173,6 +174,7 @@ def test_samples_have_the_frequencies_of_the_softmax(temperature, filters, by):
     assert chi_square(np.where(wrong > 0, counts, 0), wrong) > 10, "the test has no power"
 
 
+@pytest.mark.slow
 def test_a_row_depends_only_on_its_own_parameters():
     """Greedy, plain and filtered rows in one batch give the same tokens as alone."""
     rng = np.random.default_rng(4)

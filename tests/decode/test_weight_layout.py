@@ -63,6 +63,7 @@ def test_a_layout_changes_nothing(platform: str, rows: int) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_layers_of_a_stack_share_a_program() -> None:
     plain = model()
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plain.shapes)

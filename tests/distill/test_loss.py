@@ -51,6 +51,7 @@ def reference_divergence(kind: Divergence, beta: float, temperature: float) -> t
     return result.detach().numpy(), student.grad.numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("kind", Divergence)
 def test_values_and_gradients(kind: Divergence, temperature: float) -> None:
@@ -101,6 +102,7 @@ def test_top_k_of_a_teacher(kind: Divergence) -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "beta"), [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jensen_shannon", 0.3)])
 def test_loss_of_a_sampled_batch(kind: str, beta: float) -> None:
     """Loss, and gradient with respect to the student's head, equal those of TRL's GKDTrainer on the same tokens."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import example
 from hypothesis import strategies as st
 
@@ -61,6 +62,7 @@ def changed(settings: dict[str, Any], number: int, value: Any, *, is_removed: bo
 CHANGE = {"family": st.sampled_from(FAMILIES), "number": st.integers(0, 200), "value": VALUES, "removed": st.booleans()}
 
 
+@pytest.mark.slow
 @fuzz(cases=300, **CHANGE)
 @example("gemma3", 0, {"a": [1]}, False)
 def test_settings_give_a_model_section(family: str, number: int, value: Any, removed: bool) -> None:

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import example
 from hypothesis import strategies as st
 
@@ -86,6 +87,7 @@ def test_facts_of_another_type(key: int, inner: bool, value: Any, tmp_path: Path
     check_readable(tmp_path / "outputs")
 
 
+@pytest.mark.slow
 @fuzz(cases=10, changes=CHANGES, name=st.sampled_from(("run.json", "config.yaml")))
 @example(changes=[(0.11328125, None), (0.90625, None)], name="config.yaml")
 def test_a_damaged_run_starts_again(changes: list[tuple[float, bytes | None]], name: str, tmp_path: Path) -> None:

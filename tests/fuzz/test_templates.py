@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import example
 from hypothesis import strategies as st
 
@@ -101,6 +102,7 @@ def render(source: str) -> None:
         template.render(messages)
 
 
+@pytest.mark.slow
 @fuzz(cases=30, rejects=(ConfigError, ChatTemplateError), statements=STATEMENTS)
 @example("{% for x in range(99999) %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.b }}")
 @example("{{ 'a'.center(10**9) }}")

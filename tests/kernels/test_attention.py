@@ -137,6 +137,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "mask"), CASES)
 def test_reference_equals_the_transcription(heads, mask):
     mask = dict(MASKS[mask])
@@ -408,6 +409,7 @@ def test_invalid_calls_are_rejected():
             make_request(**changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [name for name in MASKS if not {"softcap", "chunk", "sinks"} & MASKS[name].keys()])
 def test_cudnn_is_called_with_the_options_of_the_request(mask, monkeypatch):
     """The same call of jax.nn, served by its XLA implementation because there is no cuDNN."""

@@ -147,6 +147,7 @@ def test_neighbours_are_fetched_as_far_as_the_window_reaches():
     assert reach == [0, 128, 128, 256, 1024, 2048, 7 * 1024]
 
 
+@pytest.mark.slow
 def test_zigzag_gives_every_device_an_early_and_a_late_part():
     place = make_place("ring", (1, 8, 1))
     tokens = jnp.arange(32)[None]

@@ -163,6 +163,7 @@ def test_remat_can_save_the_residuals_of_the_kernels(run):
     assert shapes[(1, 2, 256), "float32"] == 1 and shapes[(1, 256, 2, 64), "bfloat16"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"causal": False}, {"window": 200}, {"chunk": 256}])
 def test_each_tile_of_queries_is_assigned_once_and_evenly(changes):
     inputs = make_inputs(2, 1024, 8, 2, 64)
@@ -176,6 +177,7 @@ def test_each_tile_of_queries_is_assigned_once_and_evenly(changes):
     assert len(assigned) == 10 and (changes or max(keys) - min(keys) <= 1024)
 
 
+@pytest.mark.slow
 def test_every_pair_of_one_segment_is_within_the_block_range():
     rng = np.random.default_rng(0)
     q, kv = rng.integers(0, 4, (3, 12)).cumsum(axis=1) % 9, np.sort(rng.integers(0, 9, (3, 16)), axis=1)

@@ -102,6 +102,7 @@ def test_one_row_equals_numpy(tile: gemv.Tile, is_int8: bool, dtype: jnp.dtype, 
     np.testing.assert_allclose(found, expected(np.asarray(x, np.float32), whole, epilogue), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nothing", "norm and gate", "norm and onto"])
 @pytest.mark.parametrize(("rows", "parts", "is_left"), [(5, 1, False), (5, 2, True), (16, 1, True)])
 def test_small_batches_equal_numpy(rows: int, parts: int, is_left: bool, name: str) -> None:

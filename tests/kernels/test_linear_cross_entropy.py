@@ -36,6 +36,7 @@ def by_torch(case: dict[str, np.ndarray], z_loss: float, cap: float) -> list[np.
 
 
 # A vocabulary of full pieces, and one whose last piece is half full.
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocabulary", "chunk"), [(256, 4), (352, 2)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_kernel_equals_torch(vocabulary: int, chunk: int, dtype: jnp.dtype) -> None:

@@ -43,6 +43,7 @@ def test_codes_equal_numpy_and_zero_columns_stay_zero() -> None:
     assert np.abs(np.asarray(parts.codes)).max() == 127
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("rows", [2, 19])
 @pytest.mark.parametrize(("outputs", "inputs"), [(48, 192), (16, 512)])

@@ -158,6 +158,7 @@ def test_mlp_gates(activation):
     np.testing.assert_allclose(mlp(jnp.asarray(x, jnp.float32), make_context(2, 3)).out_BTD, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", list(config.Activation))
 def test_gate_has_the_gradients_of_its_formula(activation):
     gate, up, d_out = np.random.default_rng(0).normal(size=(3, 5, 7)).astype(np.float32)

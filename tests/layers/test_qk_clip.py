@@ -61,6 +61,7 @@ def expected_weights(name: str, weights: Any, factors: np.ndarray) -> Any:
     return {**weights, **scaled}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(KINDS))
 def test_projections_of_large_heads_are_rescaled(name: str) -> None:
     model = clipped(name)

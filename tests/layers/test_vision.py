@@ -58,6 +58,7 @@ def test_the_projector_pools_square_blocks_of_patches(pooling: Pooling) -> None:
     np.testing.assert_allclose(projector(jnp.asarray(x), context(TEXT)), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_placeholder_without_an_image_gives_nan() -> None:
     model = build(model_option("gemma3-tiny-vision"))
     params = jax.jit(model.init)(jax.random.key(0))

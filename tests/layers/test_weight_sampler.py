@@ -18,6 +18,7 @@ def sample(key: jax.Array | None, sizes: Sizes) -> dict[tuple[int, ...], jax.Arr
     return {path: sampler.normal(path, shape, std=STD) for path, shape in SHAPES.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_values", [0, 64, 2**22], ids=["each alone", "three together", "all together"])
 def test_values_are_those_of_jax_random(max_values: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_sampler, "MAX_VALUES", max_values)

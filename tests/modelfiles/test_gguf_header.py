@@ -43,7 +43,7 @@ CASES = {
 def test_a_header_that_announces_too_much_is_rejected(name: str, tmp_path: Path) -> None:
     content, expected = CASES[name]
     (tmp_path / "x.gguf").write_bytes(content)
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ValueError, match=expected):
         check_gguf_header(tmp_path / "x.gguf")
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2

@@ -47,6 +47,7 @@ def test_values_are_those_of_the_paper():
         np.testing.assert_allclose(values, transcribed_values(is_signed), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("values", "is_signed"), [(SIGNED, True), (UNSIGNED, False)], ids=["signed", "unsigned"])
 def test_quantization_rounds_to_the_nearest_value(values, is_signed):
     x = np.random.default_rng(0).normal(size=(4, 512)).astype(np.float32) ** 3

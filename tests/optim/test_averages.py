@@ -38,6 +38,7 @@ def run(transform):
     return params, state, seen
 
 
+@pytest.mark.slow
 def test_schedule_free_equals_optax():
     """Weights and average after each of the steps with a warm-up, in which the weights of the average differ."""
 

@@ -221,6 +221,7 @@ def test_five_updates_equal_the_reference(kind):
     assert_equal_layers(updated, reference(kind, params, decay=0.1, clip=1.0))
 
 
+@pytest.mark.slow
 @KINDS
 def test_no_clipping_and_no_decay(kind):
     params = random_tree(1)
@@ -228,6 +229,7 @@ def test_no_clipping_and_no_decay(kind):
     assert_equal_layers(run(optimizer, params)[0], reference(kind, params, decay=0.0, clip=np.inf))
 
 
+@pytest.mark.slow
 @KINDS
 def test_frozen_parameters_are_unchanged_and_have_no_state(kind):
     params = random_tree(2)
@@ -412,6 +414,7 @@ def test_muon_has_its_own_decay_and_scale():
     np.testing.assert_allclose(jordan[up] / own[up], np.sqrt(12 / 8) / (0.2 * np.sqrt(12)), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_normuon_equals_the_transcription():
     """Two updates of one layer; the paper's rows are our columns, the outputs."""
     optimizer = build(

@@ -83,6 +83,7 @@ def test_state_and_gathered_weights_of_a_step_compiled_here() -> None:
     assert gathered == pytest.approx(sum(weights), rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

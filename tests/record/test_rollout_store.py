@@ -93,6 +93,7 @@ def test_old_files_are_deleted(tmp_path: Path) -> None:
     assert all(len(read_index(path)) <= 6 for path in files(tmp_path, "train"))
 
 
+@pytest.mark.slow
 def test_a_killed_writer_loses_and_repeats_nothing(tmp_path: Path) -> None:
     """Killed at a random moment of a loop of appends, and resumed from a step that was complete before."""
     program = (

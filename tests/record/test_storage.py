@@ -181,7 +181,7 @@ class TestMirror:
         folder = tmp_path / "first"
         mirror_ = opened(folder)
         session(folder, steps=(4,))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not (stored_steps() and "run.json" in stored()) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert stored_steps() == [4] and {"metrics.jsonl", "config.yaml", LEASE} <= stored()
@@ -263,6 +263,7 @@ class TestCheckpoints:
         assert sorted(path.name for path in (other / "checkpoints").iterdir()) == ["4"]
         assert not any("checkpoints/8/" in name for name in stored()), "the rest of the upload is deleted"
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("persist_every", "expected"), [(None, [12, 16, 20]), (8, [8, 16, 20]), (20, [20])])
     def test_retention(self, persist_every: int | None, expected: list[int], tmp_path: Path) -> None:
         """With checkpoint.persist_every, only its multiples and the last step of the session are in the store."""
@@ -300,6 +301,7 @@ class TestCheckpoints:
         opened(other).close(0)
         assert verify_files(other / "checkpoints" / "4") is None
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("tier", ["store", "local"])
     def test_twenty_flipped_bytes(self, tier: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         """Each is detected and named, and the same step of the other tier is used; with both damaged, the previous."""

@@ -48,7 +48,7 @@ def test_episodes_have_a_state_of_their_own() -> None:
 
 
 FAILING = {
-    "hangs": ("hangs", "exceeded environment.timeout=1 s"),
+    "hangs": ("hangs", "exceeded environment.timeout=3 s"),
     "raises": ("crashes", "raised RuntimeError: no such move (environment_functions.py:"),
     "exits": ("crashes", "crashed its process"),
     "allocates": ("crashes", "exceeded environment.memory_limit_gib=1.0"),
@@ -75,7 +75,7 @@ def test_scores_of_an_environment_are_logged_and_stored() -> None:
 
 def test_a_failure_costs_its_own_episode_only() -> None:
     """All at the same time, so that the hang does not delay the others."""
-    with closing(EnvironmentPool(environment("Faulty", timeout=1.0, memory_limit_gib=1.0))) as pool:
+    with closing(EnvironmentPool(environment("Faulty", timeout=3.0, memory_limit_gib=1.0))) as pool:
         slots = dict(enumerate([*FAILING, "fine"]))
         assert all(not isinstance(pool.reset(slot, RECORD).result(), Failure) for slot in slots)
         steps = {failure: pool.step(slot, say(failure)) for slot, failure in slots.items()}
@@ -187,7 +187,7 @@ def test_reasoning_gym_gives_further_attempts() -> None:
 @pytest.fixture(scope="module")
 def sandbox() -> Sandbox:
     try:
-        return Sandbox(timeout=2.0, memory_limit_gib=1.0)
+        return Sandbox(timeout=30.0, memory_limit_gib=1.0)
     except SandboxError as error:
         if "Landlock is not available" in str(error):
             pytest.skip(LANDLOCK)
@@ -209,21 +209,25 @@ ESCAPES = {
     "signal": ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
     "raise limits": ("import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))", "ValueError"),
     "large file": ("open('a', 'wb').write(bytes(1 << 25))", "OSError"),
-    "endless loop": ("while True: pass", "took more than 2 seconds"),
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("escape", ESCAPES)
 def test_the_sandbox_contains(escape: str, sandbox: Sandbox, tmp_path: Path) -> None:
     inside, outside = tmp_path / "secret", tmp_path / "outside"
     inside.write_text("secret")
     tmp_path.chmod(0o777)
     program, sign = ESCAPES[escape]
-    start = time.monotonic()
     output = sandbox.run(program.format(inside=str(inside), outside=str(outside)))
     assert sign in output and "secret\n" not in output
     assert inside.read_text() == "secret" and not outside.exists()
-    assert time.monotonic() - start < 20
+
+
+def test_the_sandbox_ends_an_endless_loop(sandbox: Sandbox) -> None:
+    start = time.monotonic()
+    assert "took more than 1 seconds" in Sandbox(timeout=1.0, memory_limit_gib=1.0).run("while True: pass")
+    assert time.monotonic() - start < 30
 
 
 def test_the_sandbox_runs_programs(sandbox: Sandbox) -> None:

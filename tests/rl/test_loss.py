@@ -135,6 +135,7 @@ CASES += [{"loss": loss, "clip": Clip(low=0.1, high=0.28, dual=1.4)} for loss in
 CASES += [{"loss": loss, "entropy_bonus": 0.03} for loss in OF_TRL]
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.parametrize("fields", CASES, ids=str)
 def test_losses_and_gradients_are_those_of_trl(fields: dict[str, Any]) -> None:
@@ -215,6 +216,7 @@ def test_estimators_of_the_divergence(estimator: KlEstimator) -> None:
     assert (values >= -1e-7).all() or estimator is KlEstimator.k1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PolicyLoss)
 def test_masked_completions_change_nothing(kind: PolicyLoss) -> None:
     task = GrpoTask(name="grpo", loss=kind, kl=Kl(beta=0.1), max_tokens=MAX_TOKENS)

@@ -144,15 +144,16 @@ def test_a_function_of_a_group_receives_lists() -> None:
         assert [result.reward for result in pool.score(samples, group_size=2)] == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("term", "expected", "reason"),
     [
         (function_term("too_few", scope=Scope.group), [0, 0, 1, 1], "returned 1 numbers for 2 completions"),
         (function_term("nan_at_b", scope=Scope.group), [1, 0, 1, 1], "returned nan, not a finite number"),
         (function_term("vowels_of_none", scope=Scope.batch), [0] * 4, "returned NoneType instead of a list of numbers"),
-        (function_term("concurrent", concurrency=2), [2, 0, 0, 2], "exceeded reward.timeout=0.5 s"),
+        (function_term("concurrent", concurrency=2), [2, 0, 0, 2], "exceeded reward.timeout=2 s"),
         (function_term("concurrent", concurrency=3), [3, 0, 0, 3], "raised RuntimeError: cannot judge c"),
-        (function_term("blocks", concurrency=4), [0] * 4, "exceeded reward.timeout=0.5 s"),
+        (function_term("blocks", concurrency=4), [0] * 4, "exceeded reward.timeout=2 s"),
     ],
 )
 def test_a_failure_costs_its_unit_only(
@@ -160,7 +161,7 @@ def test_a_failure_costs_its_unit_only(
 ) -> None:
     with (
         caplog.at_level(logging.WARNING, "maxhydra"),
-        closing(RewardPool(Reward(terms={"own": term}, timeout=0.5))) as pool,
+        closing(RewardPool(Reward(terms={"own": term}, timeout=2.0))) as pool,
     ):
         results = pool.score([make_sample(text) for text in "abcd"], group_size=2)
     assert [result.reward for result in results] == expected
@@ -174,11 +175,12 @@ def test_async_functions_need_a_concurrency_and_others_none(name: str, concurren
         RewardPool(Reward(terms={"own": function_term(name, concurrency=concurrency)}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "texts", "expected", "reason"),
     [
         ("raises", "ab", [0, 0], "raised RuntimeError: cannot judge a (reward_functions.py:"),
-        ("hangs_at_b", "abc", [1, 0, 1], "exceeded reward.timeout=0.5 s"),
+        ("hangs_at_b", "abc", [1, 0, 1], "exceeded reward.timeout=2 s"),
         ("hangs", "abcdef", [0] * 6, "was skipped after 3 hangs or crashes in a batch"),
         ("not_a_number", "abcd", [0, 0, 0, 0.5], "returned nan, not a finite number"),
         ("exits", "a", [0], "crashed its process"),
@@ -188,13 +190,13 @@ def test_errors_are_logged_counted_and_worth_0(
     name: str, texts: str, expected: list[float], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "maxhydra"):
-        results = score_texts(function_reward(name, timeout=0.5), *texts)
+        results = score_texts(function_reward(name, timeout=0.5 if name == "hangs" else 2.0), *texts)
     assert [result.reward for result in results] == expected
     assert sum(result.errors for result in results) == expected.count(0)
     assert f"reward.terms.own {reason}" in caplog.text
 
 
-def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
+def wait_until_gone(pids: list[int], seconds: float = 60.0) -> list[int]:
     """Pids that are still alive after some seconds."""
     deadline = time.monotonic() + seconds
     while (alive := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
@@ -213,6 +215,7 @@ def score_record(pool: RewardPool, record: dict[str, Any], *texts: str) -> list[
     return pool.score([make_sample(text, record=record) for text in texts])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "record"),
     [
@@ -228,7 +231,7 @@ def test_nothing_that_a_reward_starts_outlives_its_time_limit(
     pids = tmp_path / "pids"
     with closing(RewardPool(function_reward(name, timeout=1.0))) as pool:
         score_record(pool, {"pids": str(pids), **record}, "a")
-        assert not wait_until_gone([int(pid) for pid in pids.read_text().split()], seconds=4)
+        assert not wait_until_gone([int(pid) for pid in pids.read_text().split()], seconds=30)
 
 
 def test_closing_the_pool_ends_a_call_and_what_it_started(tmp_path: Path) -> None:
@@ -241,7 +244,7 @@ def test_closing_the_pool_ends_a_call_and_what_it_started(tmp_path: Path) -> Non
         start = time.monotonic()
         pool.close()
         assert isinstance(call.exception(), RewardError)
-    assert time.monotonic() - start < 5 and not wait_until_gone([int(pids.read_text())], seconds=0)
+    assert time.monotonic() - start < 30 and not wait_until_gone([int(pids.read_text())], seconds=0)
 
 
 @pytest.mark.slow
@@ -276,7 +279,7 @@ def test_a_reward_cannot_corrupt_the_results(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING, "maxhydra"):
         results = score_texts(function_reward("writes_to_descriptors", timeout=1.0), "a", "b", "hangs")
     assert [result.reward for result in results] in ([1, 1, 0], [0, 0, 0])
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 50
     (low,) = score_texts(function_reward("open_descriptors"), "a")
     assert low.reward == 0 and low.errors == 0
 

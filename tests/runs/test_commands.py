@@ -257,6 +257,7 @@ def test_tail(runs, outputs):
     ]
 
 
+@pytest.mark.slow
 def test_rerun_and_resume_use_the_original_overrides(runs, outputs):
     git, _ = code()
     folder = outputs / "lr" / "1_learning_rate=0.001"

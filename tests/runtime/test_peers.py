@@ -48,7 +48,7 @@ def test_a_lost_process_is_named_and_the_run_resumes_in_one_process(
     row = cells.run(matrix.Cell("KILL", "0", "save"), expected)
     assert not row.differences and row.restarts == 1, row
     name = f"process 0 on {socket.gethostname()} is gone; last known step "
-    assert row.codes == [-signal.SIGKILL, peers.EXIT_LOST] and row.seconds < 15, row
+    assert row.codes == [-signal.SIGKILL, peers.EXIT_LOST] and row.seconds < 60, row
     assert row.status.startswith(f"failed: {name}") and row.messages[1].startswith(f"maxhydra: {name}"), row
 
 
@@ -78,14 +78,14 @@ class Pair:
         self.server = socket.create_server(("127.0.0.1", 0))
         self.first, self.second = (peers._Peers(index, 2, silence) for index in range(2))
         self.first.listen(self.server, "token")
-        self.second.connect(self.server.getsockname(), "token", 5)
+        self.second.connect(self.server.getsockname(), "token", 60)
         for index, each in enumerate((self.first, self.second)):
             each.record = lambda reason, index=index: self.reasons.append((reason, index))
         wait_until(lambda: 1 in self.first._connections)
 
 
 def wait_until(condition: object) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -108,7 +108,7 @@ def test_all_processes_end_at_the_latest_of_their_calls(monkeypatch: pytest.Monk
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert ends[0] == ends[1] and ends[0][1] == signal.SIGUSR1
 
 
@@ -165,7 +165,7 @@ def test_a_process_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_connection_without_the_token_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch)
-    with socket.create_connection(pair.server.getsockname(), 5) as stranger:
+    with socket.create_connection(pair.server.getsockname(), 60) as stranger:
         stranger.sendall(b'{"token": "other", "index": 1, "host": "x"}\n')
         assert stranger.recv(10) == b""
     assert pair.first._connections[1].host == socket.gethostname() and pair.reasons == []

@@ -366,7 +366,7 @@ def test_two_processes_connect_and_sum() -> None:
         for i in range(2)
     ]
     for i, process in enumerate(processes):
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
         assert process.returncode == 0, err
         # stdout is a single JSON document: output of gloo goes to stderr.
         total, index, count, devices, notes = json.loads(out)
@@ -382,14 +382,15 @@ def test_timeout_names_the_unreachable_process(index: int, message: str) -> None
     address = f"127.0.0.1:{free_port()}"
     env = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)}
     process = run(START, "dict(platform=Platform.cpu, distributed=Distributed(timeout_seconds=1))", env)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 2, err
     assert message in out and "hardware.distributed.timeout_seconds=1" in out
 
 
+@pytest.mark.slow
 def test_an_unavailable_platform_is_an_error() -> None:
     process = run(START, "dict(platform=Platform.gpu)", {"CUDA_VISIBLE_DEVICES": ""})
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 2, err
     assert "hardware.platform=gpu" in out and "hardware=cpu" in out
 
@@ -403,7 +404,7 @@ print(runtime.start_on_host().device_kind, runtime.original_environment()["JAX_P
 @pytest.mark.slow
 def test_start_on_host_uses_the_cpu_and_preserves_the_original_environment() -> None:
     process = run(HOST, "", {"JAX_PLATFORMS": "tpu"})
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert out.split() == ["cpu", "tpu"], err
 
 
@@ -419,7 +420,7 @@ for count in (4, 5):
 @pytest.mark.slow
 def test_a_second_start_with_other_flags_is_an_error() -> None:
     process = run(START + AGAIN, "dict(platform=Platform.cpu, simulated_devices=4)", {})
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert out.splitlines()[0] == "4"
     assert "this process has already started jax with XLA_FLAGS=--xla_force_host_platform_device_count=4" in out

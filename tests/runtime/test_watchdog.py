@@ -13,7 +13,8 @@ from maxhydra.runtime.watchdog import Watchdog, format_stacks
 from tests.support import cli
 from tests.support.polling import wait_for
 
-FAST = Settings(factor=3, min_seconds=0.2, first_seconds=0.2, end_seconds=0.4)
+# Far above the pauses of a busy machine.
+FAST = Settings(factor=3, min_seconds=0.7, first_seconds=0.7, end_seconds=1.4)
 # A training run in which a callback of step 12 sleeps. With several processes, callbacks run in process 0.
 SCRIPT = """
 import sys, time
@@ -56,7 +57,7 @@ time.sleep(0.05)
 hold_the_gil()
 """
 RUN = [*cli.SMALL, "data=arithmetic", "train.eval_batches=0", "checkpoint.every=4", "train.steps=20", "run.name=it"]
-BOUNDS = [f"watchdog.{key}={value}" for key, value in (("min_seconds", 1), ("first_seconds", 2), ("end_seconds", 1))]
+BOUNDS = [f"watchdog.{key}={value}" for key, value in (("min_seconds", 3), ("first_seconds", 30), ("end_seconds", 2))]
 
 
 class Result:
@@ -83,6 +84,7 @@ def take_steps(watchdog: Watchdog, count: int = 8) -> None:
         time.sleep(0.03)
 
 
+@pytest.mark.slow
 def test_a_hung_step_is_reported_once_and_then_ends_the_run(tmp_path: Path, ends: list[str]) -> None:
     watchdog = Watchdog(FAST, tmp_path)
     take_steps(watchdog)
@@ -91,34 +93,35 @@ def test_a_hung_step_is_reported_once_and_then_ends_the_run(tmp_path: Path, ends
     wait_for(lambda: bool(ends))
     watchdog.close()
     text = (tmp_path / "stacks-0.txt").read_text()
-    assert text.count("step 9 has not completed for 0.2") == 1 and "Thread MainThread" in text
+    assert text.count("step 9 has not completed for ") == 1 and "Thread MainThread" in text
     assert "test_a_hung_step_is_reported_once" in text
-    assert ends[0].startswith("step 9 has not completed for 0.") and "(median 0.0" in ends[0]
+    assert ends[0].startswith("step 9 has not completed for ") and "(median 0.0" in ends[0]
 
 
+@pytest.mark.slow
 def test_a_slow_step_that_completes_does_not_end_the_run(tmp_path: Path, ends: list[str]) -> None:
     watchdog, slow = Watchdog(FAST, tmp_path), Result(ready=False)
     take_steps(watchdog)
     watchdog.count_step(9, slow)
     wait_for((tmp_path / "stacks-0.txt").exists)
     slow.ready = True
-    time.sleep(0.1)
     # Steps as slow as this one, such as those after a rollout, are expected from now on.
-    assert watchdog.bound > 2 * 0.2
+    wait_for(lambda: watchdog.bound > 2 * FAST.min_seconds)
     with watchdog.paused():
-        time.sleep(1)
+        time.sleep(2.5)
     watchdog.close()
     assert not ends and (tmp_path / "stacks-0.txt").read_text().count("has not completed") == 1
 
 
+@pytest.mark.slow
 def test_a_compilation_and_a_pause_are_not_a_hung_step(tmp_path: Path, ends: list[str]) -> None:
     def backend_compile_and_load() -> None:
-        time.sleep(1.2)
+        time.sleep(2.5)
 
     watchdog = Watchdog(FAST, tmp_path)
     take_steps(watchdog)
     with watchdog.paused():
-        time.sleep(1)
+        time.sleep(2.5)
     thread = threading.Thread(target=backend_compile_and_load)
     thread.start()
     thread.join()
@@ -134,7 +137,7 @@ def test_without_a_factor_nothing_is_watched(tmp_path: Path, ends: list[str]) ->
 
 def test_native_code_that_holds_the_gil_is_ended_by_faulthandler(tmp_path: Path) -> None:
     (tmp_path / "hung.py").write_text(GIL_SCRIPT)
-    assert start(tmp_path).wait(30) == 1
+    assert start(tmp_path).wait(120) == 1
     assert "hold_the_gil" in (tmp_path / "console").read_text()
 
 
@@ -152,7 +155,7 @@ def start(folder: Path, *arguments: str) -> "cli.fork_server.Command":
 @pytest.mark.slow
 def test_a_step_that_hangs_inside_xla_ends_with_75_and_the_run_resumes(script: Path) -> None:
     folder = script / "outputs" / "it"
-    assert start(script, *BOUNDS).wait(60) == peers.EXIT_LOST, (script / "console").read_text()
+    assert start(script, *BOUNDS).wait(240) == peers.EXIT_LOST, (script / "console").read_text()
     facts = cli.facts(folder)
     assert facts["status"] == "failed" and facts["reason"].startswith("step 12 has not completed for"), facts["reason"]
     for path in (folder / "stacks-0.txt", folder / "log.txt"):
@@ -165,12 +168,12 @@ def test_a_step_that_hangs_inside_xla_ends_with_75_and_the_run_resumes(script: P
 @pytest.mark.slow
 def test_the_second_sigterm_ends_a_step_that_hangs_inside_xla(script: Path) -> None:
     process = start(script)
-    wait_for((script / "hangs").exists, 60)
+    wait_for((script / "hangs").exists, 240)
     process.signal(signal.SIGTERM)
     time.sleep(signals.REPEAT_SECONDS + 0.5)
     assert process.is_running()
     process.signal(signal.SIGTERM)
-    assert process.wait(signals.GRACE_SECONDS) == 143
+    assert process.wait(120) == 143
     assert cli.facts(script / "outputs" / "it")["status"] == "preempted"
 
 

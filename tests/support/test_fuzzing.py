@@ -52,8 +52,8 @@ def test_slow_case_fails_although_the_code_catches_exceptions(tallies):
         except Exception:
             time.sleep(seconds)
 
-    assert "took over" in str(outcome_of(wait, seconds=5))
-    assert 0.2 <= tallies().slowest_seconds < 5 and "seconds=5" in tallies().slowest_case
+    assert "took over" in str(outcome_of(wait, seconds=60))
+    assert 0.2 <= tallies().slowest_seconds < 60 and "seconds=60" in tallies().slowest_case
 
 
 def test_allocation_over_the_limit_fails_and_the_limit_ends_with_the_case(monkeypatch):

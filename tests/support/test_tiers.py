@@ -48,6 +48,7 @@ def test_tests_of_an_expression(expression: str, expected: set[str], tmp_path: P
     assert {line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line} == expected, done.stdout
 
 
+@pytest.mark.slow
 def test_a_case_that_does_not_exist_is_an_error_unless_single_tests_are_named(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS.replace('default_cases("b")', 'default_cases("b", "c")'))
     done = collect(tmp_path)

@@ -197,6 +197,7 @@ def test_every_job_of_a_grid_sweep_runs(tmp_path: Path) -> None:
     assert trials.counts() == {TrialStatus.finished: 1, TrialStatus.failed: 5, TrialStatus.pruned: 0}
 
 
+@pytest.mark.slow
 def test_a_job_with_a_nan_objective_has_failed_and_others_continue(tmp_path: Path) -> None:
     lines, trials = run(make_plan(tmp_path, {"rate": "choice(-1,0.5)"}, sampler="grid"))
     assert trials.counts() == {TrialStatus.finished: 1, TrialStatus.failed: 1, TrialStatus.pruned: 0}
@@ -266,7 +267,7 @@ def test_a_cancelled_sweep_can_be_resumed(tmp_path: Path) -> None:
         output: list[str] = []
         cancel(plan, output.append)
         assert output[0].startswith("2 jobs were asked to stop")
-        assert controller.wait(30) == 0
+        assert controller.wait(120) == 0
     runs = [RunDirectory(path.parent, writes=False) for path in plan.folder.glob("*/run.json")]
     wait_for(lambda: [run.read()["status"] for run in runs] == ["preempted"] * 2)
     (plan.folder / ".cancelled").unlink()
@@ -426,7 +427,7 @@ def test_a_terminal_shows_a_live_table(tmp_path: Path) -> None:
     process = subprocess.Popen(controller_command(plan), cwd=root, env=env, stdout=follower)
     os.close(follower)
     text = read_terminal(leader).decode()
-    assert process.wait(10) == 0
+    assert process.wait(120) == 0
     assert "lr: 2 running, 1 waiting" in text and re.search(r"0_job\s+\d+\s.*gpu 3", text)
     assert re.search(r"1_job\s+\d+\s.*gpu 4", text) and "\033[J" in text
     end = text.rpartition("\033[J")[2]
@@ -442,7 +443,7 @@ def test_a_sweep_on_a_terminal_shows_the_table(tmp_path: Path) -> None:
     with open(os.devnull) as null, os.fdopen(follower, "w") as terminal:
         sweep = cli.start("-m", *arguments, cwd=tmp_path, streams=(null, terminal, terminal))
     output = read_terminal(leader).decode()
-    assert sweep.wait(10) == 0, output
+    assert sweep.wait(120) == 0, output
     assert (
         "s: 1 running, 1 waiting" in output and "best: job " in output and "step " not in output.rpartition("\033[J")[2]
     )

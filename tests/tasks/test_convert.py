@@ -189,6 +189,7 @@ def test_peft_loads_an_exported_adapter_with_the_same_logits(adapter_run: Path, 
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"].endswith("/base")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant", [{"layers_to_transform": [0, 2]}, {"use_dora": True, "use_rslora": True}], ids=["lora", "dora"]
 )

@@ -124,6 +124,7 @@ def test_a_prompt_is_a_user_message_if_there_is_a_template(tmp_path: Path) -> No
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
@@ -384,7 +385,7 @@ def test_ctrl_c_stops_the_reply_and_frees_its_slot(tmp_path: Path) -> None:
     chat(make_client(engine, "task.sampling.max_tokens=400"), read=terminal.read, write=write)
     assert "[stopped]" in terminal.shown
     began = time.monotonic()
-    while engine.stats()["running"] > 0 and time.monotonic() - began < 5:
+    while engine.stats()["running"] > 0 and time.monotonic() - began < 60:
         time.sleep(0.01)
     assert engine.stats()["running"] == 0
     engine.close()

@@ -111,7 +111,7 @@ def test_a_killed_on_policy_run_resumes_bit_identically(cwd: Path) -> None:
     assert all(row["loss"] == pytest.approx(row["divergence"], rel=1e-5) for row in rows if row.get("on_policy") == 1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_teacher_on_its_own_devices_trains_the_same_student(cwd: Path) -> None:
     """Four of eight devices train and four run the teacher, against four that do both; a resume is bit-identical."""
     arguments = [*ON_POLICY, "train.steps=4", "checkpoint.every=2", "train.eval_every=4", "train.eval_batches=1"]

@@ -118,7 +118,7 @@ def test_a_signal_abandons_an_evaluation_which_is_repeated(tmp_path: Path) -> No
     arguments = [*RUN, "train.steps=4", "train.eval_batches=40", "data.eval_fraction=0.9", "checkpoint.every=100"]
     folder, whole = tmp_path / "outputs" / "it", tmp_path / "outputs" / "whole"
     code, seconds = signal_when(arguments, lambda: has_row(folder, 2), number, cwd=tmp_path)
-    assert code == 128 + number and seconds < 30
+    assert code == 128 + number and seconds < 60
     assert facts(folder)["status"] == "preempted"
     assert facts(folder)["reason"] == f"{number.name} at step 2, during its evaluation"
     run_ok(*arguments, cwd=tmp_path)
@@ -145,7 +145,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
         signal.SIGUSR1,
         cwd=tmp_path,
     )
-    assert code == 138 and seconds < 20
+    assert code == 138 and seconds < 60
     assert facts(folder)["status"] == "preempted" and facts(folder)["reason"].startswith("SIGUSR1")
 
 

@@ -18,7 +18,7 @@ from tests.support.object_store import BUCKET, KEY, SECRET, GCSServer, S3Server
 
 MODEL = [override for override in SMALL if override.startswith("model.")]
 URL = f"s3://{BUCKET}/runs"
-STEPS, EVERY = 150, 25
+STEPS, EVERY = 60, 20
 RUN = [*SMALL, f"train.steps={STEPS}", f"checkpoint.every={EVERY}", "train.eval_batches=0"]
 RUN += ["optimizer/schedule=constant"]
 
@@ -138,6 +138,7 @@ def test_another_host_continues_from_the_store(server: S3Server, whole: Path, tm
     assert (second.folder / "exported" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -154,6 +155,7 @@ def test_unsupported_configs(overrides: list[str], message: str) -> None:
         find_composer().check_overrides(overrides).composed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -164,6 +164,7 @@ def test_overrides_and_config_of_a_run_give_the_same_config(
     assert comparable(compose(overrides).config) == comparable(written)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixture", "preference", "tokenizer", "rewards", *SEARCH[:1]])
 def test_a_run_can_be_run_again(name: str, stored: Path) -> None:
     done = run_ok("runs", "rerun", name, "--anyway", "--dry-run", cwd=stored)

@@ -95,7 +95,7 @@ def test_a_killed_run_is_resumed(texts: Path, tmp_path: Path, monkeypatch: pytes
     overrides = arguments(texts, output, "task.workers=1", "data.formatting=tests.tasks.test_tokenize:gated")
     process = start_silent(*overrides, cwd=tmp_path, GATE=str(gate))
     index = output / "index.json"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not (index.exists() and len(json.loads(index.read_text())["shards"]) == 2):
         assert process.is_running() and time.monotonic() < deadline
         time.sleep(0.05)

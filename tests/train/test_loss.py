@@ -48,6 +48,7 @@ def test_matches_the_formula(case: dict, chunk: int, z_loss: float) -> None:
     assert got["weight"] == case["weights"].sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [0, 3])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_gradients_match_those_of_the_formula(case: dict, chunk: int, z_loss: float) -> None:

@@ -76,12 +76,14 @@ def test_traffic_does_not_depend_on_the_number_of_chunks(mesh: list[str]) -> Non
     assert traffic(4, *mesh) == pytest.approx(traffic(0, *mesh), rel=0.02)
 
 
+@pytest.mark.slow
 def test_logits_are_not_gathered() -> None:
     """With the vocabulary split, only numbers per token move, and hidden states."""
     largest = max(each.bytes for each in collectives("mesh.fsdp=2", "mesh.tensor=4"))
     assert largest < 4 * (B // 2) * T * (V // 4)
 
 
+@pytest.mark.slow
 def test_logprobs_gather_the_head_once_per_pass() -> None:
     """Once forward and once backward for 8 chunks, and one reduction of its gradient."""
     found = collectives("train.loss_chunk=4", "mesh.fsdp=8", "model.head=separate", loss_of=squared_logprobs)

@@ -129,6 +129,7 @@ def test_initialization_is_compiled_at_level_1_or_the_lower_one_of_xla_flags(
     assert _run_once_options() == {"xla_backend_optimization_level": level}
 
 
+@pytest.mark.slow
 def test_weights_and_data_have_seeds_of_their_own():
     (plain, _), (other, config) = plan(), plan("run.weights_seed=5", "run.data_seed=7")
     states = [plain.create(5), other.create(0), plain.create(0)]

@@ -186,6 +186,7 @@ def test_microbatches_meshes_and_stages_record_the_same(overrides: list[str], ax
         assert values[name] == pytest.approx(value, rel=0.05, abs=2e-4), name
 
 
+@pytest.mark.slow
 def test_the_step_with_statistics_takes_the_same_update() -> None:
     _, after, states, config = recorded()
     loss, example = next_token_loss(states.model, states.sharder, config.train), batch(states.sharder)

@@ -48,6 +48,7 @@ def test_one_step_is_optax() -> None:
     assert new.step == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [2, 3, 6])
 def test_micro_batches_equal_the_big_batch(micro_batches: int) -> None:
     """Also if the micro-batches have different numbers of tokens."""
@@ -161,6 +162,7 @@ def _index_out_of_bounds(params: dict, batch: dict, key: jax.Array | None) -> di
     return {**sums, "loss": sums["loss"] + params["w"][jnp.int32(sums["weight"]) + 4]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "broken", "message"),
     [
@@ -181,6 +183,7 @@ def test_a_failed_check_names_operation_and_line(kind: str, broken: LossFn, mess
     assert message in str(error.value) and f"{__file__}:{line} ({broken.__name__})" in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_gradients_are_rounded_to_their_dtype(micro_batches: int) -> None:
     """Each micro-batch adds to a bfloat16 sum, which the optimizer reads."""

@@ -253,10 +253,10 @@ class Hanging:
 
     def __init__(self, session):
         if session.config.tracker.project == "never":
-            self.released.wait(30)
+            self.released.wait(60)
 
     def log(self, step, metrics):
-        self.released.wait(30)
+        self.released.wait(60)
 
     def close(self):
         pass
@@ -275,7 +275,7 @@ def test_a_hanging_tracker_does_not_stop_the_run(tmp_path, capsys, monkeypatch):
             tracker.log(step, {"loss": float(step)})
             time.sleep(0.05)
         tracker.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     assert f"{HANGING} does not respond; metrics.jsonl has them all" in capsys.readouterr().err
     values = [value.simple_value for event in events(run.path / "tensorboard") for value in event.summary.value]
     assert values.count(7.0) == 1, "the other tracker has every step"
