@@ -121,7 +121,8 @@ def mistral4_to_settings(model: config.Model) -> Settings | None:
     }
     return {
         **settings,
-        "head_dim": None,
+        # Of queries and keys; qk_rope_head_dim in other families.
+        "head_dim": settings["qk_nope_head_dim"] + settings["qk_rope_head_dim"],
         "rope_parameters": parameters,
         "rope_interleave": mixture.mla.rope.pairs is config.Pairs.neighbours,
         **deepseek.router_settings(mixture.moe.router),

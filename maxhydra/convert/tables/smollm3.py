@@ -63,6 +63,8 @@ def to_settings(model: config.Model) -> Settings | None:
         "attention_bias": kinds[0].attention.bias is config.AttentionBias.all,
         "mlp_bias": kinds[0].mlp.bias,
         "tie_word_embeddings": model.head is config.Head.tied,
+        # transformers' default is a token that smaller vocabularies do not have.
+        "pad_token_id": None,
     }
 
 
