@@ -22,6 +22,7 @@ PUBLISHED = {
     "smollm3-3b": ("smollm3", {"rope_theta": 5e6, "max_position_embeddings": 65536}),
     "glm4.5-106b-a12b": ("glm4_moe", GLM45),
     "glm4.5-355b-a32b": ("glm4_moe", GLM45 | GLM45_355B | {"use_qk_norm": True}),
+    "glm4.7-30b-a3b": ("glm4_moe_lite", {"rope_theta": 1e6}),
     "glm5-744b-a40b": ("glm_moe_dsa", {"rope_theta": 1e6}),
     "minimax-m2-230b-a10b": ("minimax_m2", {"rotary_dim": 64}),
     "mistral4-119b": ("mistral4", {}),

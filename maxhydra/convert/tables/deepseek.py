@@ -1,7 +1,7 @@
-"""DeepSeek-V2, V3, R1, V3.2 (DeepSeek-AI, 2024 and 2025) and Kimi K2 (Moonshot AI, 2025).
+"""DeepSeek-V2, V3, R1, V3.2 (DeepSeek-AI, 2024 and 2025), Kimi K2 (Moonshot AI, 2025) and GLM-4.7-Flash (2026).
 
-V2: MLA, leading dense layers, then MoE layers with a softmax router. V3, R1, Kimi K2: sigmoid router, aux-loss-free
-balancing. V3.2: V3 with an indexer that selects the keys of sparse attention.
+V2: MLA, leading dense layers, then MoE layers with a softmax router. V3, R1, Kimi K2, GLM-4.7-Flash: sigmoid router,
+aux-loss-free balancing. V3.2: V3 with an indexer that selects the keys of sparse attention.
 
 MTP layers are numbered after the last decoder layer; transformers skips them, and so does a model with mtp.depth=0.
 """
@@ -181,7 +181,7 @@ IGNORED = ("*.rotary_emb.inv_freq", "model.layers.{beyond}.*", "*.embed_tokens.w
 
 def deepseek_v3_to_model(settings: Settings) -> dict[str, Any]:
     mla = mla_values(settings, interleaved_rope=settings.get("rope_interleave", True))
-    return model_values(settings, mla, router(settings))
+    return model_values(with_dense_layers(settings), mla, router(settings))
 
 
 def router(settings: Settings) -> dict[str, Any]:
@@ -216,7 +216,11 @@ def deepseek_v3_to_settings(model: config.Model) -> Settings | None:
 
 
 DEEPSEEK_V3 = Table(
-    hf_types={"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"},
+    hf_types={
+        "deepseek_v3": "DeepseekV3ForCausalLM",
+        "kimi_k2": "DeepseekV3ForCausalLM",
+        "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    },
     layer=DEEPSEEK_V3_LAYER,
     non_layer=llama.NON_LAYER,
     to_model=deepseek_v3_to_model,

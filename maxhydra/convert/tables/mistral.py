@@ -8,7 +8,7 @@ from typing import Any
 
 from maxhydra.config.schema import model as config
 from maxhydra.convert.hf_config import activation, activation_setting
-from maxhydra.convert.name_table import Settings, Table, Weight
+from maxhydra.convert.name_table import Settings, Table, UnsupportedError, Weight
 from maxhydra.convert.tables import deepseek, llama
 
 
@@ -92,6 +92,8 @@ MISTRAL4_ROPE = {
 
 
 def mistral4_to_model(settings: Settings) -> dict[str, Any]:
+    if (model_type := settings.get("model_type", "mistral4")) != "mistral4":
+        raise UnsupportedError(f"a text decoder of model_type={model_type} (supported: mistral4)")
     # The rotated share follows from qk_rope_head_dim.
     parameters = {**(settings.get("rope_parameters") or settings.get("rope_scaling") or MISTRAL4_ROPE)}
     parameters.pop("partial_rotary_factor", None)
