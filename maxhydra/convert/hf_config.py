@@ -281,6 +281,15 @@ def _scaling_settings(rope: config.Rope) -> Settings:
     return {"rope_type": rope.kind.value, **scaling} if scaling else {}
 
 
+def rotated_layers(settings: Settings) -> list[bool]:
+    """Whether each layer has RoPE: no_rope_layers, or all but every no_rope_layer_interval-th."""
+    count, every = settings["num_hidden_layers"], settings.get("no_rope_layer_interval", 4)
+    flags = settings.get("no_rope_layers") or [number % every for number in range(1, count + 1)]
+    if len(flags) < count:
+        raise UnsupportedError(f"no_rope_layers of {len(flags)} layers (supported: num_hidden_layers={count})")
+    return [bool(flag) for flag in flags[:count]]
+
+
 # Values of layer_types in config.json, and the layer kinds they become.
 WINDOWED, FULL = "sliding_attention", "full_attention"
 KIND_NAMES = {WINDOWED: "local", FULL: "global"}

@@ -18,7 +18,13 @@ from maxhydra.kernels.attention import Request, attention
 from maxhydra.kernels.matmul import Layout
 from maxhydra.kernels.paged_attention import Pages, find_backend, paged_attention, write_prompts
 from maxhydra.kernels.qkv_rope import qkv_rope
-from maxhydra.layers.attention_heads import build_qk_norm, chunk_segments, normalize_heads, scale_queries
+from maxhydra.layers.attention_heads import (
+    QueryTemperature,
+    build_qk_norm,
+    chunk_segments,
+    normalize_heads,
+    scale_queries,
+)
 from maxhydra.layers.context import Context, KernelChoice, kernel_errors_as_config_errors
 from maxhydra.layers.interfaces import AuxOutputs, MixerOutput, visible_in_chunk, visible_keys
 from maxhydra.layers.kv_cache import Cache, CacheSpec, KeysValues, NoCache
@@ -56,7 +62,7 @@ class AttentionSpec:
     """Layer kind whose keys and values this one attends to; None if it has its own."""
     is_shared: bool
     """Whether layers of other kinds attend to the keys and values of this one."""
-    temperature: tuple[int, float] | None
+    temperature: QueryTemperature | None
     rotation: Rotation | None
     qk_clip: float | None
     blocks: BlockSpec | None
@@ -91,7 +97,7 @@ class AttentionSpec:
             value_norm=_value_norm(section),
             shares=section.shares,
             is_shared=any(model.kinds[other] is kind for other in sources if other is not None),
-            temperature=_temperature(section.temperature),
+            temperature=QueryTemperature.of(section.temperature),
             rotation=Rotation.of(section.rope, head_dim),
             qk_clip=model.qk_clip,
             blocks=BlockSpec.of(section.moba),
@@ -260,8 +266,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """Queries, and the layer's own keys and values if it has any, sharded and named for rematerialization."""
         q_BTNH, *own = heads
-        if self.spec.temperature is not None:
-            q_BTNH = scale_queries(q_BTNH, ctx.positions, *self.spec.temperature)
+        q_BTNH = scale_queries(q_BTNH, ctx.positions, self.spec.temperature)
         q_BTNH = checkpoint_name(ctx.constrain(q_BTNH, "act_batch", "act_length", "act_heads", None), "query")
         if not own:
             return q_BTNH, None
@@ -377,11 +382,6 @@ def write_cache(key_BTKH: jax.Array, value_BTKH: jax.Array, ctx: Context) -> Any
     pages: Pages | None = cache.pages(*slots)
     written = None if pages is None else write_prompts(pages, key_BTKH, value_BTKH, ctx.place)
     return cache.begin(key_BTKH, value_BTKH, *slots) if written is None else cache.with_pages(written)
-
-
-def _temperature(temperature: config.Temperature) -> tuple[int, float] | None:
-    floor, scale = temperature.floor, temperature.scale
-    return None if floor is None or scale is None else (floor, scale)
 
 
 def _value_norm(section: config.Attention) -> config.QkNorm:

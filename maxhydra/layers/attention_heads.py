@@ -3,6 +3,8 @@
 B batch, T tokens, N query heads, H head size.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -33,10 +35,26 @@ def normalize_heads(x: jax.Array, kind: config.QkNorm, norm: Norm | None) -> jax
     return norm(x)
 
 
-def scale_queries(q_BTNH: jax.Array, positions_BT: jax.Array, floor: int, scale: float) -> jax.Array:
-    """q * (1 + scale * ln(1 + floor((position + 1) / floor))): attention stays sharp at length (Nakanishi, 2025)."""
-    steps_BT = jnp.floor((positions_BT.astype(jnp.float32) + 1) / floor)
-    factor_BT = 1 + scale * jnp.log1p(steps_BT)
+class QueryTemperature(NamedTuple):
+    """Factor 1 + scale * ln(1 + floor((position + offset) / floor)) on queries."""
+
+    floor: int
+    scale: float
+    offset: int
+
+    @classmethod
+    def of(cls, section: config.Temperature) -> "QueryTemperature | None":
+        """None if queries are not scaled."""
+        floor, scale = section.floor, section.scale
+        return None if floor is None or scale is None else cls(floor, scale, section.offset)
+
+
+def scale_queries(q_BTNH: jax.Array, positions_BT: jax.Array, temperature: QueryTemperature | None) -> jax.Array:
+    """Queries times the factor of their position: attention stays sharp at length (Nakanishi, 2025)."""
+    if temperature is None:
+        return q_BTNH
+    steps_BT = jnp.floor((positions_BT.astype(jnp.float32) + temperature.offset) / temperature.floor)
+    factor_BT = 1 + temperature.scale * jnp.log1p(steps_BT)
     return (q_BTNH.astype(jnp.float32) * factor_BT[:, :, None, None]).astype(q_BTNH.dtype)
 
 

@@ -31,7 +31,7 @@ class IndexerSpec:
     num_heads: int
     head_dim: int
     rotation: Rotation | None
-    """RoPE of the first part of a head, in pairs of halves even if attention uses interleaved pairs."""
+    """RoPE of the first part of a head, whose pairs need not be those of attention."""
     top_k: int
     loss_weight: float
     init_scale: float
@@ -49,7 +49,7 @@ class IndexerSpec:
             query_rank=mla.q_lora_rank,
             num_heads=indexer.num_heads,
             head_dim=indexer.head_dim,
-            rotation=Rotation.of(dataclasses.replace(mla.rope, pairs=config.Pairs.halves), mla.qk_rope_head_dim),
+            rotation=Rotation.of(dataclasses.replace(mla.rope, pairs=indexer.pairs), mla.qk_rope_head_dim),
             top_k=indexer.top_k,
             loss_weight=indexer.loss_weight,
             init_scale=model.init_scale,

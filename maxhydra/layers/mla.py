@@ -23,6 +23,7 @@ from maxhydra.config.schema import model as config
 from maxhydra.kernels.attention.context import choose_strategy, whole_key_spec
 from maxhydra.kernels.attention.spec import Request, TokenInfo, visible
 from maxhydra.layers.attention import attend, write_cache
+from maxhydra.layers.attention_heads import QueryTemperature, scale_queries
 from maxhydra.layers.context import Context, KernelChoice, kernel_errors_as_config_errors
 from maxhydra.layers.indexer import Indexer, IndexerSpec
 from maxhydra.layers.interfaces import AuxOutputs, MixerOutput, visible_keys
@@ -51,6 +52,7 @@ class MlaSpec:
     value_dim: int
     scale: float
     rotation: Rotation | None
+    temperature: QueryTemperature | None
     indexer: IndexerSpec | None
     qk_clip: float | None
     kernel: KernelChoice
@@ -72,6 +74,7 @@ class MlaSpec:
             value_dim=section.v_head_dim or model.head_dim,
             scale=_logit_scale(section) * (plain_dim + section.qk_rope_head_dim) ** -0.5,
             rotation=Rotation.of(section.rope, section.qk_rope_head_dim),
+            temperature=QueryTemperature.of(section.temperature),
             indexer=IndexerSpec.of(model, kind),
             qk_clip=model.qk_clip,
             kernel=KernelChoice(model.kernels.attention.value, model.kernels.sizes("attention")),
@@ -212,6 +215,7 @@ class Mla(nnx.Module):
             q_BTNH = self.query_up(low_rank_BTQ, ctx)
         plain_BTNF, rotary_BTNP = jnp.split(q_BTNH, [self.spec.plain_dim], axis=-1)
         q_BTNH = jnp.concatenate([plain_BTNF, self._rotate(rotary_BTNP, ctx)], axis=-1)
+        q_BTNH = scale_queries(q_BTNH, ctx.positions, self.spec.temperature)
         q_BTNH = ctx.constrain(q_BTNH, "act_batch", "act_length", "act_heads", None)
         return checkpoint_name(q_BTNH, "query"), low_rank_BTQ
 

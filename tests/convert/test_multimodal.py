@@ -24,6 +24,13 @@ MULTIMODAL = {
         "language_model.",
         "vision_model.class_embedding",
     ),
+    "mistral4": (
+        "mistral3",
+        ("text_config",),
+        "language_model.model.",
+        "language_model.",
+        "vision_tower.ln_pre.weight",
+    ),
     "qwen3.5": ("qwen3_5", ("text_config",), "model.language_model.", "", "model.visual.pos_embed.weight"),
     "qwen3.5_moe": ("qwen3_5_moe", ("text_config",), "model.language_model.", "", "model.visual.pos_embed.weight"),
     "qwen3_moe": ("qwen3_omni_moe", ("thinker_config", "text_config"), "thinker.model.", "thinker.", "talker.weight"),

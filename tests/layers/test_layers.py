@@ -25,7 +25,7 @@ from maxhydra.layers import (
     RMSNorm,
     dropout,
 )
-from maxhydra.layers.attention_heads import scale_queries
+from maxhydra.layers.attention_heads import QueryTemperature, scale_queries
 from maxhydra.layers.mlp import ACTIVATIONS, gated
 from maxhydra.layers.norm import LayerNorm
 from maxhydra.layers.rope import Rotation, frequencies, rotate
@@ -116,12 +116,13 @@ def test_layer_norm_subtracts_the_mean_and_adds_a_bias():
     np.testing.assert_allclose(norm(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_query_temperature_grows_with_log_position():
+@pytest.mark.parametrize("offset", [0, 1])
+def test_query_temperature_grows_with_log_position(offset):
     positions = np.array([[0, 6, 7, 8, 100]])
-    factors = 1 + 0.1 * np.log(np.floor((positions + 1) / 8) + 1)
-    out = scale_queries(jnp.ones((1, 5, 2, 4)), jnp.asarray(positions), 8, 0.1)
+    factors = 1 + 0.1 * np.log(np.floor((positions + offset) / 8) + 1)
+    out = scale_queries(jnp.ones((1, 5, 2, 4)), jnp.asarray(positions), QueryTemperature(8, 0.1, offset))
     np.testing.assert_allclose(out, np.broadcast_to(factors[..., None, None], out.shape), rtol=1e-6)
-    assert out[0, 0, 0, 0] == 1 and out[0, 2, 0, 0] > 1
+    assert out[0, 0, 0, 0] == 1 and (out[0, 2, 0, 0] > 1) == (offset == 1) and out[0, 3, 0, 0] > 1
 
 
 def test_llama3_rope_keeps_short_wavelengths_scales_long_ones_and_blends():

@@ -60,7 +60,8 @@ def test_attention_and_mlp_biases_of_llama(tmp_path: Path) -> None:
 def test_transformers_loads_exported_models(family: str, tmp_path: Path) -> None:
     golden = Golden(make.GOLDEN / family)
     golden.write(tmp_path)
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    model, info = make.auto_class(config).from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), info

@@ -102,12 +102,14 @@ class AttentionBias(Enum):
 @schema
 class Temperature(Schema):
     """Position-dependent query scale, which keeps attention sharp over long contexts (Nakanishi, 2025):
-    1 + scale * ln(1 + floor((position + 1) / floor))."""
+    1 + scale * ln(1 + floor((position + offset) / floor))."""
 
     floor: int | None = option(None, ge=1)
     """Number of positions that share a scale. null: queries are not scaled."""
     scale: float | None = option(None, gt=0)
     """Growth of the scale with the logarithm of the position."""
+    offset: int = option(1, ge=0)
+    """Added to the position, which is 0 for the first token."""
 
     def check(self) -> Iterator[Problem]:
         given = {"floor": self.floor, "scale": self.scale}
@@ -115,6 +117,8 @@ class Temperature(Schema):
         if len(missing) == 1:
             other = "scale" if missing == ["floor"] else "floor"
             yield Problem(missing[0], f"is required together with {other}", value=None, accepted="a positive number")
+        if self.floor is None and self.offset != Temperature.offset:
+            yield Problem("offset", "is not used without floor", value=self.offset, hint="set floor and scale")
 
 
 @schema
@@ -200,6 +204,8 @@ class Indexer(Schema):
     """Heads of the indexer."""
     head_dim: int = option(128, ge=2, le=MAX_WIDTH)
     """Head dimension of the indexer; RoPE is applied to its first qk_rope_head_dim dimensions."""
+    pairs: Pairs = Pairs.halves
+    """Dimensions of these that are rotated together, as in rope.pairs, which the indexer does not use."""
     loss_weight: float = option(1.0, ge=0)
     """Weight of the indexer loss, the mean over tokens of KL(attention summed over heads || softmax of the scores).
     Only this loss trains the indexer, and it trains nothing else."""
@@ -222,6 +228,7 @@ class Mla(Schema):
     mscale: float | None = option(None, gt=0)
     """rope.kind=yarn: multiply attention logits, in addition to 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), by
     (0.1 * mscale * ln(rope.factor) + 1)^2. null: no extra factor."""
+    temperature: Temperature = section(Temperature)
     rope: Rope = section(Rope)
     indexer: Indexer = section(Indexer)
 

@@ -1,7 +1,7 @@
-"""DeepSeek-V2, V3, R1, V3.2 (DeepSeek-AI, 2024 and 2025) and Kimi K2 (Moonshot AI, 2025).
+"""DeepSeek-V2, V3, R1, V3.2 (DeepSeek-AI, 2024 and 2025), Kimi K2 (Moonshot AI, 2025) and GLM-4.7-Flash (2026).
 
-V2: MLA, leading dense layers, then MoE layers with a softmax router. V3, R1, Kimi K2: sigmoid router, aux-loss-free
-balancing. V3.2: V3 with an indexer that selects the keys of sparse attention.
+V2: MLA, leading dense layers, then MoE layers with a softmax router. V3, R1, Kimi K2, GLM-4.7-Flash: sigmoid router,
+aux-loss-free balancing. V3.2: V3 with an indexer that selects the keys of sparse attention.
 
 MTP layers are numbered after the last decoder layer; transformers skips them, and so does a model with mtp.depth=0.
 """
@@ -86,7 +86,14 @@ def mla_values(settings: Settings, *, interleaved_rope: bool = True) -> dict[str
 
 
 def model_values(settings: Settings, mla: dict[str, Any], router: dict[str, Any]) -> dict[str, Any]:
-    """Values of `model`: leading dense layers, then MoE layers with this attention and router."""
+    """Values of `model`: layers with this attention, experts and router."""
+    model_sizes = sizes({**settings, "head_dim": settings["qk_nope_head_dim"]})
+    layers = expert_layers(settings, {"mixer": "mla", "mla": mla}, router)
+    return {**model_sizes, "head": head(settings, tied=False), **layers}
+
+
+def expert_layers(settings: Settings, mixer: dict[str, Any], router: dict[str, Any]) -> dict[str, Any]:
+    """Values of `model.prefix` and `model.kinds`: leading dense layers, then MoE layers, all with this mixer."""
     function = activation(settings.get("hidden_act", "silu"))
     dim = settings["moe_intermediate_size"]
     moe = {
@@ -97,12 +104,11 @@ def model_values(settings: Settings, mla: dict[str, Any], router: dict[str, Any]
         "router": router,
         "shared": {"dim": dim * settings["n_shared_experts"]} if settings.get("n_shared_experts") else {},
     }
-    dense = min(settings.get("first_k_dense_replace", 0), settings["num_hidden_layers"])
-    kinds: dict[str, Any] = {"layer": {"mixer": "mla", "mla": mla, "feed_forward": "moe", "moe": moe}}
+    dense = min(settings.get("first_k_dense_replace") or 0, settings["num_hidden_layers"])
+    kinds: dict[str, Any] = {"layer": {**mixer, "feed_forward": "moe", "moe": moe}}
     if dense:
-        kinds["dense"] = {"mixer": "mla", "mla": mla, "mlp": {"activation": function}}
-    model_sizes = sizes({**settings, "head_dim": settings["qk_nope_head_dim"]})
-    return {**model_sizes, "head": head(settings, tied=False), "prefix": ["dense"] * dense, "kinds": kinds}
+        kinds["dense"] = {**mixer, "mlp": {"activation": function}}
+    return {"prefix": ["dense"] * dense, "kinds": kinds}
 
 
 def moe_kind(model: config.Model) -> config.Kind | None:
@@ -114,8 +120,7 @@ def moe_kind(model: config.Model) -> config.Kind | None:
 
 def shared_settings(model: config.Model, mixture: config.Kind) -> Settings:
     """Settings common to all generations of the family."""
-    mla, moe = mixture.mla, mixture.moe
-    dim = moe.dim or model.mlp_dim
+    mla = mixture.mla
     rope_keys = rope_settings(mla.rope)
     if mla.mscale is not None:
         rope_keys["rope_scaling"] = {
@@ -123,7 +128,6 @@ def shared_settings(model: config.Model, mixture: config.Kind) -> Settings:
             "mscale": mla.mscale,
             "mscale_all_dim": mla.mscale,
         }
-    kinds = layer_kinds(model)
     return {
         **size_settings(model),
         **rope_keys,
@@ -133,14 +137,23 @@ def shared_settings(model: config.Model, mixture: config.Kind) -> Settings:
         "qk_nope_head_dim": mla.qk_nope_head_dim or model.head_dim,
         "qk_rope_head_dim": mla.qk_rope_head_dim,
         "v_head_dim": mla.v_head_dim or model.head_dim,
-        "hidden_act": activation_setting(moe.activation),
         "tie_word_embeddings": model.head is config.Head.tied,
+        **expert_settings(model, mixture),
+    }
+
+
+def expert_settings(model: config.Model, mixture: config.Kind) -> Settings:
+    """Inverse of `expert_layers`, for the MoE layers and the number of dense ones."""
+    moe = mixture.moe
+    dim = moe.dim or model.mlp_dim
+    return {
+        "hidden_act": activation_setting(moe.activation),
         "n_routed_experts": moe.experts,
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": dim,
         "n_shared_experts": (moe.shared.dim or 0) // dim,
         "routed_scaling_factor": moe.router.scale,
-        "first_k_dense_replace": sum(kind.feed_forward is config.FeedForward.mlp for kind in kinds),
+        "first_k_dense_replace": sum(kind.feed_forward is config.FeedForward.mlp for kind in layer_kinds(model)),
     }
 
 
@@ -168,7 +181,7 @@ IGNORED = ("*.rotary_emb.inv_freq", "model.layers.{beyond}.*", "*.embed_tokens.w
 
 def deepseek_v3_to_model(settings: Settings) -> dict[str, Any]:
     mla = mla_values(settings, interleaved_rope=settings.get("rope_interleave", True))
-    return model_values(settings, mla, router(settings))
+    return model_values(with_dense_layers(settings), mla, router(settings))
 
 
 def router(settings: Settings) -> dict[str, Any]:
@@ -183,17 +196,19 @@ def router(settings: Settings) -> dict[str, Any]:
     }
 
 
+def router_settings(router: config.Router) -> Settings:
+    """Inverse of `router`, without its scale."""
+    return {"norm_topk_prob": router.normalize, "n_group": router.groups, "topk_group": router.top_groups}
+
+
 def deepseek_v3_to_settings(model: config.Model) -> Settings | None:
     mixture = moe_kind(model)
     if mixture is None:
         return None
-    router = mixture.moe.router
     return {
         **shared_settings(model, mixture),
         "rope_interleave": mixture.mla.rope.pairs is config.Pairs.neighbours,
-        "norm_topk_prob": router.normalize,
-        "n_group": router.groups,
-        "topk_group": router.top_groups,
+        **router_settings(mixture.moe.router),
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "num_nextn_predict_layers": model.mtp.depth,
@@ -201,7 +216,11 @@ def deepseek_v3_to_settings(model: config.Model) -> Settings | None:
 
 
 DEEPSEEK_V3 = Table(
-    hf_types={"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"},
+    hf_types={
+        "deepseek_v3": "DeepseekV3ForCausalLM",
+        "kimi_k2": "DeepseekV3ForCausalLM",
+        "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    },
     layer=DEEPSEEK_V3_LAYER,
     non_layer=llama.NON_LAYER,
     to_model=deepseek_v3_to_model,
@@ -222,19 +241,28 @@ DEEPSEEK_V32_LAYER = (
 
 
 def deepseek_v32_to_model(settings: Settings) -> dict[str, Any]:
-    indexer = {
+    mla = {**mla_values(settings), "indexer": indexer_values(settings)}
+    return model_values(with_dense_layers(settings), mla, router(settings))
+
+
+def indexer_values(settings: Settings) -> dict[str, Any]:
+    """Values of `model.kinds.*.mla.indexer`."""
+    return {
         "top_k": settings["index_topk"],
         "num_heads": settings["index_n_heads"],
         "head_dim": settings["index_head_dim"],
     }
+
+
+def with_dense_layers(settings: Settings) -> Settings:
+    """The settings with the number of dense layers, which newer files give as mlp_layer_types."""
     types = settings.get("mlp_layer_types")
-    if types:
-        dense = types.count("dense")
-        if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
-            raise UnsupportedError("unsupported order of mlp_layer_types (supported: dense layers before sparse ones)")
-        settings = {**settings, "first_k_dense_replace": dense}
-    mla = {**mla_values(settings), "indexer": indexer}
-    return model_values(settings, mla, router(settings))
+    if not types:
+        return settings
+    dense = types.count("dense")
+    if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
+        raise UnsupportedError("unsupported order of mlp_layer_types (supported: dense layers before sparse ones)")
+    return {**settings, "first_k_dense_replace": dense}
 
 
 def deepseek_v32_to_settings(model: config.Model) -> Settings | None:

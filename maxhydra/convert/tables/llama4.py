@@ -12,6 +12,7 @@ from maxhydra.convert.hf_config import (
     pattern_of,
     rope,
     rope_settings,
+    rotated_layers,
     size_settings,
     sizes,
 )
@@ -45,8 +46,7 @@ def to_model(settings: Settings) -> dict[str, Any]:
     if settings.get("attention_bias"):
         raise UnsupportedError("unsupported attention_bias, which no published model uses")
     layers = range(settings["num_hidden_layers"])
-    every, step = settings.get("no_rope_layer_interval", 4), settings.get("interleave_moe_layer_step", 1)
-    has_rope = settings.get("no_rope_layers") or [int((i + 1) % every != 0) for i in layers]
+    has_rope, step = rotated_layers(settings), settings.get("interleave_moe_layer_step", 1)
     mixtures = settings.get("moe_layers")
     mixtures = [i for i in layers if (i + 1) % step == 0] if mixtures is None else mixtures
     names = [f"{'local' if has_rope[i] else 'global'}{'' if i in mixtures else '_dense'}" for i in layers]

@@ -11,7 +11,7 @@ from typing import Any
 from maxhydra.config.schema import model as config
 from maxhydra.convert import siglip
 from maxhydra.convert.name_table import Settings, Table, Weight
-from maxhydra.convert.tables import gemma, gemma4, llama4, qwen, qwen3_next
+from maxhydra.convert.tables import gemma, gemma4, llama4, mistral, qwen, qwen3_next
 
 # Prefix of a text-only model's layers, embedding and final norm; the head does not have it.
 BODY = "model."
@@ -160,6 +160,16 @@ TABLES = (
         body="language_model.model.",
         prefix="language_model.",
         ignored=("vision_model.*", "multi_modal_projector.*"),
+    ),
+    # Mistral Small 4 (Mistral AI, 2026): text and images.
+    text_decoder(
+        mistral.MISTRAL4,
+        model_type="mistral3",
+        architecture="Mistral3ForConditionalGeneration",
+        config_keys=("text_config",),
+        body="language_model.model.",
+        prefix="language_model.",
+        ignored=("vision_tower.*", "multi_modal_projector.*"),
     ),
     # Qwen3.5 (Qwen Team, 2026): text and images, dense and with experts.
     text_decoder(

@@ -68,7 +68,7 @@ def random_model(settings: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**settings)
     config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model = auto_class(config).from_config(config).float().eval()
     with torch.no_grad():
         for name, weight in model.state_dict().items():
             if weight.is_floating_point():
@@ -78,6 +78,12 @@ def random_model(settings: dict[str, Any]) -> Any:
                 weight.normal_(mean, 0.15 if weight.ndim > 1 else 0.1)
                 weight.copy_(weight.bfloat16().float())
     return model
+
+
+def auto_class(config: Any) -> Any:
+    """The class that builds a language model of this config; some text models are listed with multimodal ones only."""
+    causal = transformers.AutoModelForCausalLM
+    return causal if type(config) in causal._model_mapping else transformers.AutoModelForImageTextToText
 
 
 def run(model: Any, ids: np.ndarray, mask: np.ndarray) -> tuple[Any, np.ndarray]:
