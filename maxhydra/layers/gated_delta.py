@@ -1,11 +1,9 @@
 """Gated DeltaNet (Yang et al., 2024), in the form of Qwen3-Next (2025).
 
-Shapes: B batch, T tokens, D residual stream, M key heads, K key size, N value heads, V value size, W convolution taps,
-P = W - 1 earlier tokens that the convolutions read.
+Shapes: B batch, T tokens, D residual stream, M key heads, K key size, N value heads, V value size.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,77 +12,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.gated_delta import gated_delta
-from maxhydra.kernels.halo import with_previous_tokens
-from maxhydra.kernels.placement import Placement
 from maxhydra.layers.context import Context, kernel_errors_as_config_errors
 from maxhydra.layers.interfaces import MixerOutput
 from maxhydra.layers.kv_cache import Cache, CacheSpec, StateSpec
 from maxhydra.layers.norm import RMSNorm
 from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
-from maxhydra.sharding import LogicalAxes
-
-
-class ShortConvolution(nnx.Module):
-    """Causal depthwise convolution: silu(sum over w of kernel[w] * x[t - W + 1 + w]), within a sequence."""
-
-    def __init__(self, shape: tuple[int, int], axes: LogicalAxes, *, taps: int, make: ParamBuilder):
-        self.kernel = make.matrix((taps,), shape, (None, *axes), std=taps**-0.5)
-
-    def __call__(
-        self, x_BTNH: jax.Array, segments_BT: jax.Array | None, tail_BPNH: jax.Array | None, place: Placement
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """The output, and the tail of the last P tokens if one was given.
-
-        Without a tail a token sees only its own segment. With one every row is one sequence, and padding comes before
-        its first token or after the last token of this call. `place`: as of the queries, if the sequence is sharded.
-        """
-        kernel_WNH = self.kernel[...].astype(x_BTNH.dtype)
-        before = kernel_WNH.shape[0] - 1
-        if segments_BT is not None:
-            x_BTNH = jnp.where((segments_BT != 0)[:, :, None, None], x_BTNH, 0)
-        if tail_BPNH is not None:
-            all_BSNH = jnp.concatenate([tail_BPNH.astype(x_BTNH.dtype), x_BTNH], axis=1)
-            return _convolve(kernel_WNH, all_BSNH, None), last_tokens(all_BSNH, segments_BT, before).astype(
-                tail_BPNH.dtype
-            )
-        axis, size = place.spec("length")[0], place.num_shards("length")
-
-        def on_device(kernel_WNH: jax.Array, x_BTNH: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
-            arrays = (x_BTNH, segments_BT)
-            if size > 1:
-                extended = jax.tree.map(lambda x: with_previous_tokens(x, before, axis, size), arrays)
-            else:
-                extended = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (before, 0), *[(0, 0)] * (x.ndim - 2)]), arrays)
-            return _convolve(kernel_WNH, *extended)
-
-        heads = place.spec("batch", "length", "heads")
-        specs = (place.spec(None, "heads"), heads, place.spec("batch", "length"))
-        run = place.shard_map(on_device, specs, heads) if size > 1 else on_device
-        return run(kernel_WNH, x_BTNH, segments_BT), None
-
-
-def _convolve(kernel_WNH: jax.Array, x_BSNH: jax.Array, segments_BS: jax.Array | None) -> jax.Array:
-    """silu of the convolution for the tokens behind the first W - 1, each within its segment."""
-    taps, length = kernel_WNH.shape[0], x_BSNH.shape[1] - kernel_WNH.shape[0] + 1
-    total_BTNH = x_BSNH[:, taps - 1 :] * kernel_WNH[-1]
-    for start in reversed(range(taps - 1)):
-        earlier_BTNH = x_BSNH[:, start : start + length]
-        if segments_BS is not None:
-            is_same_BT = segments_BS[:, start : start + length] == segments_BS[:, taps - 1 :]
-            earlier_BTNH = jnp.where(is_same_BT[:, :, None, None], earlier_BTNH, 0)
-        total_BTNH = total_BTNH + earlier_BTNH * kernel_WNH[start]
-    return jax.nn.silu(total_BTNH)
-
-
-def last_tokens(all_BSNH: jax.Array, segments_BT: jax.Array | None, count: int) -> jax.Array:
-    """The last `count` tokens before the trailing padding."""
-    if segments_BT is None:
-        return all_BSNH[:, all_BSNH.shape[1] - count :]
-    indices_1T = jnp.arange(1, segments_BT.shape[1] + 1)[None]
-    end_B = jnp.max(jnp.where(segments_BT != 0, indices_1T, 0), axis=1)
-    indices_BP = end_B[:, None] + jnp.arange(count)[None]
-    return jnp.take_along_axis(all_BSNH, indices_BP[:, :, None, None], axis=1)
-
+from maxhydra.layers.short_convolution import ShortConvolution, stored_states
 
 # Added to the squared L2 norm of queries and keys before its inverse square root.
 LENGTH_EPS = 1e-6
@@ -159,7 +92,7 @@ class Delta(nnx.Module):
 
     @jax.named_scope("delta")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> MixerOutput:
-        previous = self._previous_state(ctx)
+        previous = stored_states(ctx)
         q_BTMK, k_BTMK, v_BTNV, tails = self._heads(x_BTD, ctx, previous)
         with kernel_errors_as_config_errors():
             attended_BTNV, state_BNKV = gated_delta(
@@ -193,19 +126,6 @@ class Delta(nnx.Module):
             (before, spec.num_value_heads, spec.value_dim), spec.dtypes.compute, (None, "act_heads", None)
         )
         return cache_spec.states(layers, {"state": state, "query": of_keys, "key": of_keys, "value": of_values})
-
-    def _previous_state(self, ctx: Context) -> dict[str, Any]:
-        """State and tails of earlier tokens; zeros for rows that start in this call, whose slot may hold old data."""
-        if ctx.cache is None:
-            return {}
-        is_first_BT = ctx.positions == 0
-        if ctx.segments is not None:
-            is_first_BT &= ctx.segments != 0
-        starts_B = jnp.any(is_first_BT, axis=1)
-        stored: dict[str, jax.Array] = ctx.cache.read(ctx.rows)
-        return {
-            name: jnp.where(starts_B.reshape(-1, *(1,) * (array.ndim - 1)), 0, array) for name, array in stored.items()
-        }
 
     def _heads(
         self, x_BTD: jax.Array, ctx: Context, previous: dict[str, jax.Array]

@@ -46,10 +46,12 @@ from maxhydra.layers.engram import EngramSpec
 from maxhydra.layers.hyper_connections import HyperSpec
 from maxhydra.layers.interfaces import MixerOutput
 from maxhydra.layers.qk_clip import HEAD_LOGITS
+from maxhydra.layers.short_convolution import ConvolutionSpec
 from maxhydra.layers.statistics import LAYER, activation_statistics
 
-MIXERS: dict[config.Mixer, type[AttentionSpec] | type[DeltaSpec] | type[MlaSpec]] = {
+MIXERS: dict[config.Mixer, Any] = {
     config.Mixer.attention: AttentionSpec,
+    config.Mixer.convolution: ConvolutionSpec,
     config.Mixer.delta: DeltaSpec,
     config.Mixer.mla: MlaSpec,
 }
@@ -61,7 +63,8 @@ FEED_FORWARDS: dict[config.FeedForward, type[MlpSpec] | type[MoeSpec]] = {
 
 def _mixer_spec(model: config.Model, kind: config.Kind, name: str) -> MixerSpec:
     if kind.mixer is not config.Mixer.own_mixer:
-        return MIXERS[kind.mixer].of(model, kind)
+        built_in: MixerSpec = MIXERS[kind.mixer].of(model, kind)
+        return built_in
     spec: MixerSpec = _own_spec(kind.own_mixer, model, kind, key=f"model.kinds.{name}.own_mixer.function")
     return spec
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from maxhydra.config.schema.hardware import DATA, REPLICA, STAGE, ContextStrategy
 from maxhydra.config.schema.model import Dispatch, RematPolicy
 from maxhydra.layers import DeltaSpec, MlaSpec, MoeSpec
+from maxhydra.layers.short_convolution import ConvolutionSpec
 from maxhydra.plan.case import Array, Case, per_mesh
 
 FLOAT32 = 4
@@ -239,6 +240,10 @@ def _numbers_sent(case: Case, mixer: object, shards: int) -> tuple[float, float]
         # kernels/gated_delta/over_length.py gathers each device's transition and change of the state, in float32.
         states = mixer.num_value_heads * mixer.key_dim * (mixer.key_dim + mixer.value_dim)
         sent = 2 * (tokens / (case.seq_len // shards)) * (shards - 1) * states / case.sharder.num_shards("act_heads")
+        return sent, sent
+    if isinstance(mixer, ConvolutionSpec):
+        # The tokens before those of a device.
+        sent = tokens / (case.seq_len // shards) * (mixer.taps - 1) * mixer.emb_dim / case.sharder.num_shards("act_mlp")
         return sent, sent
     if _exchanges_heads(case, mixer, shards):
         # Queries, keys and values, and the output back; the same for the gradients.

@@ -8,6 +8,7 @@ from maxhydra.config.errors import Problem
 from maxhydra.config.schema.attention import Attention, Delta, Mla
 from maxhydra.config.schema.feed_forward import Mlp, Moe, ParallelMoe
 from maxhydra.config.schema.plug_in import PlugIn
+from maxhydra.config.schema.recurrence import Convolution
 from maxhydra.config.schema.residual import Engram
 
 
@@ -19,6 +20,7 @@ class Norms(Enum):
 
 class Mixer(Enum):
     attention = "attention"
+    convolution = "convolution"
     delta = "delta"
     mla = "mla"
     own_mixer = "own_mixer"
@@ -39,6 +41,7 @@ class Kind(Schema):
     mixer: Mixer = Mixer.attention
     """Token mixer; configured in the section of the same name. own_mixer: one of yours."""
     attention: Attention = section(Attention)
+    convolution: Convolution = section(Convolution)
     delta: Delta = section(Delta)
     mla: Mla = section(Mla)
     own_mixer: PlugIn = section(PlugIn)
@@ -55,6 +58,11 @@ class Kind(Schema):
     engram: Engram = section(Engram)
     is_scaled: bool = False
     """Multiply the layer's output by a per-layer constant that is loaded with the weights and not trained."""
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True if the mixer keeps a state of fixed size per sequence."""
+        return self.mixer in (Mixer.convolution, Mixer.delta)
 
     def check(self) -> Iterator[Problem]:
         yield from self._check_latent()

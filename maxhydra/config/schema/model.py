@@ -227,7 +227,7 @@ class Model(Schema):
     def is_recurrent(self) -> bool:
         """True if a layer keeps a state of fixed size per sequence, so that prefixes cannot be shared."""
         used = {*self.prefix, *self.pattern}
-        return self.has_memory or any(kind.mixer is Mixer.delta for name, kind in self.kinds.items() if name in used)
+        return self.has_memory or any(kind.is_recurrent for name, kind in self.kinds.items() if name in used)
 
     @property
     def has_memory(self) -> bool:
