@@ -87,6 +87,8 @@ class Weight:
     """Axis of size 1 that only the HF tensor has, as in a depthwise convolution."""
     requires: str = ""
     """A path that the layer must also have, to tell apart layer kinds with parameters of the same name."""
+    excludes: str = ""
+    """A path that the layer must not have."""
     interleaved_rope: bool = False
     """True if the HF tensor orders a head's features for RoPE on adjacent pairs; parameters pair the two halves."""
     gguf_interleaved_rope: bool = False

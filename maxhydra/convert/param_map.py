@@ -138,8 +138,9 @@ def _rows_of(table: Table, owner: Keys) -> tuple[Weight, ...]:
 
 
 def _has_params(shapes: Mapping[str, Shape], row: Weight) -> bool:
-    """True if a layer has all parameters of a row and the one that the row requires."""
-    return all(path in shapes for path in row.paths) and (not row.requires or row.requires in shapes)
+    """True if a layer has all parameters of a row and the one that the row requires, and not the one it excludes."""
+    is_kind = (not row.requires or row.requires in shapes) and row.excludes not in shapes
+    return is_kind and all(path in shapes for path in row.paths)
 
 
 def _shapes_by_owner(model: ModelDef) -> dict[Keys, dict[str, Shape]]:

@@ -15,6 +15,7 @@ from maxhydra.config.schema.hardware import DATA, REPLICA, STAGE, ContextStrateg
 from maxhydra.config.schema.model import Dispatch, RematPolicy
 from maxhydra.layers import DeltaSpec, MlaSpec, MoeSpec
 from maxhydra.layers.short_convolution import ConvolutionSpec
+from maxhydra.layers.ssm import SsmSpec
 from maxhydra.plan.case import Array, Case, per_mesh
 
 FLOAT32 = 4
@@ -244,6 +245,13 @@ def _numbers_sent(case: Case, mixer: object, shards: int) -> tuple[float, float]
     if isinstance(mixer, ConvolutionSpec):
         # The tokens before those of a device.
         sent = tokens / (case.seq_len // shards) * (mixer.taps - 1) * mixer.emb_dim / case.sharder.num_shards("act_mlp")
+        return sent, sent
+    if isinstance(mixer, SsmSpec):
+        # Queries, keys and values are gathered in float32; their gradients are reduced.
+        splits = case.sharder.num_shards("act_kv_heads") if mixer.num_groups > 1 else 1
+        own = mixer.num_heads * mixer.head_dim / case.sharder.num_shards("act_heads")
+        own += 2 * mixer.num_groups * mixer.state_dim / splits
+        sent = 2 * tokens * (shards - 1) * own
         return sent, sent
     if _exchanges_heads(case, mixer, shards):
         # Queries, keys and values, and the output back; the same for the gradients.

@@ -58,12 +58,14 @@ from maxhydra.config.schema.kernels import (
     Projection,
 )
 from maxhydra.config.schema.layer_kind import FeedForward, Kind, Mixer, Norms
+from maxhydra.config.schema.recurrence import Convolution, Ssm
 
 __all__ = [
     "Activation",
     "Attention",
     "AttentionBackend",
     "AttentionBias",
+    "Convolution",
     "Delta",
     "DeltaBackend",
     "Dispatch",
@@ -106,12 +108,13 @@ __all__ = [
     "RouterScores",
     "Scaled",
     "Shared",
+    "Ssm",
     "Temperature",
     "ValueSource",
     "Vision",
 ]
 from maxhydra.config.schema.remat import Remat, RematPolicy
-from maxhydra.config.schema.residual import HyperConnections
+from maxhydra.config.schema.residual import HyperConnections, Multipliers
 from maxhydra.config.schema.transfer import Transfer
 from maxhydra.config.schema.vision import Pooling, Vision
 
@@ -188,6 +191,7 @@ class Model(Schema):
     """Output logits become softcap * tanh(logits / softcap)."""
     per_layer: PerLayer = section(PerLayer)
     hyper_connections: HyperConnections = section(HyperConnections)
+    multipliers: Multipliers = section(Multipliers)
     dropout: float = option(0.0, ge=0, lt=1)
     """Dropout rate on the output of each residual branch, in training."""
     init_scale: float = option(1.0, gt=0)

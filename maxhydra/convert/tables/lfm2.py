@@ -1,4 +1,4 @@
-"""LFM2 (Liquid AI, 2025): gated short convolutions and attention with QK norm, dense or with MoE layers after the first."""
+"""LFM2 (Liquid AI, 2025): gated short convolutions and attention with QK norm, dense or with MoE layers."""
 
 from typing import Any
 
