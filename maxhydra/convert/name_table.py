@@ -140,12 +140,15 @@ class Table:
     vision_layer: tuple[Weight, ...] = ()
     """Rows of the layers of the image encoder."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Prefix of tensor names in files of some versions of transformers -> the prefix in this table."""
+    """Prefix of tensor names in files of some versions of transformers -> the prefix in this table; with a leading dot,
+    a part of the name anywhere."""
 
     def current_name(self, name: str) -> str:
         """The name in this table of a tensor in a file."""
-        old = next((prefix for prefix in self.renamed if name.startswith(prefix)), None)
-        return name if old is None else self.renamed[old] + name.removeprefix(old)
+        for old, new in self.renamed.items():
+            if name.startswith(old) or (old.startswith(".") and old in name):
+                return name.replace(old, new, 1)
+        return name
 
     @property
     def model_type(self) -> str:

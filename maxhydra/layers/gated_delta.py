@@ -35,6 +35,7 @@ class DeltaSpec:
     key_dim: int
     value_dim: int
     taps: int
+    max_rate: float
     norm_eps: float
     backend: str
     init_scale: float
@@ -51,7 +52,8 @@ class DeltaSpec:
             key_dim=section.key_dim or model.head_dim,
             value_dim=section.value_dim or model.head_dim,
             taps=section.taps,
-            norm_eps=model.norm_eps,
+            max_rate=section.max_rate,
+            norm_eps=section.norm_eps or model.norm_eps,
             backend=model.kernels.delta.value,
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
@@ -100,7 +102,7 @@ class Delta(nnx.Module):
                 _unit(k_BTMK),
                 v_BTNV,
                 log_decay_BTN=self._log_decay(x_BTD, ctx),
-                rate_BTN=jax.nn.sigmoid(_float32(self.rate(x_BTD, ctx))),
+                rate_BTN=self.spec.max_rate * jax.nn.sigmoid(_float32(self.rate(x_BTD, ctx))),
                 state_BNKV=previous.get("state"),
                 segments_BT=ctx.segments,
                 backend=self.spec.backend,

@@ -274,6 +274,11 @@ class Delta(Schema):
     """Dimension of a value head. null: model.head_dim."""
     taps: int = option(4, ge=1, le=MAX_WIDTH)
     """Kernel size of the short causal convolution before the heads."""
+    max_rate: float = option(1.0, gt=0, le=2)
+    """Upper bound of the rate of the delta rule, max_rate * sigmoid(rate(x)). With 2, transitions of the state have
+    eigenvalues down to -1 (Grazzi et al., 2024)."""
+    norm_eps: float | None = option(None, gt=0)
+    """Added to the mean square in the norm of the output heads. null: model.norm_eps."""
 
     def check(self) -> Iterator[Problem]:
         keys, values = self.num_key_heads, self.num_value_heads
