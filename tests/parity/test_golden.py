@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from maxhydra.convert.compatibility import is_same
 from maxhydra.convert.hf_config import build_model
-from tests.support.golden_models import Golden
+from tests.support.golden_models import Golden, family_cases
 
 PARITY = Path(__file__).parent
 FAMILIES = sorted(folder.name for folder in (PARITY / "golden").iterdir() if folder.is_dir())
@@ -23,7 +23,7 @@ def test_every_family_of_the_zoo_has_a_golden_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", family_cases(FAMILIES))
 def test_a_family_equals_its_reference(family: str, tmp_path: Path) -> None:
     """Loss, logits, a round trip to the same files, and for some families gradients and decoding with a KV cache."""
     golden, is_differentiated = Golden(PARITY / "golden" / family), family in DIFFERENTIATED
