@@ -58,7 +58,7 @@ def logits(model: ModelDef, params, tokens, *, segments=None, positions=None, sh
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("delta-dense", "delta-paged", "convolution-paged", "ssm-paged")
+@pytest.mark.default_cases("delta-dense", "delta-paged", "ssm-paged")
 @pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
 @pytest.mark.parametrize("mixer", KINDS)
 def test_chunked_prefill_and_decode_equal_one_forward_pass(mixer, paged):
