@@ -1,4 +1,4 @@
-"""Short causal convolutions: a part of recurrent mixers, and with two gates a mixer of their own.
+"""Short causal convolutions: a part of recurrent mixers, and with two gates a separate mixer.
 
 Shapes: B batch, T tokens, D residual stream, C channels, W convolution taps, P = W - 1 earlier tokens that a
 convolution reads. Channels may have two dimensions, heads and their size.

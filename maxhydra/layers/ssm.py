@@ -175,7 +175,7 @@ class Ssm(nnx.Module):
         return heads["query"], heads["key"], heads["value"], tails
 
     def _steps(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-        """softplus(step(x) + bias), and zero for padding, which leaves the state as it is."""
+        """softplus(step(x) + bias), and zero for padding, which leaves the state unchanged."""
         step_BTN = jax.nn.softplus(_float32(self.step(x_BTD, ctx)) + _float32(self.step_bias[...]))
         step_BTN = jnp.maximum(step_BTN, self.spec.min_step)
         if ctx.segments is not None:

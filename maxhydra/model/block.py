@@ -240,7 +240,7 @@ class Block(nnx.Module):
         return x_BTD, ctx.to_branch(normed_BTD)
 
     def branch_output(self, norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
-        """What a branch adds to the residual stream: its output after the post-norm, times the constant factor."""
+        """The summand of the residual stream: the output of a branch after its post-norm, times the constant factor."""
         branch_BTD = x_BTD if norm is None else norm(x_BTD)
         return branch_BTD if self.spec.branch_factor == 1 else branch_BTD * self.spec.branch_factor
 

@@ -98,9 +98,11 @@ def test_gradients_equal_differences_of_the_recurrence():
             "num_groups",
         ),
         (["model.kinds.layer.mixer=none", "model.kinds.layer.feed_forward=none"], "feed_forward"),
+        (["model.kinds.layer.mixer=none"], "gives no layer a mixer"),
+        (["model.mtp.depth=1", "model.multipliers.logit_divisor=2"], "logit_divisor"),
         (["model.kinds.layer.latent_dim=8", "model.kinds.layer.feed_forward=none"], "feed_forward"),
     ],
-    ids=["groups", "empty_layer", "latent"],
+    ids=["groups", "empty_layer", "no_mixer", "mtp", "latent"],
 )
 def test_impossible_layers_are_rejected(overrides, path):
     with pytest.raises(ConfigError, match=path):

@@ -260,6 +260,12 @@ class Model(Schema):
         if self.mtp.depth and any(kind.latent_dim is not None for kind in self.kinds.values()):
             reason = "is not supported with layers of one residual branch (latent_dim)"
             yield Problem("mtp.depth", reason, value=self.mtp.depth, accepted="0")
+        used = [self.kinds[name] for name in (*self.prefix, *self.pattern) if name in self.kinds]
+        if used and all(kind.mixer is Mixer.none for kind in used):
+            yield Problem("kinds", "gives no layer a mixer", accepted="mixer other than none in one of them")
+        if self.mtp.depth and self.multipliers.logit_divisor != 1:
+            reason = "is not supported together with mtp layers"
+            yield Problem("multipliers.logit_divisor", reason, value=self.multipliers.logit_divisor, accepted="1.0")
         if self.mtp.depth and self.has_memory:
             reason = "is not supported with layers that have an engram"
             yield Problem("mtp.depth", reason, value=self.mtp.depth, accepted="0")
