@@ -108,11 +108,11 @@ def _inverse_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple
     return inverse, -_matmul(inverse, _matmul(tangents[0], inverse))
 
 
-def into_chunks(x_BT: jax.Array, chunks: int) -> jax.Array:
-    """[B, T, ...] to [C, B, CHUNK, ...]; padding tokens are zeros, which leave the state unchanged."""
+def into_chunks(x_BT: jax.Array, chunks: int, size: int = CHUNK) -> jax.Array:
+    """[B, T, ...] to [C, B, size, ...]; padding tokens are zeros, which leave the state unchanged."""
     B, T, *rest = x_BT.shape
-    padded = jnp.pad(x_BT, [(0, 0), (0, chunks * CHUNK - T), *((0, 0) for _ in rest)])
-    return padded.reshape(B, chunks, CHUNK, *rest).swapaxes(0, 1)
+    padded = jnp.pad(x_BT, [(0, 0), (0, chunks * size - T), *((0, 0) for _ in rest)])
+    return padded.reshape(B, chunks, size, *rest).swapaxes(0, 1)
 
 
 def tokens_last(x_CBIMG: jax.Array) -> jax.Array:

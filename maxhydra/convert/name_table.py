@@ -83,8 +83,8 @@ class Weight:
     """With join=heads: the parameter whose first output dimension is the number of heads; default: the first one."""
     has_split_inputs: bool = False
     """True if the HF tensor keeps the input dimensions separate, as a convolution does."""
-    singleton_axis: int | None = None
-    """Axis of size 1 that only the HF tensor has, as in a depthwise convolution."""
+    singleton_axis: int | tuple[int, ...] | None = None
+    """Axis of size 1, or several, that only the HF tensor has, as in a depthwise convolution."""
     requires: str = ""
     """A path that the layer must also have, to tell apart layer kinds with parameters of the same name."""
     excludes: str = ""

@@ -43,8 +43,9 @@ class TensorLayout:
             inputs = list(self.shapes[0][self.row.leading : self.row.leading + self.row.inputs])
         outputs = [sum(self._outputs)] if has_outputs else []
         shape = [*self._leading, *(outputs + inputs if self.row.transposed else inputs + outputs)]
-        if self.row.singleton_axis is not None:
-            shape.insert(self.row.singleton_axis, 1)
+        axes = self.row.singleton_axis
+        for axis in (axes,) if isinstance(axes, int) else axes or ():
+            shape.insert(axis, 1)
         return tuple(shape)
 
     def from_hf(self, tensor: np.ndarray, *, interleaved_rope: bool) -> list[np.ndarray]:

@@ -237,6 +237,10 @@ def sequence_transfers(case: Case) -> Iterator[Transfer]:
 def _numbers_sent(case: Case, mixer: object, shards: int) -> tuple[float, float]:
     """Numbers that a device sends forward and backward for a layer over `sequence`; float32 gradients count twice."""
     (queries, keys, latents), tokens = _head_widths(case, mixer), case.stream_tokens
+    if isinstance(mixer, DeltaSpec) and mixer.decay_rank is not None:
+        # Queries, keys, values and decays are gathered in float32; their gradients are reduced.
+        own = mixer.num_value_heads * (3 * mixer.key_dim + mixer.value_dim) / case.sharder.num_shards("act_heads")
+        return 2 * tokens * (shards - 1) * own, 2 * tokens * (shards - 1) * own
     if isinstance(mixer, DeltaSpec):
         # kernels/gated_delta/over_length.py gathers each device's transition and change of the state, in float32.
         states = mixer.num_value_heads * mixer.key_dim * (mixer.key_dim + mixer.value_dim)

@@ -1,5 +1,7 @@
 """Mixers with a state: dense and paged caches, packed rows, several devices, and the engine."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,10 @@ SSM = config.Ssm(num_heads=4, head_dim=6, num_groups=2, state_dim=5)
 KINDS = {
     "convolution": config.Kind(mixer=config.Mixer.convolution, convolution=config.Convolution(bias=True)),
     "delta": config.Kind(mixer=config.Mixer.delta, delta=DELTA),
+    "by_channel": config.Kind(
+        mixer=config.Mixer.delta,
+        delta=dataclasses.replace(DELTA, decay_rank=3, gate_rank=2, gate=config.DeltaGate.sigmoid),
+    ),
     # A layer of one branch, followed by one of the other.
     "ssm": config.Kind(mixer=config.Mixer.ssm, ssm=SSM, feed_forward=config.FeedForward.none),
 }
@@ -98,6 +104,7 @@ def test_chunked_prefill_and_decode_equal_one_forward_pass(mixer, paged):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("convolution", "delta", "ssm")
 @pytest.mark.parametrize("mixer", KINDS)
 def test_packed_documents_do_not_attend_to_each_other(mixer):
     model = make(mixer, num_layers=2)

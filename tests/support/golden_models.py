@@ -27,7 +27,7 @@ from maxhydra.sharding import Sharder
 SINGLE = Sharder.single()
 PREFILL = 280
 # Families whose mechanisms are all those of others; their tests are exhaustive.
-FURTHER_FAMILIES = {"granitemoehybrid", "lfm2_moe", "olmo_hybrid"}
+FURTHER_FAMILIES = {"granitemoehybrid", "kimi_linear", "lfm2_moe", "olmo_hybrid"}
 
 
 def family_cases(families: Iterable[str]) -> list[Any]:

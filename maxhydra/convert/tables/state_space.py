@@ -250,7 +250,8 @@ def nemotron_to_model(settings: Settings) -> dict[str, Any]:
     return {
         "num_layers": len(names),
         **sizes(settings, NEMOTRON_SIZES),
-        "head": head(settings, tied=False),
+        # transformers ignores tie_word_embeddings.
+        "head": "separate",
         "kinds": {name: kinds[name] for name in dict.fromkeys(names)},
         "pattern": pattern_of(names),
     }
@@ -271,7 +272,7 @@ def nemotron_to_settings(model: config.Model) -> Settings | None:
         "mamba_head_dim": ssm.head_dim or model.head_dim,
         "mlp_hidden_act": activation_setting(mlp.activation),
         "mlp_bias": mlp.bias,
-        "tie_word_embeddings": model.head is config.Head.tied,
+        "tie_word_embeddings": False,
     }
 
 
