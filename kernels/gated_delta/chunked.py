@@ -55,13 +55,13 @@ def gated_delta(inputs: Inputs, *, scan: Scan = scan) -> tuple[jax.Array, jax.Ar
     B, T, M = inputs.query_BTMK.shape[:3]
     G = inputs.value_BTMGV.shape[3]
     chunks = -(-T // CHUNK)
-    q, k, v, log_decay, rate = (_chunked(array, chunks) for array in inputs.to_float32()[:5])
+    q, k, v, log_decay, rate = (into_chunks(array, chunks) for array in inputs.to_float32()[:5])
 
-    resets_CBI = None if inputs.starts_BT is None else jnp.cumsum(_chunked(inputs.starts_BT, chunks), axis=-1)
-    pairs_CBMGIJ, from_start_CBMGI, to_end_CBMGJ = _decays(_tokens_last(log_decay), resets_CBI)
+    resets_CBI = None if inputs.starts_BT is None else jnp.cumsum(into_chunks(inputs.starts_BT, chunks), axis=-1)
+    pairs_CBMGIJ, from_start_CBMGI, to_end_CBMGJ = decays(tokens_last(log_decay), resets_CBI)
 
     similarity_CBMIJ = jnp.einsum("CBIMK,CBJMK->CBMIJ", k, k, precision="highest")
-    rate_CBMGI1 = _tokens_last(rate)[..., None]
+    rate_CBMGI1 = tokens_last(rate)[..., None]
     system_CBMGIJ = jnp.tril(rate_CBMGI1 * similarity_CBMIJ[:, :, :, None] * pairs_CBMGIJ, -1)
     inverse_CBMGIJ = unit_triangular_inverse(system_CBMGIJ)
     attention_CBMGIJ = jnp.einsum("CBIMK,CBJMK->CBMIJ", q, k, precision="highest")[:, :, :, None] * pairs_CBMGIJ
@@ -108,18 +108,18 @@ def _inverse_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple
     return inverse, -_matmul(inverse, _matmul(tangents[0], inverse))
 
 
-def _chunked(x_BT: jax.Array, chunks: int) -> jax.Array:
-    """[B, T, ...] to [C, B, CHUNK, ...]; padding tokens are zeros, which leave the state unchanged."""
+def into_chunks(x_BT: jax.Array, chunks: int, size: int = CHUNK) -> jax.Array:
+    """[B, T, ...] to [C, B, size, ...]; padding tokens are zeros, which leave the state unchanged."""
     B, T, *rest = x_BT.shape
-    padded = jnp.pad(x_BT, [(0, 0), (0, chunks * CHUNK - T), *((0, 0) for _ in rest)])
-    return padded.reshape(B, chunks, CHUNK, *rest).swapaxes(0, 1)
+    padded = jnp.pad(x_BT, [(0, 0), (0, chunks * size - T), *((0, 0) for _ in rest)])
+    return padded.reshape(B, chunks, size, *rest).swapaxes(0, 1)
 
 
-def _tokens_last(x_CBIMG: jax.Array) -> jax.Array:
+def tokens_last(x_CBIMG: jax.Array) -> jax.Array:
     return jnp.moveaxis(x_CBIMG, 2, 4)
 
 
-def _decays(log_decay_CBMGI: jax.Array, resets_CBI: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def decays(log_decay_CBMGI: jax.Array, resets_CBI: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Decay from each token to each later one, from the start to each token, and from each token to the end.
 
     Zero across a reset. Every pair has its own sum: a difference of sums over the chunk would lose most digits.

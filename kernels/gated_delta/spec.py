@@ -46,17 +46,21 @@ def masked(inputs: Inputs, segments_BT: jax.Array | None) -> Inputs:
     """
     if segments_BT is None:
         return inputs
-    is_token_BT = segments_BT != 0
-    # The segment of the last token before each one, ignoring padding; 0 if there is none. No gather: XLA's partitioner
-    # fails on it on a mesh with stages and tensor parallelism.
-    last_BT = jax.lax.associative_scan(lambda a, b: jnp.where(b == 0, a, b), segments_BT, axis=1)
-    earlier_BT = jnp.pad(last_BT, ((0, 0), (1, 0)))[:, :-1]
-    is_token_BT11 = is_token_BT[:, :, None, None]
+    is_token_BT11 = (segments_BT != 0)[:, :, None, None]
     return inputs._replace(
         log_decay_BTMG=jnp.where(is_token_BT11, inputs.log_decay_BTMG, 0),
         rate_BTMG=jnp.where(is_token_BT11, inputs.rate_BTMG, 0),
-        starts_BT=is_token_BT & (earlier_BT != 0) & (earlier_BT != segments_BT),
+        starts_BT=segment_starts(segments_BT),
     )
+
+
+def segment_starts(segments_BT: jax.Array) -> jax.Array:
+    """[B, T] tokens whose segment differs from that of the last token before them, padding (segment 0) ignored."""
+    # The segment of the last token before each one; 0 if there is none. No gather: XLA's partitioner fails on it on a
+    # mesh with stages and tensor parallelism.
+    last_BT = jax.lax.associative_scan(lambda a, b: jnp.where(b == 0, a, b), segments_BT, axis=1)
+    earlier_BT = jnp.pad(last_BT, ((0, 0), (1, 0)))[:, :-1]
+    return (segments_BT != 0) & (earlier_BT != 0) & (earlier_BT != segments_BT)
 
 
 def gated_delta(inputs: Inputs) -> tuple[jax.Array, jax.Array]:

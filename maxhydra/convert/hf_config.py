@@ -172,7 +172,13 @@ SIZES = {
     "norm_eps": "rms_norm_eps",
 }
 # hidden_act -> model.kinds.*.mlp.activation
-ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu2": "relu_squared",
+}
 # Default base of the RoPE wavelengths (Su et al., 2021).
 THETA = 10000.0
 # RoPE scaling: rope_type -> our key -> key of config.json.

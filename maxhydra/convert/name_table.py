@@ -83,10 +83,12 @@ class Weight:
     """With join=heads: the parameter whose first output dimension is the number of heads; default: the first one."""
     has_split_inputs: bool = False
     """True if the HF tensor keeps the input dimensions separate, as a convolution does."""
-    singleton_axis: int | None = None
-    """Axis of size 1 that only the HF tensor has, as in a depthwise convolution."""
+    singleton_axis: int | tuple[int, ...] | None = None
+    """Axis of size 1, or several, that only the HF tensor has, as in a depthwise convolution."""
     requires: str = ""
     """A path that the layer must also have, to tell apart layer kinds with parameters of the same name."""
+    excludes: str = ""
+    """A path that the layer must not have."""
     interleaved_rope: bool = False
     """True if the HF tensor orders a head's features for RoPE on adjacent pairs; parameters pair the two halves."""
     gguf_interleaved_rope: bool = False
@@ -138,12 +140,15 @@ class Table:
     vision_layer: tuple[Weight, ...] = ()
     """Rows of the layers of the image encoder."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Prefix of tensor names in files of some versions of transformers -> the prefix in this table."""
+    """Prefix of tensor names in files of some versions of transformers -> the prefix in this table; with a leading dot,
+    a part of the name anywhere."""
 
     def current_name(self, name: str) -> str:
         """The name in this table of a tensor in a file."""
-        old = next((prefix for prefix in self.renamed if name.startswith(prefix)), None)
-        return name if old is None else self.renamed[old] + name.removeprefix(old)
+        for old, new in self.renamed.items():
+            if name.startswith(old) or (old.startswith(".") and old in name):
+                return name.replace(old, new, 1)
+        return name
 
     @property
     def model_type(self) -> str:

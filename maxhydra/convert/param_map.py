@@ -43,8 +43,9 @@ class TensorLayout:
             inputs = list(self.shapes[0][self.row.leading : self.row.leading + self.row.inputs])
         outputs = [sum(self._outputs)] if has_outputs else []
         shape = [*self._leading, *(outputs + inputs if self.row.transposed else inputs + outputs)]
-        if self.row.singleton_axis is not None:
-            shape.insert(self.row.singleton_axis, 1)
+        axes = self.row.singleton_axis
+        for axis in (axes,) if isinstance(axes, int) else axes or ():
+            shape.insert(axis, 1)
         return tuple(shape)
 
     def from_hf(self, tensor: np.ndarray, *, interleaved_rope: bool) -> list[np.ndarray]:
@@ -138,8 +139,9 @@ def _rows_of(table: Table, owner: Keys) -> tuple[Weight, ...]:
 
 
 def _has_params(shapes: Mapping[str, Shape], row: Weight) -> bool:
-    """True if a layer has all parameters of a row and the one that the row requires."""
-    return all(path in shapes for path in row.paths) and (not row.requires or row.requires in shapes)
+    """True if a layer has all parameters of a row and the one that the row requires, and not the one it excludes."""
+    is_kind = (not row.requires or row.requires in shapes) and row.excludes not in shapes
+    return is_kind and all(path in shapes for path in row.paths)
 
 
 def _shapes_by_owner(model: ModelDef) -> dict[Keys, dict[str, Shape]]:

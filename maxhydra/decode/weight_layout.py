@@ -157,7 +157,7 @@ def _joins(shapes: Tree, axes: Tree) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield sub-layers whose projections can be fused: all exist in one dtype, and only their first output dimension
     differs."""
     for part, names in JOINED.items():
-        if all("kernel" in shapes[part].get(name, {}) for name in names):
+        if all("kernel" in shapes.get(part, {}).get(name, {}) for name in names):
             kernels = [(axes[part][name]["kernel"], shapes[part][name]["kernel"]) for name in names]
             other_axes = [jax.tree.map(_other_axes, *kernel, is_leaf=is_axes) for kernel in kernels]
             if all(axes == other_axes[0] for axes in other_axes):

@@ -39,8 +39,10 @@ class VocabularySpec:
 
     vocab_size: int
     emb_dim: int
-    is_scaled: bool
-    """Whether embeddings are multiplied by sqrt(emb_dim)."""
+    factor: float
+    """Factor on the embeddings of tokens."""
+    hidden_factor: float
+    """Factor on the final hidden states, and so on the logits."""
     positions: int | None
     """Number of learned position embeddings; None without any."""
     is_sinusoidal: bool
@@ -56,10 +58,12 @@ class VocabularySpec:
     def of(cls, model: config.Model) -> "VocabularySpec":
         # muP: embeddings of constant variance, and logits that fall with the width (model.transfer).
         ratio, std = width_ratio(model), model.init_scale * model.emb_dim**-0.5
+        is_scaled = model.embedding.scale is config.EmbeddingScale.root_dim
         return cls(
             vocab_size=model.vocab_size,
             emb_dim=model.emb_dim,
-            is_scaled=model.embedding.scale is config.EmbeddingScale.root_dim,
+            factor=model.multipliers.embedding * (model.emb_dim**0.5 if is_scaled else 1),
+            hidden_factor=1 / model.multipliers.logit_divisor,
             positions=model.context_length if model.embedding.positions is config.Positions.learned else None,
             is_sinusoidal=model.embedding.positions is config.Positions.sinusoidal,
             softcap=model.logit_softcap,
@@ -97,8 +101,8 @@ class Embedding(nnx.Module):
 
     def _scale_and_position(self, rows_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """Embeddings scaled, with positions added. Positions of padding may be out of range and are clipped."""
-        if self.spec.is_scaled:
-            rows_BTD = rows_BTD * jnp.asarray(self.spec.emb_dim**0.5, rows_BTD.dtype)
+        if self.spec.factor != 1:
+            rows_BTD = rows_BTD * jnp.asarray(self.spec.factor, rows_BTD.dtype)
         if self.spec.is_sinusoidal:
             return rows_BTD + sinusoids(positions_BT, self.spec.emb_dim).astype(rows_BTD.dtype)
         if self.positions is None:

@@ -25,9 +25,9 @@ from flax import nnx
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.rms_norm.reference import unit_rms
 from maxhydra.layers.context import Context
-from maxhydra.layers.gated_delta import last_tokens
 from maxhydra.layers.kv_cache import CacheSpec, SequenceIndex, StateSpec
 from maxhydra.layers.params import Dtypes, ParamBuilder
+from maxhydra.layers.short_convolution import last_tokens
 from maxhydra.layers.table_lookup import look_up
 
 # Rows of the tables are a multiple of this, so that devices can share them.

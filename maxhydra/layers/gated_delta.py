@@ -1,93 +1,30 @@
 """Gated DeltaNet (Yang et al., 2024), in the form of Qwen3-Next (2025).
 
-Shapes: B batch, T tokens, D residual stream, M key heads, K key size, N value heads, V value size, W convolution taps,
-P = W - 1 earlier tokens that the convolutions read.
+Shapes: B batch, T tokens, D residual stream, M key heads, K key size, N value heads, V value size.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.schema import model as config
-from maxhydra.kernels.gated_delta import gated_delta
-from maxhydra.kernels.halo import with_previous_tokens
-from maxhydra.kernels.placement import Placement
+from maxhydra.kernels.gated_delta import by_channel, gated_delta
 from maxhydra.layers.context import Context, kernel_errors_as_config_errors
 from maxhydra.layers.interfaces import MixerOutput
 from maxhydra.layers.kv_cache import Cache, CacheSpec, StateSpec
+from maxhydra.layers.linear import Linear
 from maxhydra.layers.norm import RMSNorm
 from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
+from maxhydra.layers.short_convolution import ShortConvolution, stored_states
 from maxhydra.sharding import LogicalAxes
-
-
-class ShortConvolution(nnx.Module):
-    """Causal depthwise convolution: silu(sum over w of kernel[w] * x[t - W + 1 + w]), within a sequence."""
-
-    def __init__(self, shape: tuple[int, int], axes: LogicalAxes, *, taps: int, make: ParamBuilder):
-        self.kernel = make.matrix((taps,), shape, (None, *axes), std=taps**-0.5)
-
-    def __call__(
-        self, x_BTNH: jax.Array, segments_BT: jax.Array | None, tail_BPNH: jax.Array | None, place: Placement
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """The output, and the tail of the last P tokens if one was given.
-
-        Without a tail a token sees only its own segment. With one every row is one sequence, and padding comes before
-        its first token or after the last token of this call. `place`: as of the queries, if the sequence is sharded.
-        """
-        kernel_WNH = self.kernel[...].astype(x_BTNH.dtype)
-        before = kernel_WNH.shape[0] - 1
-        if segments_BT is not None:
-            x_BTNH = jnp.where((segments_BT != 0)[:, :, None, None], x_BTNH, 0)
-        if tail_BPNH is not None:
-            all_BSNH = jnp.concatenate([tail_BPNH.astype(x_BTNH.dtype), x_BTNH], axis=1)
-            return _convolve(kernel_WNH, all_BSNH, None), last_tokens(all_BSNH, segments_BT, before).astype(
-                tail_BPNH.dtype
-            )
-        axis, size = place.spec("length")[0], place.num_shards("length")
-
-        def on_device(kernel_WNH: jax.Array, x_BTNH: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
-            arrays = (x_BTNH, segments_BT)
-            if size > 1:
-                extended = jax.tree.map(lambda x: with_previous_tokens(x, before, axis, size), arrays)
-            else:
-                extended = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (before, 0), *[(0, 0)] * (x.ndim - 2)]), arrays)
-            return _convolve(kernel_WNH, *extended)
-
-        heads = place.spec("batch", "length", "heads")
-        specs = (place.spec(None, "heads"), heads, place.spec("batch", "length"))
-        run = place.shard_map(on_device, specs, heads) if size > 1 else on_device
-        return run(kernel_WNH, x_BTNH, segments_BT), None
-
-
-def _convolve(kernel_WNH: jax.Array, x_BSNH: jax.Array, segments_BS: jax.Array | None) -> jax.Array:
-    """silu of the convolution for the tokens behind the first W - 1, each within its segment."""
-    taps, length = kernel_WNH.shape[0], x_BSNH.shape[1] - kernel_WNH.shape[0] + 1
-    total_BTNH = x_BSNH[:, taps - 1 :] * kernel_WNH[-1]
-    for start in reversed(range(taps - 1)):
-        earlier_BTNH = x_BSNH[:, start : start + length]
-        if segments_BS is not None:
-            is_same_BT = segments_BS[:, start : start + length] == segments_BS[:, taps - 1 :]
-            earlier_BTNH = jnp.where(is_same_BT[:, :, None, None], earlier_BTNH, 0)
-        total_BTNH = total_BTNH + earlier_BTNH * kernel_WNH[start]
-    return jax.nn.silu(total_BTNH)
-
-
-def last_tokens(all_BSNH: jax.Array, segments_BT: jax.Array | None, count: int) -> jax.Array:
-    """The last `count` tokens before the trailing padding."""
-    if segments_BT is None:
-        return all_BSNH[:, all_BSNH.shape[1] - count :]
-    indices_1T = jnp.arange(1, segments_BT.shape[1] + 1)[None]
-    end_B = jnp.max(jnp.where(segments_BT != 0, indices_1T, 0), axis=1)
-    indices_BP = end_B[:, None] + jnp.arange(count)[None]
-    return jnp.take_along_axis(all_BSNH, indices_BP[:, :, None, None], axis=1)
-
 
 # Added to the squared L2 norm of queries and keys before its inverse square root.
 LENGTH_EPS = 1e-6
+GATES = {config.DeltaGate.silu: jax.nn.silu, config.DeltaGate.sigmoid: jax.nn.sigmoid}
 # Range of the initial decay rates, in nats per token at a step of one.
 SLOWEST, FASTEST = 0.01, 16.0
 
@@ -102,7 +39,12 @@ class DeltaSpec:
     key_dim: int
     value_dim: int
     taps: int
+    max_rate: float
     norm_eps: float
+    decay_rank: int | None
+    """Rank of the projection to a decay per channel; None for one per head."""
+    gate: config.DeltaGate
+    gate_rank: int | None
     backend: str
     init_scale: float
     out_scale: float
@@ -110,7 +52,10 @@ class DeltaSpec:
 
     @classmethod
     def of(cls, model: config.Model, kind: config.Kind) -> "DeltaSpec":
-        section = kind.delta
+        section, backend = kind.delta, model.kernels.delta
+        if section.decay_rank is not None and backend not in (config.DeltaBackend.auto, config.DeltaBackend.chunked):
+            reason = "does not support a decay per channel (delta.decay_rank)"
+            raise ConfigError(Problem("model.kernels.delta", reason, value=backend.value, accepted="auto, chunked"))
         return cls(
             emb_dim=model.emb_dim,
             num_key_heads=section.num_key_heads or model.num_kv_heads,
@@ -118,8 +63,12 @@ class DeltaSpec:
             key_dim=section.key_dim or model.head_dim,
             value_dim=section.value_dim or model.head_dim,
             taps=section.taps,
-            norm_eps=model.norm_eps,
-            backend=model.kernels.delta.value,
+            max_rate=section.max_rate,
+            norm_eps=section.norm_eps or model.norm_eps,
+            decay_rank=section.decay_rank,
+            gate=section.gate,
+            gate_rank=section.gate_rank,
+            backend=backend.value,
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
@@ -131,7 +80,11 @@ class DeltaSpec:
     def forward_flops(self, seq_len: int) -> float:
         """Forward FLOPs per token, independent of length: projections, convolutions, state read, update and query."""
         keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
-        projections = self.emb_dim * (2 * keys + 3 * values + 2 * self.num_value_heads)
+        projections = self.emb_dim * (2 * keys + 2 * values + self.num_value_heads)
+        gate = self.emb_dim * values if self.gate_rank is None else self.gate_rank * (self.emb_dim + values)
+        decay, channels = self.emb_dim * self.num_value_heads, self.num_value_heads * self.key_dim
+        decay = decay if self.decay_rank is None else self.decay_rank * (self.emb_dim + channels)
+        projections += gate + decay
         return 2.0 * (projections + self.taps * (2 * keys + values)) + 6.0 * values * self.key_dim
 
 
@@ -143,38 +96,38 @@ class Delta(nnx.Module):
         D, scale = spec.emb_dim, spec.init_scale
         keys, values = (spec.num_key_heads, spec.key_dim), (spec.num_value_heads, spec.value_dim)
         of_keys, of_values = ("kv_heads", "head_dim"), ("heads", "head_dim")
-        self.query = make.projection("query", (D,), keys, ("embed", *of_keys), scale=scale)
-        self.key = make.projection("key", (D,), keys, ("embed", *of_keys), scale=scale)
-        self.value = make.projection("value", (D,), values, ("embed", *of_values), scale=scale)
-        self.gate = make.projection("gate", (D,), values, ("embed", *of_values), scale=scale)
-        self.rate = make.projection("rate", (D,), values[:1], ("embed", "heads"), scale=scale)
-        self.decay = make.projection("decay", (D,), values[:1], ("embed", "heads"), scale=scale)
+
+        def project(
+            name: str, outputs: tuple[int, ...], axes: LogicalAxes, rank: int | None = None
+        ) -> Linear | LowRank:
+            if rank is None:
+                return make.projection(name, (D,), outputs, ("embed", *axes), scale=scale)
+            down = make.below(name).projection("down", (D,), (rank,), ("embed", None), scale=scale)
+            return LowRank(down, make.below(name).projection("up", (rank,), outputs, (None, *axes), scale=scale))
+
+        self.query = project("query", keys, of_keys)
+        self.key = project("key", keys, of_keys)
+        self.value = project("value", values, of_values)
+        self.gate = project("gate", values, of_values, spec.gate_rank)
+        self.rate = project("rate", values[:1], of_values[:1])
+        channels = values[:1] if spec.decay_rank is None else (spec.num_value_heads, spec.key_dim)
+        of_channels = of_values[: len(channels)]
+        self.decay = project("decay", channels, of_channels, spec.decay_rank)
         self.out = make.projection("out", values, (D,), (*of_values, "embed"), scale=spec.out_scale)
         self.query_filter = ShortConvolution(keys, of_keys, taps=spec.taps, make=make)
         self.key_filter = ShortConvolution(keys, of_keys, taps=spec.taps, make=make)
         self.value_filter = ShortConvolution(values, of_values, taps=spec.taps, make=make)
         self.log_speed = make.random(values[:1], ("heads",), _log_speeds)
-        self.step_bias = make.ones(values[:1], ("heads",))
+        self.step_bias = make.ones(channels, of_channels)
         self.norm = RMSNorm(spec.value_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
 
     @jax.named_scope("delta")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> MixerOutput:
-        previous = self._previous_state(ctx)
+        previous = stored_states(ctx)
         q_BTMK, k_BTMK, v_BTNV, tails = self._heads(x_BTD, ctx, previous)
-        with kernel_errors_as_config_errors():
-            attended_BTNV, state_BNKV = gated_delta(
-                _unit(q_BTMK) * self.spec.key_dim**-0.5,
-                _unit(k_BTMK),
-                v_BTNV,
-                log_decay_BTN=self._log_decay(x_BTD, ctx),
-                rate_BTN=jax.nn.sigmoid(_float32(self.rate(x_BTD, ctx))),
-                state_BNKV=previous.get("state"),
-                segments_BT=ctx.segments,
-                backend=self.spec.backend,
-                place=ctx.place,
-            )
+        attended_BTNV, state_BNKV = self._mix(x_BTD, ctx, q_BTMK, k_BTMK, v_BTNV, previous.get("state"))
         gate_BTNV = ctx.constrain(self.gate(x_BTD, ctx), "act_batch", "act_length", "act_heads", None)
-        gated_BTNV = _float32(self.norm(attended_BTNV)) * jax.nn.silu(_float32(gate_BTNV))
+        gated_BTNV = _float32(self.norm(attended_BTNV)) * GATES[self.spec.gate](_float32(gate_BTNV))
         gated_BTNV = gated_BTNV.astype(self.spec.dtypes.compute)
         gated_BTNV = ctx.constrain(gated_BTNV, "act_batch", "act_length", "act_heads", None)
         out_BTD = self.out(checkpoint_name(gated_BTNV, "context"), ctx)
@@ -194,18 +147,39 @@ class Delta(nnx.Module):
         )
         return cache_spec.states(layers, {"state": state, "query": of_keys, "key": of_keys, "value": of_values})
 
-    def _previous_state(self, ctx: Context) -> dict[str, Any]:
-        """State and tails of earlier tokens; zeros for rows that start in this call, whose slot may hold old data."""
-        if ctx.cache is None:
-            return {}
-        is_first_BT = ctx.positions == 0
-        if ctx.segments is not None:
-            is_first_BT &= ctx.segments != 0
-        starts_B = jnp.any(is_first_BT, axis=1)
-        stored: dict[str, jax.Array] = ctx.cache.read(ctx.rows)
-        return {
-            name: jnp.where(starts_B.reshape(-1, *(1,) * (array.ndim - 1)), 0, array) for name, array in stored.items()
-        }
+    def _mix(
+        self,
+        x_BTD: jax.Array,
+        ctx: Context,
+        q_BTMK: jax.Array,
+        k_BTMK: jax.Array,
+        v_BTNV: jax.Array,
+        state_BNKV: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Outputs of the heads by the delta rule, and the state after the last token."""
+        q_BTMK, k_BTMK = _unit(q_BTMK) * self.spec.key_dim**-0.5, _unit(k_BTMK)
+        log_decay = self._log_decay(x_BTD, ctx)
+        rate_BTN = self.spec.max_rate * jax.nn.sigmoid(_float32(self.rate(x_BTD, ctx)))
+        if self.spec.decay_rank is not None:
+            repeats = self.spec.num_value_heads // self.spec.num_key_heads
+            heads = (jnp.repeat(q_BTMK, repeats, axis=2), jnp.repeat(k_BTMK, repeats, axis=2), _float32(v_BTNV))
+            # Gathered along the length: the rule passes through all tokens of a sequence.
+            gathered = [ctx.constrain(x, "act_batch", None, "act_heads", None) for x in (*heads, log_decay)]
+            rate_BTN = ctx.constrain(rate_BTN, "act_batch", None, "act_heads")
+            tokens = by_channel.Tokens(*gathered, rate_BTN)
+            return by_channel.gated_delta_by_channel(tokens, state_BNKV=state_BNKV, segments_BT=ctx.segments)
+        with kernel_errors_as_config_errors():
+            return gated_delta(
+                q_BTMK,
+                k_BTMK,
+                v_BTNV,
+                log_decay_BTN=log_decay,
+                rate_BTN=rate_BTN,
+                state_BNKV=state_BNKV,
+                segments_BT=ctx.segments,
+                backend=self.spec.backend,
+                place=ctx.place,
+            )
 
     def _heads(
         self, x_BTD: jax.Array, ctx: Context, previous: dict[str, jax.Array]
@@ -227,9 +201,20 @@ class Delta(nnx.Module):
         return heads["query"], heads["key"], heads["value"], tails
 
     def _log_decay(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-        """-speed * softplus(step), after Mamba (Gu and Dao, 2023)."""
-        step_BTN = jax.nn.softplus(_float32(self.decay(x_BTD, ctx)) + _float32(self.step_bias[...]))
-        return -jnp.exp(_float32(self.log_speed[...])) * step_BTN
+        """-speed * softplus(step), after Mamba (Gu and Dao, 2023): [B, T, N], or per channel [B, T, N, K]."""
+        step = jax.nn.softplus(_float32(self.decay(x_BTD, ctx)) + _float32(self.step_bias[...]))
+        speed_N = jnp.exp(_float32(self.log_speed[...]))
+        return -(speed_N if self.spec.decay_rank is None else speed_N[:, None]) * step
+
+
+class LowRank(nnx.Module):
+    """up(down(x))."""
+
+    def __init__(self, down: Linear, up: Linear):
+        self.down, self.up = down, up
+
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+        return self.up(self.down(x_BTD, ctx), ctx)
 
 
 def _log_speeds(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

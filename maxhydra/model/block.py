@@ -42,26 +42,34 @@ from maxhydra.layers import (
     dropout,
     norm_with_residual,
 )
+from maxhydra.layers.absent import NoFeedForwardSpec, NoMixerSpec
 from maxhydra.layers.engram import EngramSpec
 from maxhydra.layers.hyper_connections import HyperSpec
 from maxhydra.layers.interfaces import MixerOutput
 from maxhydra.layers.qk_clip import HEAD_LOGITS
+from maxhydra.layers.short_convolution import ConvolutionSpec
+from maxhydra.layers.ssm import SsmSpec
 from maxhydra.layers.statistics import LAYER, activation_statistics
 
-MIXERS: dict[config.Mixer, type[AttentionSpec] | type[DeltaSpec] | type[MlaSpec]] = {
+MIXERS: dict[config.Mixer, Any] = {
     config.Mixer.attention: AttentionSpec,
+    config.Mixer.convolution: ConvolutionSpec,
     config.Mixer.delta: DeltaSpec,
     config.Mixer.mla: MlaSpec,
+    config.Mixer.ssm: SsmSpec,
+    config.Mixer.none: NoMixerSpec,
 }
-FEED_FORWARDS: dict[config.FeedForward, type[MlpSpec] | type[MoeSpec]] = {
+FEED_FORWARDS: dict[config.FeedForward, type[MlpSpec] | type[MoeSpec] | type[NoFeedForwardSpec]] = {
     config.FeedForward.mlp: MlpSpec,
     config.FeedForward.moe: MoeSpec,
+    config.FeedForward.none: NoFeedForwardSpec,
 }
 
 
 def _mixer_spec(model: config.Model, kind: config.Kind, name: str) -> MixerSpec:
     if kind.mixer is not config.Mixer.own_mixer:
-        return MIXERS[kind.mixer].of(model, kind)
+        built_in: MixerSpec = MIXERS[kind.mixer].of(model, kind)
+        return built_in
     spec: MixerSpec = _own_spec(kind.own_mixer, model, kind, key=f"model.kinds.{name}.own_mixer.function")
     return spec
 
@@ -113,6 +121,8 @@ class BlockSpec:
     """Memory of n-grams before the mixer; None without one."""
     up_scale: float
     """Scale of the projection from latent_dim to emb_dim."""
+    branch_factor: float
+    """Constant factor on the output of a residual branch."""
     norms: config.Norms
     norm: NormSpec
     dropout: float
@@ -132,6 +142,7 @@ class BlockSpec:
             hyper=HyperSpec.of(model),
             engram=EngramSpec.of(model, kind),
             up_scale=model.init_scale,
+            branch_factor=model.multipliers.branch,
             norms=kind.norms,
             norm=NormSpec.of(model),
             dropout=model.dropout,
@@ -187,15 +198,17 @@ class Block(nnx.Module):
     def __init__(self, spec: BlockSpec, make: ParamBuilder):
         self.spec = spec
         has_pre, has_post = spec.norms is not config.Norms.post, spec.norms is not config.Norms.pre
-        self.attention_norm = self._build_norm(make, has_pre)
+        has_mixer = not isinstance(spec.mixer, NoMixerSpec)
+        has_feed_forward = not isinstance(spec.feed_forward, NoFeedForwardSpec)
+        self.attention_norm = self._build_norm(make, has_pre and has_mixer)
         self.attention: Mixer = spec.mixer.build(make.below("attention"))
-        self.attention_post_norm = self._build_norm(make, has_post)
-        self.mlp_norm = self._build_norm(make, has_pre, spec.latent_dim)
+        self.attention_post_norm = self._build_norm(make, has_post and has_mixer)
+        self.mlp_norm = self._build_norm(make, has_pre and has_feed_forward, spec.latent_dim)
         self.mlp: FeedForward = spec.feed_forward.build(make.below("mlp"))
         self.parallel_moe = (
             None if spec.parallel_moe is None else ParallelMoe(spec.parallel_moe, make.below("parallel_moe"))
         )
-        self.mlp_post_norm = self._build_norm(make, has_post)
+        self.mlp_post_norm = self._build_norm(make, has_post and has_feed_forward)
         self.per_layer = None if spec.per_layer is None else PerLayerInput(spec.per_layer, make.below("per_layer"))
         self.scale = make.ones((1,), ("norm",)) if spec.is_scaled else None
 
@@ -205,7 +218,7 @@ class Block(nnx.Module):
 
         x_BTD, normed_BTD = self.split_norm(self.attention_norm, x_BTD, ctx)
         mixer = self.attention(normed_BTD, ctx)
-        branch_BTD = apply_norm(self.attention_post_norm, mixer.out_BTD)
+        branch_BTD = self.branch_output(self.attention_post_norm, mixer.out_BTD)
         x_BTD = add_residual(x_BTD, dropout(branch_BTD, ctx.key(0), rate=rate), ctx)
 
         x_BTD, ctx = ctx.select_output_tokens(x_BTD), ctx.for_output_tokens()
@@ -215,7 +228,7 @@ class Block(nnx.Module):
         if self.parallel_moe is not None:
             feed_forward = self.parallel_moe(x_BTD, feed_forward.out_BTD, ctx)
             aux["parallel_moe"] = feed_forward.aux
-        branch_BTD = apply_norm(self.mlp_post_norm, feed_forward.out_BTD)
+        branch_BTD = self.branch_output(self.mlp_post_norm, feed_forward.out_BTD)
         x_BTD = add_residual(x_BTD, dropout(branch_BTD, ctx.key(1), rate=rate), ctx)
 
         x_BTD = self.add_layer_input(x_BTD, ctx)
@@ -225,6 +238,11 @@ class Block(nnx.Module):
         """Return the residual stream and its norm, the input of a branch."""
         x_BTD, normed_BTD = norm_with_residual(norm, x_BTD, kernel=self.spec.norm.kernel, place=ctx.place)
         return x_BTD, ctx.to_branch(normed_BTD)
+
+    def branch_output(self, norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
+        """The summand of the residual stream: the output of a branch after its post-norm, times the constant factor."""
+        branch_BTD = x_BTD if norm is None else norm(x_BTD)
+        return branch_BTD if self.spec.branch_factor == 1 else branch_BTD * self.spec.branch_factor
 
     def add_layer_input(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         """Add the per-layer embedding and apply the layer's constant scale, in the models that have them."""
@@ -246,11 +264,6 @@ class Block(nnx.Module):
 
     def _build_norm(self, make: ParamBuilder, is_present: bool, dim: int | None = None) -> Norm | None:
         return self.spec.norm.build(dim or self.spec.emb_dim, make) if is_present else None
-
-
-def apply_norm(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
-    """norm(x), or x if there is no norm."""
-    return x_BTD if norm is None else norm(x_BTD)
 
 
 def add_residual(x_BTD: jax.Array, branch_BTD: jax.Array, ctx: Context) -> jax.Array:

@@ -10,7 +10,7 @@ import jax
 from maxhydra.layers import Cache, CacheSpec, Context, ParamBuilder, dropout
 from maxhydra.layers.engram import Engram, EngramCache
 from maxhydra.layers.hyper_connections import HyperConnection
-from maxhydra.model.block import Block, BlockOutput, BlockSpec, add_residual, apply_norm, block_output
+from maxhydra.model.block import Block, BlockOutput, BlockSpec, add_residual, block_output
 
 
 class LatentBlock(Block):
@@ -29,7 +29,7 @@ class LatentBlock(Block):
         x_BTD, latent_BTL = (ctx.select_output_tokens(x) for x in (x_BTD, mixer.out_BTD))
         ctx = ctx.for_output_tokens()
         feed_forward = self.mlp(self.split_norm(self.mlp_norm, latent_BTL, ctx)[1], ctx)
-        branch_BTD = ctx.to_stream(self.up(feed_forward.out_BTD, ctx))
+        branch_BTD = self.branch_output(None, ctx.to_stream(self.up(feed_forward.out_BTD, ctx)))
         x_BTD = add_residual(x_BTD, dropout(branch_BTD, ctx.key(0), rate=self.spec.dropout), ctx)
 
         x_BTD = self.add_layer_input(x_BTD, ctx)
@@ -53,14 +53,14 @@ class HyperBlock(Block):
         weights = self.attention_streams.weights(x_BTD)
         branch_BTD = self.attention_streams.read(x_BTD, weights)
         mixer = self.attention(self.split_norm(self.attention_norm, branch_BTD, ctx)[1], ctx)
-        branch_BTD = dropout(apply_norm(self.attention_post_norm, mixer.out_BTD), ctx.key(0), rate=rate)
+        branch_BTD = dropout(self.branch_output(self.attention_post_norm, mixer.out_BTD), ctx.key(0), rate=rate)
         x_BTD = ctx.constrain_stream(self.attention_streams.write(x_BTD, branch_BTD, weights))
 
         x_BTD, ctx = ctx.select_output_tokens(x_BTD), ctx.for_output_tokens()
         weights = self.mlp_streams.weights(x_BTD)
         branch_BTD = self.mlp_streams.read(x_BTD, weights)
         feed_forward = self.mlp(self.split_norm(self.mlp_norm, branch_BTD, ctx)[1], ctx)
-        branch_BTD = dropout(apply_norm(self.mlp_post_norm, feed_forward.out_BTD), ctx.key(1), rate=rate)
+        branch_BTD = dropout(self.branch_output(self.mlp_post_norm, feed_forward.out_BTD), ctx.key(1), rate=rate)
         x_BTD = ctx.constrain_stream(self.mlp_streams.write(x_BTD, branch_BTD, weights))
 
         aux = {"mlp": feed_forward.aux, "attention": mixer.aux}

@@ -191,7 +191,7 @@ class Decoder(nnx.Module):
         remainder = self._run_blocks(self.remainder, pattern.x_BTD, pattern.ctx, caches["remainder"], None, first=first)
         stacks = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
         x_BTD = sum_streams(remainder.ctx.select_output_tokens(remainder.x_BTD), spec.hyper)
-        hidden_BTD = ctx.constrain_stream(self.final_norm(x_BTD))
+        hidden_BTD = ctx.constrain_stream(self.final_norm(x_BTD) * spec.vocabulary.hidden_factor)
         mtp = self._run_mtp(hidden_BTD, tokens_BT, ctx) if mtp_hidden else StackOutput(hidden_BTD, [], [], {}, ctx)
         return ModelOutput(
             hidden_BTD=hidden_BTD,

@@ -131,7 +131,8 @@ def block_class(spec: BlockSpec, matmul: MatmulSpec) -> type[Block]:
     if spec.hyper is not None:
         return HyperBlock
     is_laid_out = matmul.is_fused and matmul.layout is Layout.joined
-    return FusedBlock if is_laid_out and spec.norms is config.Norms.pre and spec.parallel_moe is None else Block
+    is_plain = spec.norms is config.Norms.pre and spec.parallel_moe is None and spec.branch_factor == 1
+    return FusedBlock if is_laid_out and is_plain else Block
 
 
 class NormHandoff:
@@ -164,7 +165,7 @@ def embed_with_norm(
     if first is None or ctx.cache is None or ctx.sharder.mesh.size > 1:
         return None
     spec = embedding.spec
-    is_plain = not (isinstance(embedding.table, Int8) or is_qat(embedding.format) or spec.is_scaled)
+    is_plain = not (isinstance(embedding.table, Int8) or is_qat(embedding.format) or spec.factor != 1)
     if not is_plain or embedding.positions is not None or spec.is_sinusoidal:
         return None
     shape = (*tokens_BT.shape, spec.emb_dim)

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from maxhydra.config.schema.hardware import DATA, REPLICA, STAGE, ContextStrategy
 from maxhydra.config.schema.model import Dispatch, RematPolicy
 from maxhydra.layers import DeltaSpec, MlaSpec, MoeSpec
+from maxhydra.layers.short_convolution import ConvolutionSpec
+from maxhydra.layers.ssm import SsmSpec
 from maxhydra.plan.case import Array, Case, per_mesh
 
 FLOAT32 = 4
@@ -235,10 +237,25 @@ def sequence_transfers(case: Case) -> Iterator[Transfer]:
 def _numbers_sent(case: Case, mixer: object, shards: int) -> tuple[float, float]:
     """Numbers that a device sends forward and backward for a layer over `sequence`; float32 gradients count twice."""
     (queries, keys, latents), tokens = _head_widths(case, mixer), case.stream_tokens
+    if isinstance(mixer, DeltaSpec) and mixer.decay_rank is not None:
+        # Queries, keys, values and decays are gathered in float32; their gradients are reduced.
+        own = mixer.num_value_heads * (3 * mixer.key_dim + mixer.value_dim) / case.sharder.num_shards("act_heads")
+        return 2 * tokens * (shards - 1) * own, 2 * tokens * (shards - 1) * own
     if isinstance(mixer, DeltaSpec):
         # kernels/gated_delta/over_length.py gathers each device's transition and change of the state, in float32.
         states = mixer.num_value_heads * mixer.key_dim * (mixer.key_dim + mixer.value_dim)
         sent = 2 * (tokens / (case.seq_len // shards)) * (shards - 1) * states / case.sharder.num_shards("act_heads")
+        return sent, sent
+    if isinstance(mixer, ConvolutionSpec):
+        # The tokens before those of a device.
+        sent = tokens / (case.seq_len // shards) * (mixer.taps - 1) * mixer.emb_dim / case.sharder.num_shards("act_mlp")
+        return sent, sent
+    if isinstance(mixer, SsmSpec):
+        # Queries, keys and values are gathered in float32; their gradients are reduced.
+        splits = case.sharder.num_shards("act_kv_heads") if mixer.num_groups > 1 else 1
+        own = mixer.num_heads * mixer.head_dim / case.sharder.num_shards("act_heads")
+        own += 2 * mixer.num_groups * mixer.state_dim / splits
+        sent = 2 * tokens * (shards - 1) * own
         return sent, sent
     if _exchanges_heads(case, mixer, shards):
         # Queries, keys and values, and the output back; the same for the gradients.

@@ -178,7 +178,7 @@ def _backends(config: Config, hardware: Hardware) -> Iterator[Axis]:
     """For each operation that the model calls: `auto`, and every backend that runs on the platform."""
     used = [config.model.kinds[name] for name in {*config.model.prefix, *config.model.pattern}]
     tables: dict[str, Iterable[tuple[str, tuple[str, ...]]]] = {}
-    if any(kind.mixer is not Mixer.delta for kind in used):
+    if any(kind.mixer in (Mixer.attention, Mixer.mla) for kind in used):
         tables["attention"] = [(name, row.platforms) for name, row in attention.BACKENDS.items()]
     if any(kind.feed_forward is FeedForward.moe for kind in used):
         tables["grouped_matmul"] = [(name, row.platforms) for name, row in grouped_matmul.BACKENDS.items()]

@@ -17,11 +17,15 @@ from maxhydra.sharding import Sharder
 
 @cache
 def model() -> ModelDef:
-    sizes = {"num_layers": 5, "emb_dim": 24, "mlp_dim": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
+    sizes = {"num_layers": 7, "emb_dim": 24, "mlp_dim": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
     kinds = {"local": config.Kind(attention=config.Attention(window=3)), "global": config.Kind()}
+    # Layers of one branch. Keys are as wide as values, so that the three projections can be stored as one.
+    ssm = config.Ssm(num_heads=4, head_dim=6, num_groups=2, state_dim=6)
+    kinds["ssm"] = config.Kind(mixer=config.Mixer.ssm, ssm=ssm, feed_forward=config.FeedForward.none)
+    kinds["mlp"] = config.Kind(mixer=config.Mixer.none)
     fields = {**sizes, "vocab_size": 50, "context_length": 64, "kinds": kinds, "pattern": ["local", "global"]}
     dtypes = config.Dtypes(compute=config.Dtype.float32)
-    return build(config.Model(**fields, prefix=["global"], head=config.Head.separate, dtypes=dtypes))
+    return build(config.Model(**fields, prefix=["ssm", "mlp", "global"], head=config.Head.separate, dtypes=dtypes))
 
 
 def logits(model: ModelDef, params: Any, tokens_BT: np.ndarray) -> np.ndarray:

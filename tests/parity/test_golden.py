@@ -8,15 +8,14 @@ from safetensors import safe_open
 
 from maxhydra.convert.compatibility import is_same
 from maxhydra.convert.hf_config import build_model
-from tests.support.golden_models import Golden
+from tests.support.golden_models import Golden, family_cases
 
 PARITY = Path(__file__).parent
 FAMILIES = sorted(folder.name for folder in (PARITY / "golden").iterdir() if folder.is_dir())
 # The families whose layers differ most; gradients and decoding of the others, whose layers are combinations of these,
 # would compile for minutes. `scripts/parity_table.py` compares the gradients of all families.
-DIFFERENTIATED = ["deepseek3.2", "gemma2", "gemma4_e", "gpt2", "gpt_oss", "llama4_text", "mistral4", "qwen3_next"]
-# Families whose mechanisms other families have too.
-COMBINED = ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "minimax_m2")
+DIFFERENTIATED = ["deepseek3.2", "gemma2", "gemma4_e", "gpt2", "gpt_oss", "lfm2", "llama4_text", "mistral4"]
+DIFFERENTIATED += ["nemotron_h", "qwen3_next"]
 
 
 def test_every_family_of_the_zoo_has_a_golden_model() -> None:
@@ -24,8 +23,7 @@ def test_every_family_of_the_zoo_has_a_golden_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases(*(family for family in FAMILIES if family not in COMBINED))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", family_cases(FAMILIES))
 def test_a_family_equals_its_reference(family: str, tmp_path: Path) -> None:
     """Loss, logits, a round trip to the same files, and for some families gradients and decoding with a KV cache."""
     golden, is_differentiated = Golden(PARITY / "golden" / family), family in DIFFERENTIATED

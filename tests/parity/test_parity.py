@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scripts import parity_table
-from tests.support.golden_models import Golden
+from tests.support.golden_models import Golden, family_cases
 from tests.support.sampled_cases import sample_cases
 from tests.support.skips import import_optional
 
@@ -56,7 +56,7 @@ def test_attention_and_mlp_biases_of_llama(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", make.families())
+@pytest.mark.parametrize("family", family_cases(make.families()))
 def test_transformers_loads_exported_models(family: str, tmp_path: Path) -> None:
     golden = Golden(make.GOLDEN / family)
     golden.write(tmp_path)

@@ -4,12 +4,14 @@ Does not need torch.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from safetensors import safe_open
 
 from maxhydra.config.schema import model as config
@@ -24,6 +26,17 @@ from maxhydra.sharding import Sharder
 
 SINGLE = Sharder.single()
 PREFILL = 280
+# Families whose mechanisms are all those of others; their tests are exhaustive.
+FURTHER_FAMILIES = {
+    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "granitemoehybrid", "kimi_linear", "lfm2_moe", "minimax_m2"),
+    "olmo_hybrid",
+}
+
+
+def family_cases(families: Iterable[str]) -> list[Any]:
+    """Parameters of a test of all families."""
+    exhaustive = pytest.mark.exhaustive
+    return [pytest.param(name, marks=exhaustive) if name in FURTHER_FAMILIES else name for name in families]
 
 
 @dataclasses.dataclass(frozen=True)

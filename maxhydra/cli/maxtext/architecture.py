@@ -161,12 +161,12 @@ class Architecture:
     def _kind(self, name: str, kind: Kind) -> None:
         prefix, mixer = f"kinds.{name}.", kind.mixer.name
         tables = {"attention": ATTENTION, "mla": LATENT, "delta": DELTA}
-        self._copy(tables[mixer], f"{prefix}{mixer}.")
+        self._copy(tables.get(mixer, {}), f"{prefix}{mixer}.")
         if mixer == "attention" and self.settings.given("use_qk_norm") and kind.attention.qk_norm.name == "none":
             self._set(f"{prefix}attention.qk_norm", "head", "use_qk_norm")
         if mixer == "attention" and self.settings.given("qk_norm_with_scale") and kind.attention.qk_norm.name == "head":
             self._set(f"{prefix}attention.qk_norm", "head_plain", "qk_norm_with_scale")
-        if mixer != "delta":
+        if mixer in ("attention", "mla"):
             self._rope(f"{prefix}{mixer}.rope.", kind)
         if mixer == "attention" and self.settings.given("v_norm_with_scale") and kind.attention.value_norm:
             self._set(f"{prefix}attention.value_norm_scale", False, "v_norm_with_scale")

@@ -267,6 +267,11 @@ class DeltaBackend(Enum):
     reference = "reference"
 
 
+class DeltaGate(Enum):
+    silu = "silu"
+    sigmoid = "sigmoid"
+
+
 @schema
 class Delta(Schema):
     """Gated DeltaNet (Yang et al., 2024): a decaying state per head, updated by the delta rule."""
@@ -281,6 +286,18 @@ class Delta(Schema):
     """Dimension of a value head. null: model.head_dim."""
     taps: int = option(4, ge=1, le=MAX_WIDTH)
     """Kernel size of the short causal convolution before the heads."""
+    max_rate: float = option(1.0, gt=0, le=2)
+    """Upper bound of the rate of the delta rule, max_rate * sigmoid(rate(x)). With 2, transitions of the state have
+    eigenvalues down to -1 (Grazzi et al., 2024)."""
+    norm_eps: float | None = option(None, gt=0)
+    """Added to the mean square in the norm of the output heads. null: model.norm_eps."""
+    decay_rank: int | None = option(None, ge=1, le=MAX_WIDTH)
+    """Rank of a projection that gives every channel of a key its own decay (Kimi Linear, 2025). null: one decay per
+    head."""
+    gate: DeltaGate = DeltaGate.silu
+    """Activation of the gate on the normalized output heads."""
+    gate_rank: int | None = option(None, ge=1, le=MAX_WIDTH)
+    """Rank of the projection of that gate. null: a full matrix."""
 
     def check(self) -> Iterator[Problem]:
         keys, values = self.num_key_heads, self.num_value_heads

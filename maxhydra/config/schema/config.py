@@ -73,6 +73,14 @@ def _kind_estimate(model: Model, kind: Kind) -> int:
     if kind.mixer is Mixer.delta:
         keys = (delta.num_key_heads or heads) * (delta.key_dim or head_dim)
         mixer = width * (2 * keys + 3 * (delta.num_value_heads or heads) * (delta.value_dim or head_dim))
+    elif kind.mixer is Mixer.none:
+        mixer = 0
+    elif kind.mixer is Mixer.convolution:
+        mixer = 4 * width * width
+    elif kind.mixer is Mixer.ssm:
+        ssm = kind.ssm
+        values = (ssm.num_heads or model.num_heads) * (ssm.head_dim or model.head_dim)
+        mixer = width * (3 * values + 2 * ssm.num_groups * ssm.state_dim)
     elif kind.mixer is Mixer.mla:
         nope, value = mla.qk_nope_head_dim or head_dim, mla.v_head_dim or head_dim
         query = heads * (nope + mla.qk_rope_head_dim)

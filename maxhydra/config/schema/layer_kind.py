@@ -8,6 +8,7 @@ from maxhydra.config.errors import Problem
 from maxhydra.config.schema.attention import Attention, Delta, Mla
 from maxhydra.config.schema.feed_forward import Mlp, Moe, ParallelMoe
 from maxhydra.config.schema.plug_in import PlugIn
+from maxhydra.config.schema.recurrence import Convolution, Ssm
 from maxhydra.config.schema.residual import Engram
 
 
@@ -19,14 +20,18 @@ class Norms(Enum):
 
 class Mixer(Enum):
     attention = "attention"
+    convolution = "convolution"
     delta = "delta"
     mla = "mla"
+    ssm = "ssm"
+    none = "none"
     own_mixer = "own_mixer"
 
 
 class FeedForward(Enum):
     mlp = "mlp"
     moe = "moe"
+    none = "none"
     own_feed_forward = "own_feed_forward"
 
 
@@ -37,13 +42,17 @@ class Kind(Schema):
     norms: Norms = Norms.pre
     """Norm placement: on the input of mixer and feed-forward (pre), on their output (post), or both (sandwich)."""
     mixer: Mixer = Mixer.attention
-    """Token mixer; configured in the section of the same name. own_mixer: one of yours."""
+    """Token mixer; configured in the section of the same name. own_mixer: one of yours. none: a layer without a mixer
+    and its norms, x + feed_forward(norm(x))."""
     attention: Attention = section(Attention)
+    convolution: Convolution = section(Convolution)
     delta: Delta = section(Delta)
     mla: Mla = section(Mla)
+    ssm: Ssm = section(Ssm)
     own_mixer: PlugIn = section(PlugIn)
     feed_forward: FeedForward = FeedForward.mlp
-    """Per-token layer; configured in the section of the same name. own_feed_forward: one of yours."""
+    """Per-token layer; configured in the section of the same name. own_feed_forward: one of yours. none: a layer
+    without a feed-forward and its norms, x + mixer(norm(x))."""
     mlp: Mlp = section(Mlp)
     moe: Moe = section(Moe)
     own_feed_forward: PlugIn = section(PlugIn)
@@ -56,8 +65,16 @@ class Kind(Schema):
     is_scaled: bool = False
     """Multiply the layer's output by a per-layer constant that is loaded with the weights and not trained."""
 
+    @property
+    def is_recurrent(self) -> bool:
+        """True if the mixer keeps a state of fixed size per sequence."""
+        return self.mixer in (Mixer.convolution, Mixer.delta, Mixer.ssm)
+
     def check(self) -> Iterator[Problem]:
         yield from self._check_latent()
+        if self.mixer is Mixer.none and self.feed_forward is FeedForward.none:
+            accepted = "mlp, moe, own_feed_forward, or another mixer"
+            yield Problem("feed_forward", "leaves a layer without mixer and feed-forward", "none", accepted)
         yield from self.own_mixer.check_use("own_mixer", self.mixer)
         yield from self.own_feed_forward.check_use("own_feed_forward", self.feed_forward)
         is_mixture = self.feed_forward is FeedForward.moe or self.parallel_moe is ParallelMoe.moe
@@ -71,7 +88,8 @@ class Kind(Schema):
             yield Problem("moe.router.bias_rate", reason, value=self.moe.router.bias_rate, accepted="null")
         if not is_mixture and self.moe.experts is not None:
             hint = "set feed_forward=moe or parallel_moe=moe, or leave it null"
-            yield Problem("moe.experts", "is not used by feed_forward=mlp", value=self.moe.experts, hint=hint)
+            reason = f"is not used by feed_forward={self.feed_forward.value}"
+            yield Problem("moe.experts", reason, value=self.moe.experts, hint=hint)
 
     def _check_latent(self) -> Iterator[Problem]:
         """One residual branch has one place for a norm before and after each sub-layer, and no parallel MoE."""
@@ -88,3 +106,5 @@ class Kind(Schema):
         for path, (value, accepted) in required.items():
             if value is not accepted:
                 yield Problem(path, "is not supported with latent_dim", value=value.value, accepted=accepted.value)
+        if self.feed_forward is FeedForward.none:
+            yield Problem("feed_forward", "is not supported with latent_dim", value="none", accepted="mlp, moe")

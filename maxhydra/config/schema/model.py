@@ -20,6 +20,7 @@ from maxhydra.config.schema.attention import (
     AttentionBias,
     Delta,
     DeltaBackend,
+    DeltaGate,
     Indexer,
     Mla,
     Moba,
@@ -58,14 +59,17 @@ from maxhydra.config.schema.kernels import (
     Projection,
 )
 from maxhydra.config.schema.layer_kind import FeedForward, Kind, Mixer, Norms
+from maxhydra.config.schema.recurrence import Convolution, Ssm
 
 __all__ = [
     "Activation",
     "Attention",
     "AttentionBackend",
     "AttentionBias",
+    "Convolution",
     "Delta",
     "DeltaBackend",
+    "DeltaGate",
     "Dispatch",
     "Dtype",
     "Dtypes",
@@ -106,12 +110,13 @@ __all__ = [
     "RouterScores",
     "Scaled",
     "Shared",
+    "Ssm",
     "Temperature",
     "ValueSource",
     "Vision",
 ]
 from maxhydra.config.schema.remat import Remat, RematPolicy
-from maxhydra.config.schema.residual import HyperConnections
+from maxhydra.config.schema.residual import HyperConnections, Multipliers
 from maxhydra.config.schema.transfer import Transfer
 from maxhydra.config.schema.vision import Pooling, Vision
 
@@ -188,6 +193,7 @@ class Model(Schema):
     """Output logits become softcap * tanh(logits / softcap)."""
     per_layer: PerLayer = section(PerLayer)
     hyper_connections: HyperConnections = section(HyperConnections)
+    multipliers: Multipliers = section(Multipliers)
     dropout: float = option(0.0, ge=0, lt=1)
     """Dropout rate on the output of each residual branch, in training."""
     init_scale: float = option(1.0, gt=0)
@@ -227,7 +233,7 @@ class Model(Schema):
     def is_recurrent(self) -> bool:
         """True if a layer keeps a state of fixed size per sequence, so that prefixes cannot be shared."""
         used = {*self.prefix, *self.pattern}
-        return self.has_memory or any(kind.mixer is Mixer.delta for name, kind in self.kinds.items() if name in used)
+        return self.has_memory or any(kind.is_recurrent for name, kind in self.kinds.items() if name in used)
 
     @property
     def has_memory(self) -> bool:
@@ -256,6 +262,12 @@ class Model(Schema):
         if self.mtp.depth and any(kind.latent_dim is not None for kind in self.kinds.values()):
             reason = "is not supported with layers of one residual branch (latent_dim)"
             yield Problem("mtp.depth", reason, value=self.mtp.depth, accepted="0")
+        used = [self.kinds[name] for name in (*self.prefix, *self.pattern) if name in self.kinds]
+        if used and all(kind.mixer is Mixer.none for kind in used):
+            yield Problem("kinds", "gives no layer a mixer", accepted="mixer other than none in one of them")
+        if self.mtp.depth and self.multipliers.logit_divisor != 1:
+            reason = "is not supported together with mtp layers"
+            yield Problem("multipliers.logit_divisor", reason, value=self.multipliers.logit_divisor, accepted="1.0")
         if self.mtp.depth and self.has_memory:
             reason = "is not supported with layers that have an engram"
             yield Problem("mtp.depth", reason, value=self.mtp.depth, accepted="0")

@@ -1,9 +1,22 @@
-"""Schema of extensions of the residual stream: hyper-connections, and a memory of n-grams."""
+"""Schema of extensions of the residual stream: multipliers, hyper-connections, and a memory of n-grams."""
 
 from collections.abc import Iterator
 
 from maxhydra.config.declare import MAX_HEADS, MAX_VOCABULARY, MAX_WIDTH, Schema, option, schema
 from maxhydra.config.errors import Problem
+
+
+@schema
+class Multipliers(Schema):
+    """Constant factors on activations, as of models whose hyperparameters were tuned on a narrow one (Yang et al.,
+    2022)."""
+
+    embedding: float = option(1.0, gt=0)
+    """Factor on the embeddings of tokens, in addition to embedding.scale."""
+    branch: float = option(1.0, gt=0)
+    """Factor on the output of every mixer and feed-forward before it is added to the residual stream."""
+    logit_divisor: float = option(1.0, gt=0)
+    """Logits are divided by this; the output of the final norm is, before the head."""
 
 
 @schema

@@ -1,4 +1,6 @@
-"""The Gated DeltaNet layer: dense and paged caches, packed rows, several devices, and the engine."""
+"""Mixers with a state: dense and paged caches, packed rows, several devices, and the engine."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +22,24 @@ from maxhydra.sharding import Sharder, build_mesh
 VOCAB = 48
 SINGLE = Sharder.single()
 DELTA = config.Delta(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=8)
+SSM = config.Ssm(num_heads=4, head_dim=6, num_groups=2, state_dim=5)
+KINDS = {
+    "convolution": config.Kind(mixer=config.Mixer.convolution, convolution=config.Convolution(bias=True)),
+    "delta": config.Kind(mixer=config.Mixer.delta, delta=DELTA),
+    "by_channel": config.Kind(
+        mixer=config.Mixer.delta,
+        delta=dataclasses.replace(DELTA, decay_rank=3, gate_rank=2, gate=config.DeltaGate.sigmoid),
+    ),
+    # A layer of one branch, followed by one of the other.
+    "ssm": config.Kind(mixer=config.Mixer.ssm, ssm=SSM, feed_forward=config.FeedForward.none),
+}
 
 
-def make(**changes) -> ModelDef:
-    kinds = {"delta": config.Kind(mixer=config.Mixer.delta, delta=DELTA), "full": config.Kind()}
+def make(mixer: str = "delta", **changes) -> ModelDef:
+    full = config.Kind(norms=config.Norms.sandwich) if mixer == "convolution" else config.Kind()
+    kinds = {"recurrent": KINDS[mixer], "full": full}
     sizes = {"num_layers": 4, "emb_dim": 16, "mlp_dim": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-    sizes |= {"vocab_size": VOCAB, "context_length": 64, "kinds": kinds, "pattern": ["delta", "full"]}
+    sizes |= {"vocab_size": VOCAB, "context_length": 64, "kinds": kinds, "pattern": ["recurrent", "full"]}
     return build(config.Model(**{**sizes, "dtypes": config.Dtypes(compute=config.Dtype.float32), **changes}))
 
 
@@ -50,10 +64,12 @@ def logits(model: ModelDef, params, tokens, *, segments=None, positions=None, sh
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("delta-dense", "delta-paged", "ssm-paged")
 @pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
-def test_chunked_prefill_and_decode_equal_one_forward_pass(paged):
+@pytest.mark.parametrize("mixer", KINDS)
+def test_chunked_prefill_and_decode_equal_one_forward_pass(mixer, paged):
     """Rows of 13 and 9 tokens: chunks of 5 and 3, padded, then single tokens, in a cache with stale contents."""
-    model = make()
+    model = make(mixer)
     params, tokens, lengths = weights(model), ids(2, 13), np.array([13, 9])
     cache_spec = PagedCacheSpec(pages=11, page_size=4, slots=3, storage=None) if paged else DenseCacheSpec(2, 13)
     rows = PageTable(jnp.asarray([[7, 2, 9, 4], [1, 10, 0, 0]]), jnp.asarray([2, 0])) if paged else None
@@ -88,8 +104,10 @@ def test_chunked_prefill_and_decode_equal_one_forward_pass(paged):
 
 
 @pytest.mark.slow
-def test_packed_documents_do_not_attend_to_each_other():
-    model = make()
+@pytest.mark.default_cases("convolution", "delta", "ssm")
+@pytest.mark.parametrize("mixer", KINDS)
+def test_packed_documents_do_not_attend_to_each_other(mixer):
+    model = make(mixer, num_layers=2)
     params, tokens = weights(model), ids(1, 20)
     segments = np.repeat([1, 2, 0], [7, 11, 2])[None]
     positions = np.concatenate([np.arange(7), np.arange(11), np.zeros(2, int)])[None]
@@ -100,9 +118,11 @@ def test_packed_documents_do_not_attend_to_each_other():
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("delta-axes0", "delta-axes1", "convolution-axes0", "ssm-axes0")
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2, "sequence": 2}, {"sequence": 8}])
-def test_sharded_output_equals_one_device(axes):
-    model = make()
+@pytest.mark.parametrize("mixer", KINDS)
+def test_sharded_output_equals_one_device(mixer, axes):
+    model = make(mixer)
     params, tokens = weights(model), ids(2, 16)
     sharder = Sharder(build_mesh(Mesh(**axes)), RULES)
     placed = jax.device_put(params, sharder.tree(model.axes))
@@ -110,14 +130,15 @@ def test_sharded_output_equals_one_device(axes):
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("2-1")
+@pytest.mark.default_cases("delta-2-1")
 @pytest.mark.parametrize(("data", "prefill"), [(1, 0), (2, 0), (2, 1), (1, 2)])
-def test_engine_tokens_equal_repeated_forward_passes(data, prefill):
+@pytest.mark.parametrize("mixer", KINDS)
+def test_engine_tokens_equal_repeated_forward_passes(mixer, data, prefill):
     """Three prompts share two slots with chunked prefill: the third reuses a slot that holds another's state.
 
     With `data` groups of devices, and with states copied from separate prefill devices.
     """
-    model = make(num_layers=2, vocab_size=264)
+    model = make(mixer, num_layers=2, vocab_size=264)
     params = weights(model)
     sharder = Sharder(build_mesh(Mesh(data=data), jax.devices()[:data]), RULES)
     others = jax.devices()[data : data + prefill]
