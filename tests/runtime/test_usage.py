@@ -19,11 +19,11 @@ def test_this_process() -> None:
         return np.array([time.process_time(), time.monotonic()])
 
     # The moments of both samples are within these intervals, however long the process is not scheduled.
-    before, usage, begun = clocks(), _ProcessUsage(), clocks()
-    while time.process_time() - begun[0] < 0.3:
+    before, usage, started = clocks(), _ProcessUsage(), clocks()
+    while time.process_time() - started[0] < 0.3:
         pass
     worked, values, after = clocks(), usage(), clocks()
-    shortest, longest = worked - begun, after - before
+    shortest, longest = worked - started, after - before
     share = values["system/cpu_share"] * (os.cpu_count() or 1)
     assert 0.9 * shortest[0] / longest[1] < share < 1.1 * longest[0] / shortest[1]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
