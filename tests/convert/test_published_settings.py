@@ -52,6 +52,7 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "bias": ("glm_moe_dsa", {"attention_bias": True}, "unsupported attention_bias=true"),
     "QK norm": ("minimax_m2", {"qk_norm_type": "per_head"}, "unsupported qk_norm_type=per_head (supported: per_layer)"),
+    "other text decoder": ("mistral3", {}, "a text decoder of model_type=mistral (supported: mistral4)"),
     "no temperature": (
         "mistral4",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": 8192}},
