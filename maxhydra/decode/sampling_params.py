@@ -25,7 +25,7 @@ from maxhydra.config.schema.tasks.inference import Chat, DecodeTask
 from maxhydra.config.schema.vision import Vision
 from maxhydra.data import load_tokenizer
 from maxhydra.data.chat import ChatTemplate, ChatTemplateError, Tools, compile_chat_template
-from maxhydra.data.image_tokens import MARKER, ImageTokenizer, image_pixels
+from maxhydra.data.image_tokens import MARKER, ImageTokenizer, image_input, image_repeats
 from maxhydra.data.media import MediaError
 from maxhydra.data.tokenizers import count_token_bytes, special_token_pattern
 from maxhydra.decode.request import Engine, Request
@@ -96,15 +96,27 @@ class PromptEncoder:
         return ids
 
     def read_images(self, images: Sequence[Any]) -> np.ndarray | None:
-        """Pixels [images, height, width, 3] of paths or data URLs; None without images."""
+        """[images, *model.vision.image_shape] of paths or data URLs; None without images."""
         if not images:
             return None
         if self.vision is None:
             raise PromptError("the model takes no images: choose one with model.vision")
         try:
-            return np.stack([image_pixels(image, self.vision) for image in images])
+            return np.stack([image_input(image, self.vision) for image in images])
         except MediaError as error:
             raise PromptError(str(error)) from None
+
+    def expand_images(self, prompt: Sequence[int], images: np.ndarray | None) -> list[int]:
+        """The prompt with the placeholder of each image repeated for all of its tokens.
+
+        A prompt with another number of placeholders stays, and the engine rejects it.
+        """
+        if self.vision is None or images is None:
+            return list(prompt)
+        tokens = np.asarray(prompt)
+        repeats = image_repeats(tokens, images, self.vision)
+        expanded: list[int] = (tokens if repeats is None else np.repeat(tokens, repeats)).tolist()
+        return expanded
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:
         longest = self.tokenizer.max_token_bytes

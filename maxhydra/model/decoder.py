@@ -287,7 +287,7 @@ class Decoder(nnx.Module):
             if is_last:
                 # The last layer has already reduced the stream to the output tokens.
                 ctx = dataclasses.replace(ctx, output_index=None)
-            x_BTD = out.x_BTD
+            x_BTD = ctx.add_deepstack(out.x_BTD, layer)
             new_caches.append(merge_view(cache, out.cache))
             layer_outputs.append(x_BTD)
             aux.append(out.aux)

@@ -47,7 +47,7 @@ def test_rows_have_tokens_and_pixels_of_images(tmp_path: Path) -> None:
     images = [png((255, 0, 0)), str(tmp_path / "blue.png")]
     (example,) = made.encode([{"messages": messages(IMAGE, TEXT, IMAGE), "images": images}])
     row = made.row(example, 48)
-    ids = image_ids(vision)
+    ids = image_ids(vision, vision.projector.tokens)
     tokens = [256, *ids, ord("a"), *ids, ord("\n"), *b"ok", 257]
     assert row["tokens"][: len(tokens) - 1].tolist() == tokens[:-1]
     assert row["targets"][row["weights"] > 0].tolist() == [*b"ok", 257]

@@ -30,7 +30,7 @@ from maxhydra.sharding import Sharder, build_mesh
 
 SINGLE = Sharder.single()
 VISION = model_option("gemma3-tiny-vision").vision
-IMAGE = image_ids(VISION)
+IMAGE = image_ids(VISION, VISION.projector.tokens)
 PIXELS = np.random.default_rng(0).uniform(-1, 1, (3, VISION.image_size, VISION.image_size, 3)).astype(np.float32)
 
 
@@ -124,7 +124,8 @@ def test_image_urls_of_chat_requests() -> None:
     assert parse_images(chat(url)) == [url]
     data = compose(["data.tokenizer.chat_template=lines"]).config.data
     prompts = PromptEncoder(data, vocab_size=320, vision=VISION)
-    assert prompts.encode_messages(parse_messages(chat(url))) == [256, *b"look: ", *IMAGE, ord("\n")]
+    ids, images = prompts.encode_messages(parse_messages(chat(url))), prompts.read_images([url])
+    assert prompts.expand_images(ids, images) == [256, *b"look: ", *IMAGE, ord("\n")]
     pixels = prompts.read_images([url])
     assert pixels is not None and pixels.shape == (1, VISION.image_size, VISION.image_size, 3)
     np.testing.assert_allclose(pixels[0, 3, 4], [1, -1, -1 / 255], atol=1e-6)

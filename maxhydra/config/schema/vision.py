@@ -36,6 +36,14 @@ class Vision(Schema):
     """Height and width of images in pixels."""
     patch_size: int = option(16, ge=1, le=MAX_IMAGE)
     """Height and width of a patch in pixels; divides image_size."""
+    max_patches: int | None = option(None, ge=1, le=2**20)
+    """Maximum patches of an image: images keep their aspect ratio, are scaled down to at most this many patches, and
+    have as many tokens as blocks of patches. image_size is then the size of the learned positions, which are
+    interpolated, and projector.tokens its tokens. null: all images are squares of image_size."""
+    min_patches: int = option(1, ge=1, le=2**20)
+    """max_patches: smaller images are scaled up to about this many patches."""
+    frames: int = option(1, ge=1, le=64)
+    """max_patches: frames of a patch; an image is repeated for all of them."""
     emb_dim: int = option(768, ge=1, le=MAX_WIDTH)
     """Width of the encoder."""
     mlp_dim: int = option(3072, ge=1, le=MAX_WIDTH)
@@ -49,8 +57,14 @@ class Vision(Schema):
     projector: Projector = section(Projector)
     bidirectional: bool = False
     """Whether the tokens of an image attend to each other in both directions."""
+    deepstack: list[int] = option([], ge=0, le=MAX_LAYERS)
+    """max_patches: encoder layers, from 0, whose outputs are also projected and added to the residual stream of image
+    tokens, those of the first after the first layer of the decoder and so on (DeepStack, Meng et al., 2024). As many
+    layers must be in model.prefix."""
     placeholder_id: int | None = option(None, ge=0)
     """Placeholder of one image token; needed if num_layers is set."""
+    video_id: int | None = option(None, ge=0)
+    """max_patches: placeholder of one token of a video; null: no videos."""
     begin_id: int | None = option(None, ge=0)
     """Token before the tokens of an image; null: none."""
     end_id: int | None = option(None, ge=0)
@@ -60,6 +74,26 @@ class Vision(Schema):
     def patch_rows(self) -> int:
         """Rows and columns of patches."""
         return self.image_size // self.patch_size
+
+    @property
+    def block_size(self) -> int:
+        """Rows and columns of the patches of a token."""
+        return self.patch_rows // self.token_rows
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """Shape of an image as models take it: pixels, or patches.
+
+        A patch is its row and column, from 1 and 0 for padding, then its pixels: channel, frame, row, column.
+        """
+        if self.max_patches is None:
+            return self.image_size, self.image_size, 3
+        return self.max_patches, 2 + 3 * self.frames * self.patch_size**2
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Placeholders of one image or video token."""
+        return tuple(token for token in (self.placeholder_id, self.video_id) if token is not None)
 
     @property
     def token_rows(self) -> int:
@@ -84,6 +118,27 @@ class Vision(Schema):
             reason = f"does not divide the {rows} x {rows} patches of an image into equal squares"
             accepted = ", ".join(map(str, squares))
             yield Problem("projector.tokens", reason, value=self.projector.tokens, accepted=accepted)
+            return
+        yield from self._check_patches()
+
+    def _check_patches(self) -> Iterator[Problem]:
+        """Options of images with different sizes."""
+        if self.max_patches is None:
+            for name in ("min_patches", "frames", "deepstack", "video_id"):
+                value, default = getattr(self, name), getattr(Vision(), name)
+                if value != default:
+                    yield Problem(name, "is not used without max_patches", value=value, hint="set max_patches")
+            return
+        if self.max_patches < (least := max(self.min_patches, self.block_size**2)):
+            reason = f"is less than the {least} patches of the smallest image"
+            yield Problem("max_patches", reason, value=self.max_patches, accepted=f"{least} or more")
+        if self.projector.pooling is not Pooling.concatenate:
+            reason = "is not supported with max_patches"
+            yield Problem("projector.pooling", reason, value=self.projector.pooling.value, accepted="concatenate")
+        assert self.num_layers is not None
+        if sorted(set(self.deepstack)) != self.deepstack or max(self.deepstack, default=0) >= self.num_layers:
+            accepted = f"increasing numbers from 0 to {self.num_layers - 1}"
+            yield Problem("deepstack", "is not a list of encoder layers", value=self.deepstack, accepted=accepted)
 
 
 def _divisors(number: int) -> str:

@@ -1,11 +1,12 @@
 """Conversations with images: messages with content parts {"type": "image"}, and a column with the images in order.
 
 An image is a path, a data URL, the bytes of a file, or {bytes, path}. A record fills a row, which also has a column
-`images`: the pixels of data.max_images images, zeros for those that it does not have. The loss is that of
+`images`: data.max_images images as the model takes them, zeros for those that it does not have. The loss is that of
 conversations and never counts the tokens of images.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.config.schema.vision import Vision
 from maxhydra.data.chat import compile_chat_template
-from maxhydra.data.image_tokens import ImageTokenizer, image_pixels, with_markers
+from maxhydra.data.image_tokens import ImageTokenizer, image_input, image_repeats, with_markers
 from maxhydra.data.media import MediaError
 from maxhydra.data.record_types import Rejected, column_of
 from maxhydra.data.record_types.chat import Chat
@@ -25,7 +26,7 @@ from maxhydra.data.tokenizers import load_tokenizer
 
 
 class Example(NamedTuple):
-    """A conversation with the pixels of its images."""
+    """A conversation with its images."""
 
     document: Document
     images: np.ndarray
@@ -44,28 +45,27 @@ class ImageChat(Chat):
         document = super()._example({**record, self.corpus.columns.get("messages", "messages"): with_markers(messages)})
         if isinstance(document, Rejected):
             return document
-        pixels = self._pixels(document, images)
-        if isinstance(pixels, Rejected):
-            return pixels
-        document = self._fit(_without_image_loss(document, self.vision))
-        return document if isinstance(document, Rejected) else Example(document, pixels)
-
-    def _pixels(self, document: Document, images: Any) -> Any:
-        """Pixels [data.max_images, size, size, 3], or a Rejected."""
         images = [] if images is None else images if isinstance(images, (list, tuple)) else [images]
-        count = np.count_nonzero(document.tokens == self.vision.placeholder_id) // self.vision.projector.tokens
+        inputs = self._read(document, images)
+        if isinstance(inputs, Rejected):
+            return inputs
+        document = self._fit(_with_image_tokens(document, inputs[: len(images)], self.vision))
+        return document if isinstance(document, Rejected) else Example(document, inputs)
+
+    def _read(self, document: Document, images: Sequence[Any]) -> Any:
+        """[data.max_images, *vision.image_shape], or a Rejected."""
+        count = np.count_nonzero(document.tokens == self.vision.placeholder_id)
         if count != len(images):
             return Rejected(f"has {len(images)} images, but {count} image parts in its messages")
         if count > self.data.max_images:
             return Rejected(f"has {count} images, more than data.max_images={self.data.max_images}")
-        size = self.vision.image_size
-        pixels = np.zeros((self.data.max_images, size, size, 3), np.float32)
+        inputs = np.zeros((self.data.max_images, *self.vision.image_shape), np.float32)
         try:
             for number, image in enumerate(images):
-                pixels[number] = image_pixels(image, self.vision)
+                inputs[number] = image_input(image, self.vision)
         except MediaError as error:
             return Rejected(str(error))
-        return pixels
+        return inputs
 
     def _fit(self, document: Document) -> Any:
         """Keep the beginning of a conversation that is longer than a row, or reject it."""
@@ -78,12 +78,13 @@ class ImageChat(Chat):
         return {**padded_columns(example.document, seq_len), "images": example.images}
 
 
-def _without_image_loss(document: Document, vision: Vision) -> Document:
-    """The document without loss on the tokens of images, which a model never has to generate."""
+def _with_image_tokens(document: Document, images: np.ndarray, vision: Vision) -> Document:
+    """The document with all tokens of its images, without loss on them: a model never has to generate them."""
     assert document.weights is not None
-    return dataclasses.replace(
-        document, weights=np.where(document.tokens == vision.placeholder_id, 0, document.weights)
-    )
+    repeats = image_repeats(document.tokens, images, vision)
+    assert repeats is not None
+    tokens, weights = (np.repeat(array, repeats) for array in (document.tokens, document.weights))
+    return dataclasses.replace(document, tokens=tokens, weights=np.where(tokens == vision.placeholder_id, 0, weights))
 
 
 def build(corpus: Corpus, data: Data, seq_len: int, vision: Vision | None = None) -> ImageChat:

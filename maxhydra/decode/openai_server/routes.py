@@ -241,9 +241,9 @@ class Service:
                 prompts = await self._in_thread(lambda: encode_prompts(request, self._prompts, limit))
             if request.grammar or request.images:
                 # Compiling a grammar may take a second, and decoding an image too.
-                await self._in_thread(lambda: self._submit(request, prompts, queue))
+                prompts = await self._in_thread(partial(self._submit, request, prompts, queue))
             else:
-                self._submit(request, prompts, queue)
+                prompts = self._submit(request, prompts, queue)
         finally:
             self._num_sequences -= count - len(queue.handles)
         builder = ResponseBuilder(
@@ -274,11 +274,13 @@ class Service:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _submit(self, request: CompletionRequest, prompts: Sequence[list[int]], queue: DeltaQueue) -> None:
+    def _submit(self, request: CompletionRequest, prompts: Sequence[list[int]], queue: DeltaQueue) -> list[list[int]]:
+        """Queue the sequences of a request; return the prompts with all tokens of their images."""
         try:
             images = self._prompts.read_images(request.images)
         except PromptError as error:
             raise bad_field("messages", f"has an invalid image: {error}") from None
+        prompts = [self._prompts.expand_images(prompt, images) for prompt in prompts]
         for prompt in prompts:
             number, self._num_prompts = self._num_prompts, self._num_prompts + 1
             engine_requests = make_requests(
@@ -312,6 +314,7 @@ class Service:
                     queue.cancel()
                     self._require_engine()
                     raise bad_field("messages" if request.is_chat else "prompt", f"is invalid: {error}") from None
+        return prompts
 
     def _on_finish(self, delta: Delta) -> None:
         """Count a finished sequence; the last one that was not cancelled determines the health of the engine."""
