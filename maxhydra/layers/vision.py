@@ -1,17 +1,20 @@
 """Image encoder and projector: pixels to embeddings of image tokens.
 
-The encoder is a vision transformer with learned positions (Dosovitskiy et al., 2021; SigLIP, Zhai et al., 2023). Its
-layers are stacked and scanned like those of the decoder. I images, P patches of an image, S of them along a side, N
-tokens of an image, B batch, T tokens, D residual stream, E width of the encoder, A attention heads of size H.
+The encoder is a vision transformer with learned positions (Dosovitskiy et al., 2021; SigLIP, Zhai et al., 2023), and
+optionally a class token and two-dimensional RoPE. Its layers are stacked and scanned like those of the decoder. I
+images, P patches of an image and its class token, S patches along a side, N tokens of an image, B batch, T tokens, D
+residual stream, E width of the encoder, A attention heads of size H.
 """
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from maxhydra.config.schema import model as config
@@ -19,9 +22,10 @@ from maxhydra.kernels.attention import Request
 from maxhydra.layers.attention import attend
 from maxhydra.layers.context import Context, KernelChoice
 from maxhydra.layers.embedding import replace_placeholders
-from maxhydra.layers.mlp import Mlp, MlpSpec
+from maxhydra.layers.mlp import Mlp, MlpSpec, apply_activation
 from maxhydra.layers.norm import LayerNorm, RMSNorm
 from maxhydra.layers.params import Dtypes, ParamBuilder
+from maxhydra.layers.rope import rotate_2d
 
 CHANNELS = 3
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -38,7 +42,15 @@ class VisionSpec:
     num_heads: int
     mlp: MlpSpec
     norm_eps: float
+    has_patch_bias: bool
+    has_class_token: bool
+    rope_theta: float | None
+    has_pre_norm: bool
     pooling: config.Pooling
+    has_projector_norm: bool
+    hidden_dims: tuple[int, ...]
+    """Sizes of the projector's hidden layers."""
+    hidden_activation: config.Activation
     token_rows: int
     is_bidirectional: bool
     placeholder_id: int
@@ -74,7 +86,14 @@ class VisionSpec:
             num_heads=section.num_heads,
             mlp=mlp,
             norm_eps=section.norm_eps,
+            has_patch_bias=section.patch_bias,
+            has_class_token=section.class_token,
+            rope_theta=section.rope_theta,
+            has_pre_norm=section.pre_norm,
             pooling=section.projector.pooling,
+            has_projector_norm=section.projector.norm,
+            hidden_dims=tuple(section.projector.hidden_dims),
+            hidden_activation=section.projector.activation,
             token_rows=section.token_rows,
             is_bidirectional=section.bidirectional,
             placeholder_id=section.placeholder_id,
@@ -84,6 +103,11 @@ class VisionSpec:
             kernel=KernelChoice(model.kernels.attention.value, model.kernels.sizes("attention")),
             dtypes=Dtypes.of(model.dtypes),
         )
+
+    @property
+    def num_positions(self) -> int:
+        """Patches of an image, and its class token."""
+        return self.patch_rows**2 + self.has_class_token
 
     @property
     def pooled_dim(self) -> int:
@@ -108,9 +132,11 @@ class EncoderLayer(nnx.Module):
         self.out = inner("out", (A, H), (E,), ("heads", "head_dim", "embed"), scale=spec.mlp.out_scale)
         self.mlp = Mlp(spec.mlp, make.below("mlp"))
 
-    def __call__(self, x_IPE: jax.Array, ctx: Context) -> jax.Array:
+    def __call__(self, x_IPE: jax.Array, positions_IP2: jax.Array, ctx: Context) -> jax.Array:
         normed_IPE = self.attention_norm(x_IPE)
         heads = [projection(normed_IPE, ctx) for projection in (self.query, self.key, self.value)]
+        if self.spec.rope_theta is not None:
+            heads[:2] = (rotate_2d(each, positions_IP2, self.spec.rope_theta) for each in heads[:2])
         heads = [ctx.constrain(each, "act_batch", None, "act_heads", None) for each in heads]
         request = Request(
             scale=heads[0].shape[-1] ** -0.5,
@@ -127,13 +153,16 @@ class EncoderLayer(nnx.Module):
 
 
 class Projector(nnx.Module):
-    """out(norm(pool(x))): one vector of the residual stream for every square block of patches."""
+    """out(hidden(norm(pool(x)))): one vector of the residual stream for every square block of patches."""
 
     def __init__(self, spec: VisionSpec, make: ParamBuilder):
         self.spec = spec
-        E = spec.pooled_dim
-        self.norm = RMSNorm(E, eps=spec.norm_eps, dtypes=spec.dtypes, make=make, is_centered=spec.is_centered)
-        self.out = make.projection("out", (E,), (spec.out_dim,), (None, "embed"), scale=spec.init_scale)
+        dims = (spec.pooled_dim, *spec.hidden_dims)
+        norm = partial(RMSNorm, dims[0], eps=spec.norm_eps, dtypes=spec.dtypes, is_centered=spec.is_centered)
+        self.norm = norm(make=make) if spec.has_projector_norm else None
+        inner, below = partial(make.below("hidden").projection, scale=spec.init_scale), enumerate(pairwise(dims))
+        self.hidden = nnx.Dict({str(i): inner(str(i), (E,), (F,), (None, "mlp")) for i, (E, F) in below})
+        self.out = make.projection("out", (dims[-1],), (spec.out_dim,), (None, "embed"), scale=spec.init_scale)
 
     def __call__(self, x_IPE: jax.Array, ctx: Context) -> jax.Array:
         I, _, E = x_IPE.shape
@@ -144,21 +173,27 @@ class Projector(nnx.Module):
             pooled = jnp.mean(blocks, axis=(2, 4))
         else:
             pooled = blocks.swapaxes(2, 3)
-        return self.out(self.norm(pooled.reshape(I, S * S, self.spec.pooled_dim)), ctx)
+        x = pooled.reshape(I, S * S, self.spec.pooled_dim)
+        x = x if self.norm is None else self.norm(x)
+        for number in range(len(self.spec.hidden_dims)):
+            x = apply_activation(self.spec.hidden_activation, self.hidden[str(number)](x, ctx))
+        return self.out(x, ctx)
 
 
 class VisionTower(nnx.Module):
-    """projector(norm(layers(patches(pixels) + positions)))."""
+    """projector(norm(layers(pre_norm(patches(pixels) + positions))))."""
 
     def __init__(self, spec: VisionSpec, make: ParamBuilder):
         self.spec = spec
         E, size = spec.emb_dim, spec.patch_size
-        inputs, axes = (CHANNELS, size, size), (None, None, None, "embed")
-        self.patches = make.projection("patches", inputs, (E,), axes, scale=spec.init_scale, has_bias=True)
-        self.positions = make.matrix((spec.patch_rows**2,), (E,), ("positions", "embed"), std=E**-0.5)
+        inputs, axes, bias = (CHANNELS, size, size), (None, None, None, "embed"), spec.has_patch_bias
+        self.patches = make.projection("patches", inputs, (E,), axes, scale=spec.init_scale, has_bias=bias)
+        self.positions = make.matrix((spec.num_positions,), (E,), ("positions", "embed"), std=E**-0.5)
         self.layers = EncoderLayer(spec, make.stacked(spec.num_layers).below("vision"))
-        self.norm = LayerNorm(E, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        norm = partial(LayerNorm, E, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        self.pre_norm, self.norm = norm() if spec.has_pre_norm else None, norm()
         self.projector = Projector(spec, make.below("projector"))
+        self.class_token = make.matrix((), (E,), ("embed",), std=E**-0.5) if spec.has_class_token else None
 
     def embed(self, x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context, wrap: Wrap) -> tuple[jax.Array, Context]:
         """Token embeddings with those of placeholders replaced, in order, by the tokens of the row's images.
@@ -181,15 +216,28 @@ class VisionTower(nnx.Module):
         I, S, size = len(pixels), spec.patch_rows, spec.patch_size
         patches = pixels.astype(spec.dtypes.compute).reshape(I, S, size, S, size, CHANNELS).transpose(0, 1, 3, 5, 2, 4)
         x_IPE = self.patches(patches.reshape(I, S * S, CHANNELS, size, size), ctx)
+        if self.class_token is not None:
+            token_1E = self.class_token[...].astype(x_IPE.dtype)[None]
+            x_IPE = jnp.concatenate([x_IPE, jnp.broadcast_to(token_1E, (I, *token_1E.shape))], axis=1)
         x_IPE = x_IPE + self.positions[...].astype(x_IPE.dtype)
+        x_IPE = x_IPE if self.pre_norm is None else self.pre_norm(x_IPE)
+        x_IPE = self._run_layers(x_IPE, jnp.asarray(_coordinates(spec)), ctx, wrap)
+        return self.projector(self.norm(x_IPE)[:, : S * S], ctx)
+
+    def _run_layers(self, x_IPE: jax.Array, positions_IP2: jax.Array, ctx: Context, wrap: Wrap) -> jax.Array:
         graphdef, weights = nnx.split(self.layers)
 
         def run(weights: nnx.State, x_IPE: jax.Array, ctx: Context) -> jax.Array:
-            return nnx.merge(graphdef, weights)(x_IPE, ctx)
+            return nnx.merge(graphdef, weights)(x_IPE, positions_IP2, ctx)
 
         wrapped = wrap(run)
-        x_IPE = jax.lax.scan(lambda x_IPE, layer: (wrapped(layer, x_IPE, ctx), None), x_IPE, weights)[0]
-        return self.projector(self.norm(x_IPE), ctx)
+        return jax.lax.scan(lambda x_IPE, layer: (wrapped(layer, x_IPE, ctx), None), x_IPE, weights)[0]
+
+
+def _coordinates(spec: VisionSpec) -> np.ndarray:
+    """[1, P, 2] column and row of each patch, from 1; the class token is at 0, where RoPE does not rotate."""
+    rows, columns = np.indices((spec.patch_rows, spec.patch_rows)).reshape(2, -1) + 1
+    return np.pad(np.stack([columns, rows], axis=-1), ((0, int(spec.has_class_token)), (0, 0)))[None]
 
 
 def _image_groups(is_image_BT: jax.Array) -> jax.Array:

@@ -18,12 +18,18 @@ class Pooling(Enum):
 
 @schema
 class Projector(Schema):
-    """The map from patches of an image to its tokens: pooling of square blocks of patches, RMSNorm, projection."""
+    """The map from patches of an image to its tokens: pooling of square blocks, RMSNorm, hidden layers, projection."""
 
     pooling: Pooling = Pooling.average
     """How a block of patches becomes one token: their mean, or their concatenation (pixel shuffle)."""
     tokens: int = option(196, ge=1, le=MAX_IMAGE)
     """Tokens of an image, a square number; patches form as many square blocks."""
+    norm: bool = True
+    """Whether RMSNorm is applied to the pooled patches."""
+    hidden_dims: list[int] = option([], ge=1, le=MAX_WIDTH)
+    """Sizes of hidden layers between pooling and the last projection, each with an activation; []: none."""
+    activation: Activation = Activation.gelu
+    """Activation of the hidden layers."""
 
 
 @schema
@@ -46,6 +52,14 @@ class Vision(Schema):
     """Activation of the encoder's feed-forward."""
     norm_eps: float = option(1e-6, gt=0)
     """Added to the variance or the mean square in the norms of encoder and projector."""
+    patch_bias: bool = True
+    """Whether the projection of patches has a bias."""
+    class_token: bool = False
+    """Whether a learned class token follows the patches (Dosovitskiy et al., 2021); it has no token in the decoder."""
+    rope_theta: float | None = option(None, gt=0)
+    """Base of the frequencies of RoPE over column and row of a patch, in addition to learned positions; null: none."""
+    pre_norm: bool = False
+    """Whether a norm precedes the layers of the encoder."""
     projector: Projector = section(Projector)
     bidirectional: bool = False
     """Whether the tokens of an image attend to each other in both directions."""
@@ -78,6 +92,12 @@ class Vision(Schema):
         if self.emb_dim % self.num_heads:
             reason = f"does not divide vision.emb_dim={self.emb_dim}"
             yield Problem("num_heads", reason, value=self.num_heads, accepted=_divisors(self.emb_dim))
+        elif self.rope_theta is not None and self.emb_dim // self.num_heads % 4:
+            reason = (
+                f"gives heads of {self.emb_dim // self.num_heads}, which RoPE over two coordinates cannot divide by 4"
+            )
+            accepted = f"heads of a multiple of 4 in vision.emb_dim={self.emb_dim}, or rope_theta=null"
+            yield Problem("num_heads", reason, value=self.num_heads, accepted=accepted)
         rows = self.patch_rows
         squares = [number**2 for number in range(1, rows + 1) if rows % number == 0]
         if self.projector.tokens not in squares:
