@@ -28,6 +28,8 @@ DEFAULTS = {
 }
 TOKENS = {"placeholder_id": "image_token_index", "begin_id": "boi_token_index", "end_id": "eoi_token_index"}
 TOKEN_DEFAULTS = {"image_token_index": 200092, "boi_token_index": 200080, "eoi_token_index": 200081}
+# Of the published tokenizer and image processor; config.json has none of them.
+TILES = {"max_tiles": 16, "column_id": 200084, "row_id": 200085, "whole_id": 200090}
 TOWER = "vision_model."
 LAYER = siglip.layer_rows(
     TOWER + "model.layers.{layer}.",
@@ -57,6 +59,7 @@ def to_values(settings: Settings) -> dict[str, Any]:
     if rows % block:
         raise UnsupportedError(f"vision_config.pixel_shuffle_ratio={vision['pixel_shuffle_ratio']} for {rows} patches")
     tokens = {**TOKEN_DEFAULTS, **settings}
+    has_separators = max(TILES.values()) < settings["text_config"]["vocab_size"]
     return {
         **{key: vision[hf_key] for key, hf_key in SIZES.items()},
         "activation": "gelu",
@@ -72,6 +75,7 @@ def to_values(settings: Settings) -> dict[str, Any]:
             "hidden_dims": [vision["projector_input_dim"], out_dim],
             "activation": "gelu",
         },
+        "tiles": {key: value for key, value in TILES.items() if has_separators or key == "max_tiles"},
         **{key: tokens[hf_key] for key, hf_key in TOKENS.items()},
     }
 

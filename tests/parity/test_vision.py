@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.model import Dtype, Dtypes
 from maxhydra.convert import llama4_vision
 from maxhydra.convert.hf import hf_source
 from maxhydra.convert.hf_write import find_family, write_hf
 from maxhydra.convert.streaming import FileArrays, single_device_shardings, stream_weights
 from maxhydra.convert.tables.multimodal import TOWER
+from maxhydra.data.image_tokens import insert_images, join_pixels, read_images
 from maxhydra.layers import Context, DenseCacheSpec
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder
+from tests.support.pictures import picture
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -100,20 +103,23 @@ class Reference:
 FAMILIES = {"gemma3": (GEMMA3, "Gemma3", TOWER), "llama4": (LLAMA4, "Llama4", llama4_vision.TOWER)}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def make_reference(family: str, folder: Path) -> Reference:
     """A random model with weights that are large enough for every mechanism to matter."""
     torch.manual_seed(0)
-    settings, name, tower = FAMILIES[request.param]
+    settings, name, tower = FAMILIES[family]
     model_class = getattr(transformers, f"{name}ForConditionalGeneration")
     model = model_class(getattr(transformers, f"{name}Config")(**settings, **TOKEN_IDS))
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():
             is_scale = "norm" in weight_name and weight_name.endswith("weight")
             weight.normal_(float(is_scale), 0.3 if weight.ndim > 1 else 0.1)
-    path = tmp_path_factory.mktemp(request.param)
-    model.save_pretrained(path)
-    return Reference(request.param, model_class, path, tower)
+    model.save_pretrained(folder)
+    return Reference(family, model_class, folder, tower)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_reference(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture
@@ -161,6 +167,25 @@ def test_logits_with_images_equal_transformers(reference: Reference) -> None:
     expected = expected_logits(reference, TOKENS, PIXELS)
     np.testing.assert_allclose(logits, expected, atol=1e-4)
     assert np.abs(expected).max() > 1
+
+
+def test_logits_of_images_with_different_numbers_of_tiles_equal_transformers(tmp_path: Path) -> None:
+    """A row of four squares and one of five, padded; the reference gets the squares of both without padding."""
+    reference = make_reference("llama4", tmp_path)
+    tiles = "model.vision.tiles={max_tiles: 4, column_id: 57, row_id: 58, whole_id: 59}"
+    options = ["model=from_hf_vision", f"model.path={tmp_path}", "train.seq_len=64", tiles]
+    vision = compose(options).config.model.vision
+    rows, squares = [], []
+    for height, width in ((61, 20), (40, 35)):
+        images = read_images([np.asarray(picture(height, width))], vision)
+        rows.append(insert_images(np.array([1, 2, PLACEHOLDER, 3, 4]), images, vision)[0])
+        squares.append(join_pixels(images))
+    assert [len(each) for each in squares] == [4, 5]
+    tokens, pixels = np.zeros((2, 64), np.int64), np.zeros((2, 5, 24, 24, 3), np.float32)
+    for row, (ids, each) in enumerate(zip(rows, squares, strict=True)):
+        tokens[row, : len(ids)], pixels[row, : len(each)] = ids, each
+    expected = expected_logits(reference, tokens, np.concatenate(squares)[None])
+    np.testing.assert_allclose(logits_of(*load(tmp_path, vision=vision), tokens, pixels), expected, atol=1e-4)
 
 
 def test_the_text_decoder_alone_gives_the_logits_of_text(reference: Reference, folder: Path) -> None:

@@ -9,6 +9,7 @@ from maxhydra.config.errors import Problem
 from maxhydra.config.schema.feed_forward import Activation
 
 MAX_IMAGE = 2**14
+MAX_TILES = 256
 
 
 class Pooling(Enum):
@@ -23,7 +24,7 @@ class Projector(Schema):
     pooling: Pooling = Pooling.average
     """How a block of patches becomes one token: their mean, or their concatenation (pixel shuffle)."""
     tokens: int = option(196, ge=1, le=MAX_IMAGE)
-    """Tokens of an image, a square number; patches form as many square blocks."""
+    """Tokens of an image or a tile, a square number; patches form as many square blocks."""
     norm: bool = True
     """Whether RMSNorm is applied to the pooled patches."""
     hidden_dims: list[int] = option([], ge=1, le=MAX_WIDTH)
@@ -33,13 +34,32 @@ class Projector(Schema):
 
 
 @schema
+class Tiles(Schema):
+    """Images as square tiles of image_size, then the whole image as one more; small images are one tile."""
+
+    max_tiles: int | None = option(None, ge=1, le=MAX_TILES)
+    """Most tiles of an image, without that of the whole image; null: images are resized to one square."""
+    column_id: int | None = option(None, ge=0)
+    """Token between two tiles of a row; null: none."""
+    row_id: int | None = option(None, ge=0)
+    """Token after each row of tiles; null: none."""
+    whole_id: int | None = option(None, ge=0)
+    """Token before the tile of the whole image; null: none."""
+
+    @property
+    def squares(self) -> int:
+        """Most squares of image_size that an image has."""
+        return 1 if self.max_tiles in (None, 1) else self.max_tiles + 1
+
+
+@schema
 class Vision(Schema):
     """Images in the prompt: a vision transformer (Dosovitskiy et al., 2021) whose outputs replace token embeddings."""
 
     num_layers: int | None = option(None, ge=1, le=MAX_LAYERS)
     """Layers of the image encoder; null: the model takes no images."""
     image_size: int = option(224, ge=1, le=MAX_IMAGE)
-    """Height and width of images in pixels."""
+    """Height and width of images, or of their tiles, in pixels."""
     patch_size: int = option(16, ge=1, le=MAX_IMAGE)
     """Height and width of a patch in pixels; divides image_size."""
     emb_dim: int = option(768, ge=1, le=MAX_WIDTH)
@@ -61,6 +81,7 @@ class Vision(Schema):
     pre_norm: bool = False
     """Whether a norm precedes the layers of the encoder."""
     projector: Projector = section(Projector)
+    tiles: Tiles = section(Tiles)
     bidirectional: bool = False
     """Whether the tokens of an image attend to each other in both directions."""
     placeholder_id: int | None = option(None, ge=0)
@@ -69,6 +90,12 @@ class Vision(Schema):
     """Token before the tokens of an image; null: none."""
     end_id: int | None = option(None, ge=0)
     """Token after the tokens of an image; null: none."""
+
+    @property
+    def token_ids(self) -> dict[str, int | None]:
+        """Path of each token of images -> its id."""
+        tiles = {f"tiles.{name}": getattr(self.tiles, name) for name in ("column_id", "row_id", "whole_id")}
+        return {name: getattr(self, name) for name in ("placeholder_id", "begin_id", "end_id")} | tiles
 
     @property
     def patch_rows(self) -> int:

@@ -1,11 +1,12 @@
 """Conversations with images: messages with content parts {"type": "image"}, and a column with the images in order.
 
 An image is a path, a data URL, the bytes of a file, or {bytes, path}. A record fills a row, which also has a column
-`images`: the pixels of data.max_images images, zeros for those that it does not have. The loss is that of
-conversations and never counts the tokens of images.
+`images`: the pixels of data.max_images images or of their tiles, zeros for those that it does not have. The loss is
+that of conversations and never counts the tokens of images.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,8 @@ from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.config.schema.vision import Vision
 from maxhydra.data.chat import compile_chat_template
-from maxhydra.data.image_tokens import ImageTokenizer, image_pixels, with_markers
+from maxhydra.data.image_tokens import ImageTokenizer, insert_images, join_pixels, read_images, with_markers
+from maxhydra.data.images import ProcessedImage
 from maxhydra.data.media import MediaError
 from maxhydra.data.record_types import Rejected, column_of
 from maxhydra.data.record_types.chat import Chat
@@ -44,27 +46,25 @@ class ImageChat(Chat):
         document = super()._example({**record, self.corpus.columns.get("messages", "messages"): with_markers(messages)})
         if isinstance(document, Rejected):
             return document
-        pixels = self._pixels(document, images)
-        if isinstance(pixels, Rejected):
-            return pixels
-        document = self._fit(_without_image_loss(document, self.vision))
-        return document if isinstance(document, Rejected) else Example(document, pixels)
-
-    def _pixels(self, document: Document, images: Any) -> Any:
-        """Pixels [data.max_images, size, size, 3], or a Rejected."""
-        images = [] if images is None else images if isinstance(images, (list, tuple)) else [images]
-        count = np.count_nonzero(document.tokens == self.vision.placeholder_id) // self.vision.projector.tokens
-        if count != len(images):
-            return Rejected(f"has {len(images)} images, but {count} image parts in its messages")
-        if count > self.data.max_images:
-            return Rejected(f"has {count} images, more than data.max_images={self.data.max_images}")
-        size = self.vision.image_size
-        pixels = np.zeros((self.data.max_images, size, size, 3), np.float32)
         try:
-            for number, image in enumerate(images):
-                pixels[number] = image_pixels(image, self.vision)
+            images = read_images(_as_list(images), self.vision)
+            tokens, index = insert_images(document.tokens, images, self.vision)
         except MediaError as error:
             return Rejected(str(error))
+        if len(images) > self.data.max_images:
+            return Rejected(f"has {len(images)} images, more than data.max_images={self.data.max_images}")
+        assert document.weights is not None
+        # A model never has to generate the tokens of images.
+        weights = np.where(tokens == self.vision.placeholder_id, 0, document.weights[index])
+        document = self._fit(dataclasses.replace(document, tokens=tokens, weights=weights))
+        return document if isinstance(document, Rejected) else Example(document, self._pixels(images))
+
+    def _pixels(self, images: Sequence[ProcessedImage]) -> np.ndarray:
+        """Pixels [data.max_images * squares of an image, size, size, 3], zeros for squares that a row does not have."""
+        size, squares = self.vision.image_size, self.vision.tiles.squares
+        pixels = np.zeros((self.data.max_images * squares, size, size, 3), np.float32)
+        if (joined := join_pixels(images)) is not None:
+            pixels[: len(joined)] = joined
         return pixels
 
     def _fit(self, document: Document) -> Any:
@@ -78,12 +78,8 @@ class ImageChat(Chat):
         return {**padded_columns(example.document, seq_len), "images": example.images}
 
 
-def _without_image_loss(document: Document, vision: Vision) -> Document:
-    """The document without loss on the tokens of images, which a model never has to generate."""
-    assert document.weights is not None
-    return dataclasses.replace(
-        document, weights=np.where(document.tokens == vision.placeholder_id, 0, document.weights)
-    )
+def _as_list(images: Any) -> list[Any]:
+    return [] if images is None else list(images) if isinstance(images, (list, tuple)) else [images]
 
 
 def build(corpus: Corpus, data: Data, seq_len: int, vision: Vision | None = None) -> ImageChat:
