@@ -148,6 +148,16 @@ CONDITIONS = (
         "model.vision.num_layers",
     ),
     Condition(
+        tuple(f"model.vision.tiles.{name}_id" for name in ("column", "row", "whole")),
+        lambda c: c.model.vision.tiles.max_tiles is not None,
+        "model.vision.tiles.max_tiles",
+    ),
+    Condition(
+        tuple(f"model.vision.{name}" for name in ("min_patches", "frames", "deepstack", "video_id")),
+        lambda c: c.model.vision.max_patches is not None,
+        "model.vision.max_patches",
+    ),
+    Condition(
         ("data.max_images",),
         lambda c: any(corpus.record_type in IMAGE_TYPES for corpus in c.data.corpora().values()),
         "data.record_type=image_chat",

@@ -21,9 +21,9 @@ def complete(client: PromptClient, prompt: str, write: Callable[[str], None]) ->
     """Stream the completion of one prompt; several samples follow each other, each under a header line."""
     try:
         images = client.prompts.read_images(client.task.images)
-        ids = client.prompts.expand_images(client.encode(prompt), images)
+        ids, pixels = client.prompts.insert_images(client.encode(prompt), images)
         requests = client.requests(ids, client.task.sampling, number=0)
-        handles = [client.engine.submit(dataclasses.replace(request, images=images)) for request in requests]
+        handles = [client.engine.submit(dataclasses.replace(request, images=pixels)) for request in requests]
     except (PromptError, RequestRejectedError) as error:
         raise ConfigError(Problem("task.prompt", str(error))) from None
     for number, handle in enumerate(handles, start=1):

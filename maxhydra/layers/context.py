@@ -93,8 +93,8 @@ class Context:
     """[B, T, axes] positions of RoPE where they differ from `positions`: an image takes fewer positions than tokens.
     Three axes, or one if the axes of all tokens are equal. None: `positions`."""
     deepstack: jax.Array | None = None
-    """[layers, B, T, D] features of images that are added to the residual stream after each of the first layers; read by the decoder, None
-    inside a layer. None: nothing."""
+    """[layers, B, T, D] features of images that are added to the residual stream after each of the first layers; read
+    by the decoder, None inside a layer. None: no features."""
     is_adapted: bool = True
     """Whether the adapter is applied; without it the model gives the outputs of its base."""
     is_fresh: bool = False

@@ -1,27 +1,50 @@
-"""Positions of RoPE in a sequence with images, on the axes time, row and column (Wang et al., 2024).
+"""Places of image tokens in a sequence: their image, their index in it, and their positions of RoPE.
 
-All tokens of an image have one time, and the rows and columns of its grid. The text behind it continues at the position
-after the longest side of the grid. B batch, T tokens, I images.
+Positions have the axes time, row and column (Wang et al., 2024). All tokens of an image have one time, and the rows and
+columns of its grid. The text behind it continues at the position after the longer side of the grid. B batch, T tokens,
+I images.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 
-def image_positions(positions_BT: jax.Array, is_image_BT: jax.Array, sizes_BI2: jax.Array) -> jax.Array:
-    """[B, T, 3] positions of time, row and column; text tokens have three equal ones.
+class ImagePlaces(NamedTuple):
+    """Where the tokens of images are."""
 
-    `sizes_BI2`: rows and columns of tokens of each image, zeros for padding.
-    """
-    num_tokens_BI = jnp.prod(sizes_BI2, axis=-1)
-    saved_BI = num_tokens_BI - jnp.max(sizes_BI2, axis=-1)
-    # Image tokens before each token, and images that are complete by then.
-    before_BT = jnp.cumsum(is_image_BT, axis=1) - is_image_BT
-    is_complete_BTI = before_BT[:, :, None] >= jnp.cumsum(num_tokens_BI, axis=1)[:, None]
-    index_BT = before_BT - jnp.sum(jnp.where(is_complete_BTI, num_tokens_BI[:, None], 0), axis=-1)
-    text_BT = positions_BT - jnp.sum(jnp.where(is_complete_BTI, saved_BI[:, None], 0), axis=-1)
-    image_BT = jnp.minimum(jnp.sum(is_complete_BTI, axis=-1), sizes_BI2.shape[1] - 1)
-    columns_BT = jnp.maximum(jnp.take_along_axis(sizes_BI2[..., 1], image_BT, axis=1), 1)
-    start_BT = text_BT - index_BT
-    on_image_BT3 = jnp.stack([start_BT, start_BT + index_BT // columns_BT, start_BT + index_BT % columns_BT], axis=-1)
-    return jnp.where(is_image_BT[:, :, None], on_image_BT3, text_BT[:, :, None])
+    is_image_BT: jax.Array
+    image_BT: jax.Array
+    """Images before a token; of an image token, the number of its image."""
+    index_BT: jax.Array
+    """Of an image token, its index in the image."""
+    saved_BT: jax.Array
+    """Tokens of the images before a token, less the positions that they take."""
+    columns_BT: jax.Array
+    """Of an image token, the columns of the image's grid."""
+
+    @classmethod
+    def of(cls, is_image_BT: jax.Array, sizes_BI2: jax.Array) -> "ImagePlaces":
+        """`sizes_BI2`: rows and columns of tokens of each image, zeros for padding."""
+        num_tokens_BI = jnp.prod(sizes_BI2, axis=-1)
+        saved_BI = num_tokens_BI - jnp.max(sizes_BI2, axis=-1)
+        before_BT = jnp.cumsum(is_image_BT, axis=1) - is_image_BT
+        is_complete_BTI = before_BT[:, :, None] >= jnp.cumsum(num_tokens_BI, axis=1)[:, None]
+        image_BT = jnp.sum(is_complete_BTI, axis=-1)
+        columns_BT = jnp.take_along_axis(sizes_BI2[..., 1], image_BT, axis=1, mode="clip")
+        return cls(
+            is_image_BT,
+            image_BT,
+            before_BT - jnp.sum(jnp.where(is_complete_BTI, num_tokens_BI[:, None], 0), axis=-1),
+            jnp.sum(jnp.where(is_complete_BTI, saved_BI[:, None], 0), axis=-1),
+            jnp.maximum(columns_BT, 1),
+        )
+
+    def axis_positions(self, positions_BT: jax.Array) -> jax.Array:
+        """[B, T, 3] positions of time, row and column; text tokens have three equal ones."""
+        text_BT = positions_BT - self.saved_BT
+        start_BT, row_BT = text_BT - self.index_BT, self.index_BT // self.columns_BT
+        column_BT = self.index_BT % self.columns_BT
+        on_image_BT3 = jnp.stack([start_BT, start_BT + row_BT, start_BT + column_BT], axis=-1)
+        return jnp.where(self.is_image_BT[:, :, None], on_image_BT3, text_BT[:, :, None])

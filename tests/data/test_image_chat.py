@@ -13,6 +13,7 @@ from PIL import Image
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.data.image_tokens import image_ids
+from maxhydra.data.images import ProcessedImage
 from maxhydra.data.pipeline import Pipeline
 from maxhydra.data.record_types import Rejected, build_record_type
 from maxhydra.data.rows import RowSpec
@@ -47,12 +48,29 @@ def test_rows_have_tokens_and_pixels_of_images(tmp_path: Path) -> None:
     images = [png((255, 0, 0)), str(tmp_path / "blue.png")]
     (example,) = made.encode([{"messages": messages(IMAGE, TEXT, IMAGE), "images": images}])
     row = made.row(example, 48)
-    ids = image_ids(vision, vision.projector.tokens)
+    ids = image_ids(ProcessedImage(row["images"][:1], None, vision.projector.tokens), vision)
     tokens = [256, *ids, ord("a"), *ids, ord("\n"), *b"ok", 257]
     assert row["tokens"][: len(tokens) - 1].tolist() == tokens[:-1]
     assert row["targets"][row["weights"] > 0].tolist() == [*b"ok", 257]
     assert row["images"].shape == (2, vision.image_size, vision.image_size, 3)
     np.testing.assert_allclose(row["images"][:, 0, 0], [[1, -1, -1], [-1, -1, 1]])
+
+
+def test_rows_have_the_tiles_of_images(tmp_path: Path) -> None:
+    """Images of one and of three squares; rows have space for the most squares of data.max_images images."""
+    made, vision = record_type(tmp_path, "model=llama4-tiny-vision", "data.loss_on=all")
+    images = [np.zeros((9, 16, 3), np.uint8), np.full((40, 12, 3), 255, np.uint8)]
+    (example,) = made.encode([{"messages": messages(IMAGE, TEXT, IMAGE), "images": images}])
+    row = made.row(example, 48)
+    tile = [300] * vision.projector.tokens
+    small, large = [301, 305, *tile, 302], [301, *tile, 304, *tile, 304, *tile, 304, 305, *tile, 302]
+    tokens = [256, *small, ord("a"), *large, ord("\n"), *b"ok", 257]
+    assert row["tokens"][: len(tokens) - 1].tolist() == tokens[:-1]
+    assert row["images"].shape == (2 * (vision.tiles.max_tiles + 1), 16, 16, 3)
+    # White images fill their canvas up to black padding, which is -1; squares without a tile are 0.
+    assert row["images"][:, 0, 0, 0].tolist() == [-1, 1, 1, 1, 1, 0, 0, 0, 0, 0]
+    counted = row["targets"][row["weights"] > 0].tolist()
+    assert counted == [id for id in tokens[1:] if id != vision.placeholder_id]
 
 
 def test_loss_never_counts_tokens_of_images(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.data.image_tokens import image_ids
+from maxhydra.data.images import ProcessedImage
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.openai_server.http11 import HttpError
@@ -30,8 +31,8 @@ from maxhydra.sharding import Sharder, build_mesh
 
 SINGLE = Sharder.single()
 VISION = model_option("gemma3-tiny-vision").vision
-IMAGE = image_ids(VISION, VISION.projector.tokens)
 PIXELS = np.random.default_rng(0).uniform(-1, 1, (3, VISION.image_size, VISION.image_size, 3)).astype(np.float32)
+IMAGE = image_ids(ProcessedImage(PIXELS[:1], None, VISION.projector.tokens), VISION)
 
 
 @cache
@@ -124,11 +125,27 @@ def test_image_urls_of_chat_requests() -> None:
     assert parse_images(chat(url)) == [url]
     data = compose(["data.tokenizer.chat_template=lines"]).config.data
     prompts = PromptEncoder(data, vocab_size=320, vision=VISION)
-    ids, images = prompts.encode_messages(parse_messages(chat(url))), prompts.read_images([url])
-    assert prompts.expand_images(ids, images) == [256, *b"look: ", *IMAGE, ord("\n")]
-    pixels = prompts.read_images([url])
+    ids = prompts.encode_messages(parse_messages(chat(url)))
+    prompt, pixels = prompts.insert_images(ids, prompts.read_images([url]))
+    assert prompt == [256, *b"look: ", *IMAGE, ord("\n")]
     assert pixels is not None and pixels.shape == (1, VISION.image_size, VISION.image_size, 3)
     np.testing.assert_allclose(pixels[0, 3, 4], [1, -1, -1 / 255], atol=1e-6)
+
+
+def test_the_number_of_tokens_depends_on_the_tiles_of_an_image() -> None:
+    """An image of 2 x 1 tiles and the whole image, then one of one tile."""
+    vision = model_option("llama4-tiny-vision").vision
+    prompts = PromptEncoder(compose(["data.tokenizer.chat_template=lines"]).config.data, vocab_size=320, vision=vision)
+    urls = [data_url(png((10, 30))), data_url(png((16, 9)))]
+    images = prompts.read_images(urls)
+    ids = prompts.encode_messages([*parse_messages(chat(urls[0])), *parse_messages(chat(urls[1]))])
+    prompt, pixels = prompts.insert_images(ids, images)
+    tile = [300] * 4
+    large, small = [301, *tile, 304, *tile, 304, 305, *tile, 302], [301, 305, *tile, 302]
+    assert prompt == [256, *b"look: ", *large, *b"\nlook: ", *small, ord("\n")]
+    assert pixels is not None and pixels.shape == (4, 16, 16, 3)
+    with pytest.raises(PromptError, match="has 1 images, but 2 image parts"):
+        prompts.insert_images(ids, images[:1])
 
 
 def test_bad_image_urls(tmp_path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema import model as config
-from maxhydra.layers.image_positions import image_positions
+from maxhydra.layers.image_positions import ImagePlaces
 from maxhydra.layers.rope import Rotation, pair_axes, rotate
 
 
@@ -32,7 +32,7 @@ def test_images_take_as_many_positions_as_their_longer_side():
     padded = np.zeros((2, 3, 2), np.int32)
     padded[:, :2] = sizes
     positions = np.broadcast_to(np.arange(16), (2, 16))
-    out = image_positions(jnp.asarray(positions), jnp.asarray(is_image), jnp.asarray(padded))
+    out = ImagePlaces.of(jnp.asarray(is_image), jnp.asarray(padded)).axis_positions(jnp.asarray(positions))
     np.testing.assert_array_equal(out, [expected_positions(*each) for each in zip(rows, sizes, strict=True)])
 
 

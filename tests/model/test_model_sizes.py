@@ -64,6 +64,8 @@ PUBLISHED = {
     "gemma3-12b": 11_766_034_176,
     "gemma3-27b": 27_009_346_304,
     "gemma3-4b": 3_880_263_168,
+    "llama4-17b-16e-vision": 108_641_793_536,
+    "llama4-17b-128e-vision": 401_583_781_376,
     "gemma3-4b-vision": 4_300_079_472,
     "gemma3-12b-vision": 12_187_325_040,
     "gemma3-27b-vision": 27_432_406_640,

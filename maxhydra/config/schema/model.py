@@ -322,8 +322,7 @@ class Model(Schema):
         """Placeholders are tokens of the vocabulary, and mechanisms that look up tokens again see no images."""
         if self.vision.num_layers is None:
             return
-        for name in ("placeholder_id", "video_id", "begin_id", "end_id"):
-            value = getattr(self.vision, name)
+        for name, value in self.vision.token_ids.items():
             if value is not None and value >= self.vocab_size:
                 reason = f"is not in the vocabulary of {self.vocab_size} tokens"
                 yield Problem(f"vision.{name}", reason, value=value, accepted=f"0 to {self.vocab_size - 1}")

@@ -9,6 +9,7 @@ from maxhydra.config.errors import Problem
 from maxhydra.config.schema.feed_forward import Activation
 
 MAX_IMAGE = 2**14
+MAX_TILES = 256
 
 
 class Pooling(Enum):
@@ -18,12 +19,39 @@ class Pooling(Enum):
 
 @schema
 class Projector(Schema):
-    """The map from patches of an image to its tokens: pooling of square blocks of patches, RMSNorm, projection."""
+    """The map from patches of an image to its tokens: pooling of square blocks, RMSNorm, hidden layers, projection."""
 
     pooling: Pooling = Pooling.average
     """How a block of patches becomes one token: their mean, or their concatenation (pixel shuffle)."""
     tokens: int = option(196, ge=1, le=MAX_IMAGE)
-    """Tokens of an image, a square number; patches form as many square blocks."""
+    """Tokens of an image or a tile, a square number; patches form as many square blocks."""
+    norm: bool = True
+    """Whether RMSNorm is applied to the pooled patches."""
+    bias: bool = False
+    """Whether the hidden layers and the last projection have a bias."""
+    hidden_dims: list[int] = option([], ge=1, le=MAX_WIDTH)
+    """Sizes of hidden layers between pooling and the last projection, each with an activation; []: none."""
+    activation: Activation = Activation.gelu
+    """Activation of the hidden layers."""
+
+
+@schema
+class Tiles(Schema):
+    """Images as square tiles of image_size, then the whole image as one more; small images are one tile."""
+
+    max_tiles: int | None = option(None, ge=1, le=MAX_TILES)
+    """Most tiles of an image, without that of the whole image; null: images are resized to one square."""
+    column_id: int | None = option(None, ge=0)
+    """Token between two tiles of a row; null: none."""
+    row_id: int | None = option(None, ge=0)
+    """Token after each row of tiles; null: none."""
+    whole_id: int | None = option(None, ge=0)
+    """Token before the tile of the whole image; null: none."""
+
+    @property
+    def squares(self) -> int:
+        """Most squares of image_size that an image has."""
+        return 1 if self.max_tiles in (None, 1) else self.max_tiles + 1
 
 
 @schema
@@ -33,7 +61,7 @@ class Vision(Schema):
     num_layers: int | None = option(None, ge=1, le=MAX_LAYERS)
     """Layers of the image encoder; null: the model takes no images."""
     image_size: int = option(224, ge=1, le=MAX_IMAGE)
-    """Height and width of images in pixels."""
+    """Height and width of images, or of their tiles, in pixels."""
     patch_size: int = option(16, ge=1, le=MAX_IMAGE)
     """Height and width of a patch in pixels; divides image_size."""
     max_patches: int | None = option(None, ge=1, le=2**20)
@@ -54,7 +82,16 @@ class Vision(Schema):
     """Activation of the encoder's feed-forward."""
     norm_eps: float = option(1e-6, gt=0)
     """Added to the variance or the mean square in the norms of encoder and projector."""
+    patch_bias: bool = True
+    """Whether the projection of patches has a bias."""
+    class_token: bool = False
+    """Whether a learned class token follows the patches (Dosovitskiy et al., 2021); it has no token in the decoder."""
+    rope_theta: float | None = option(None, gt=0)
+    """Base of the frequencies of RoPE over column and row of a patch, in addition to learned positions; null: none."""
+    pre_norm: bool = False
+    """Whether a norm precedes the layers of the encoder."""
     projector: Projector = section(Projector)
+    tiles: Tiles = section(Tiles)
     bidirectional: bool = False
     """Whether the tokens of an image attend to each other in both directions."""
     deepstack: list[int] = option([], ge=0, le=MAX_LAYERS)
@@ -69,6 +106,13 @@ class Vision(Schema):
     """Token before the tokens of an image; null: none."""
     end_id: int | None = option(None, ge=0)
     """Token after the tokens of an image; null: none."""
+
+    @property
+    def token_ids(self) -> dict[str, int | None]:
+        """Path of each token of images -> its id."""
+        tiles = {f"tiles.{name}": getattr(self.tiles, name) for name in ("column_id", "row_id", "whole_id")}
+        names = ("placeholder_id", "video_id", "begin_id", "end_id")
+        return {name: getattr(self, name) for name in names} | tiles
 
     @property
     def patch_rows(self) -> int:
@@ -112,6 +156,12 @@ class Vision(Schema):
         if self.emb_dim % self.num_heads:
             reason = f"does not divide vision.emb_dim={self.emb_dim}"
             yield Problem("num_heads", reason, value=self.num_heads, accepted=_divisors(self.emb_dim))
+        elif self.rope_theta is not None and self.emb_dim // self.num_heads % 4:
+            reason = (
+                f"gives heads of {self.emb_dim // self.num_heads}, which RoPE over two coordinates cannot divide by 4"
+            )
+            accepted = f"heads of a multiple of 4 in vision.emb_dim={self.emb_dim}, or rope_theta=null"
+            yield Problem("num_heads", reason, value=self.num_heads, accepted=accepted)
         rows = self.patch_rows
         squares = [number**2 for number in range(1, rows + 1) if rows % number == 0]
         if self.projector.tokens not in squares:
@@ -124,11 +174,11 @@ class Vision(Schema):
     def _check_patches(self) -> Iterator[Problem]:
         """Options of images with different sizes."""
         if self.max_patches is None:
-            for name in ("min_patches", "frames", "deepstack", "video_id"):
-                value, default = getattr(self, name), getattr(Vision(), name)
-                if value != default:
-                    yield Problem(name, "is not used without max_patches", value=value, hint="set max_patches")
             return
+        for name, is_used in {"class_token": self.class_token, "tiles.max_tiles": self.tiles.max_tiles}.items():
+            if is_used:
+                accepted = "null" if name.startswith("tiles") else "false"
+                yield Problem(name, "is not supported with max_patches", value=is_used, accepted=accepted)
         if self.max_patches < (least := max(self.min_patches, self.block_size**2)):
             reason = f"is less than the {least} patches of the smallest image"
             yield Problem("max_patches", reason, value=self.max_patches, accepted=f"{least} or more")

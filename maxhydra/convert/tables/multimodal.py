@@ -9,7 +9,7 @@ from functools import reduce
 from typing import Any
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert import siglip
+from maxhydra.convert import llama4_vision, siglip
 from maxhydra.convert.name_table import Settings, Table, Weight
 from maxhydra.convert.tables import gemma, gemma4, llama4, qwen, qwen3_next
 
@@ -118,7 +118,7 @@ def gemma3_settings(vision: config.Vision) -> Settings:
 
 TOWER = "vision_tower.vision_model."
 GEMMA3_VISION = Vision(
-    layer=siglip.layer_rows(TOWER),
+    layer=siglip.layer_rows(TOWER + "encoder.layers.{layer}."),
     non_layer=(
         *siglip.other_rows(TOWER),
         Weight("vision/projector/norm/scale", "multi_modal_projector.mm_soft_emb_norm.weight"),
@@ -127,6 +127,13 @@ GEMMA3_VISION = Vision(
     to_values=gemma3_values,
     to_settings=gemma3_settings,
     renamed={f"vision_tower.{part}": TOWER + part for part in ("embeddings.", "encoder.", "post_layernorm.")},
+)
+LLAMA4_VISION = Vision(
+    layer=llama4_vision.LAYER,
+    non_layer=llama4_vision.NON_LAYER,
+    to_values=llama4_vision.to_values,
+    to_settings=llama4_vision.to_settings,
+    renamed={},
 )
 
 TABLES = (
@@ -160,6 +167,7 @@ TABLES = (
         body="language_model.model.",
         prefix="language_model.",
         ignored=("vision_model.*", "multi_modal_projector.*"),
+        vision=LLAMA4_VISION,
     ),
     # Qwen3.5 (Qwen Team, 2026): text and images, dense and with experts.
     text_decoder(

@@ -1,8 +1,8 @@
 """Conversations with images: messages with content parts {"type": "image"}, and a column with the images in order.
 
 An image is a path, a data URL, the bytes of a file, or {bytes, path}. A record fills a row, which also has a column
-`images`: data.max_images images as the model takes them, zeros for those that it does not have. The loss is that of
-conversations and never counts the tokens of images.
+`images`: the pixels of data.max_images images or of their tiles, zeros for those that it does not have. The loss is
+that of conversations and never counts the tokens of images.
 """
 
 import dataclasses
@@ -15,7 +15,8 @@ from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.config.schema.vision import Vision
 from maxhydra.data.chat import compile_chat_template
-from maxhydra.data.image_tokens import ImageTokenizer, image_input, image_repeats, with_markers
+from maxhydra.data.image_tokens import ImageTokenizer, insert_images, join_pixels, read_images, with_markers
+from maxhydra.data.images import ProcessedImage
 from maxhydra.data.media import MediaError
 from maxhydra.data.record_types import Rejected, column_of
 from maxhydra.data.record_types.chat import Chat
@@ -26,7 +27,7 @@ from maxhydra.data.tokenizers import load_tokenizer
 
 
 class Example(NamedTuple):
-    """A conversation with its images."""
+    """A conversation with the pixels of its images."""
 
     document: Document
     images: np.ndarray
@@ -45,27 +46,26 @@ class ImageChat(Chat):
         document = super()._example({**record, self.corpus.columns.get("messages", "messages"): with_markers(messages)})
         if isinstance(document, Rejected):
             return document
-        images = [] if images is None else images if isinstance(images, (list, tuple)) else [images]
-        inputs = self._read(document, images)
-        if isinstance(inputs, Rejected):
-            return inputs
-        document = self._fit(_with_image_tokens(document, inputs[: len(images)], self.vision))
-        return document if isinstance(document, Rejected) else Example(document, inputs)
-
-    def _read(self, document: Document, images: Sequence[Any]) -> Any:
-        """[data.max_images, *vision.image_shape], or a Rejected."""
-        count = np.count_nonzero(document.tokens == self.vision.placeholder_id)
-        if count != len(images):
-            return Rejected(f"has {len(images)} images, but {count} image parts in its messages")
-        if count > self.data.max_images:
-            return Rejected(f"has {count} images, more than data.max_images={self.data.max_images}")
-        inputs = np.zeros((self.data.max_images, *self.vision.image_shape), np.float32)
         try:
-            for number, image in enumerate(images):
-                inputs[number] = image_input(image, self.vision)
+            images = read_images(_as_list(images), self.vision)
+            tokens, index = insert_images(document.tokens, images, self.vision)
         except MediaError as error:
             return Rejected(str(error))
-        return inputs
+        if len(images) > self.data.max_images:
+            return Rejected(f"has {len(images)} images, more than data.max_images={self.data.max_images}")
+        assert document.weights is not None
+        # A model never has to generate the tokens of images.
+        weights = np.where(tokens == self.vision.placeholder_id, 0, document.weights[index])
+        document = self._fit(dataclasses.replace(document, tokens=tokens, weights=weights))
+        return document if isinstance(document, Rejected) else Example(document, self._pixels(images))
+
+    def _pixels(self, images: Sequence[ProcessedImage]) -> np.ndarray:
+        """[data.max_images * squares of an image, *vision.image_shape], zeros for squares that a row does not have."""
+        count = self.data.max_images * self.vision.tiles.squares
+        pixels = np.zeros((count, *self.vision.image_shape), np.float32)
+        if (joined := join_pixels(images)) is not None:
+            pixels[: len(joined)] = joined
+        return pixels
 
     def _fit(self, document: Document) -> Any:
         """Keep the beginning of a conversation that is longer than a row, or reject it."""
@@ -78,13 +78,8 @@ class ImageChat(Chat):
         return {**padded_columns(example.document, seq_len), "images": example.images}
 
 
-def _with_image_tokens(document: Document, images: np.ndarray, vision: Vision) -> Document:
-    """The document with all tokens of its images, without loss on them: a model never has to generate them."""
-    assert document.weights is not None
-    repeats = image_repeats(document.tokens, images, vision)
-    assert repeats is not None
-    tokens, weights = (np.repeat(array, repeats) for array in (document.tokens, document.weights))
-    return dataclasses.replace(document, tokens=tokens, weights=np.where(tokens == vision.placeholder_id, 0, weights))
+def _as_list(images: Any) -> list[Any]:
+    return [] if images is None else list(images) if isinstance(images, (list, tuple)) else [images]
 
 
 def build(corpus: Corpus, data: Data, seq_len: int, vision: Vision | None = None) -> ImageChat:
