@@ -160,7 +160,7 @@ CONDITIONS = (
     Condition(
         ("data.max_images",),
         lambda c: any(corpus.record_type in IMAGE_TYPES for corpus in c.data.corpora().values()),
-        "data.record_type=image_chat",
+        f"data.record_type={' or '.join(IMAGE_TYPES)}",
     ),
     Condition(("data.weights*", "data.temperature"), lambda c: c.data.source == "mixture", "data=mixture"),
     Condition(("data.temperature",), lambda c: not c.data.weights, "data.weights={}, which it replaces"),

@@ -85,7 +85,8 @@ class Context:
     """[B, T] ids of the tokens, for layers with a memory of n-grams; None in models without."""
     images: jax.Array | None = None
     """[B, images, height, width, channels] pixels of each row's images, in the order of their placeholders, then
-    padding; read by the decoder, None inside a layer. None: no images."""
+    padding; read by the decoder, None inside a layer. With fewer rows than tokens have, adjacent rows share them. None:
+    no images."""
     image_groups_BT: jax.Array | None = None
     """[B, T] number of the token's image, 0 for text: tokens of one image attend to each other in both directions.
     None: attention is causal."""

@@ -45,13 +45,15 @@ class PatchTower(VisionTower):
         B, count, P, size = ctx.images.shape
         features = self.features(ctx.images.reshape(B * count, P, size), image_context(ctx), wrap)
         sizes_BI2 = jnp.max(ctx.images[..., :2], axis=2).astype(jnp.int32) // spec.block_size
+        shared = len(tokens_BT) // B
         is_image_BT = (tokens_BT == spec.placeholder_id) | (tokens_BT == spec.video_id)
-        places = ImagePlaces.of(is_image_BT, sizes_BI2)
+        places = ImagePlaces.of(is_image_BT, jnp.repeat(sizes_BI2, shared, axis=0))
         N = P // spec.block_size**2
         index_BT = places.image_BT * N + places.index_BT
 
         def place(x_BTD: jax.Array, features_IND: jax.Array) -> jax.Array:
-            return replace_placeholders(x_BTD, features_IND.reshape(B, count * N, -1), is_image_BT, index_BT)
+            features_BND = jnp.repeat(features_IND.reshape(B, count * N, -1), shared, axis=0)
+            return replace_placeholders(x_BTD, features_BND, is_image_BT, index_BT)
 
         own, *deepstack = features
         zeros_BTD = jnp.zeros_like(x_BTD)

@@ -229,12 +229,14 @@ class VisionTower(nnx.Module):
     def embed(self, x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context, wrap: Wrap) -> tuple[jax.Array, Context]:
         """Token embeddings with those of placeholders replaced, in order, by the tokens of the row's images.
 
-        Also returns the context of the decoder's layers. `wrap`: rematerialization of a layer.
+        With fewer rows of images than of tokens, adjacent rows share their images, as those of a preference pair. Also
+        returns the context of the decoder's layers. `wrap`: rematerialization of a layer.
         """
         assert ctx.images is not None
         B, count, *pixels = ctx.images.shape
         features_IND = self(ctx.images.reshape(B * count, *pixels), image_context(ctx), wrap)
         features_BND = features_IND.reshape(B, -1, features_IND.shape[-1])
+        features_BND = jnp.repeat(features_BND, len(tokens_BT) // B, axis=0)
         is_image_BT = tokens_BT == self.spec.placeholder_id
         x_BTD = replace_placeholders(x_BTD, features_BND, is_image_BT)
         groups_BT = image_groups(is_image_BT) if self.spec.is_bidirectional else None

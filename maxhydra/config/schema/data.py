@@ -84,6 +84,7 @@ ROLES = {
     "chat": ("messages", "tools"),
     "image_chat": ("messages", "images"),
     "preference": ("prompt", "chosen", "rejected", "margin"),
+    "image_preference": ("prompt", "chosen", "rejected", "margin", "images"),
     "labeled": ("prompt", "completion", "label"),
     "scored": ("prompt", "completion", "score"),
     "prompts": ("prompt", "answer"),
@@ -91,8 +92,8 @@ ROLES = {
 }
 
 # Record types whose rows have images, and those that are conversations.
-IMAGE_TYPES = ("image_chat",)
-CHAT_TYPES = ("chat", *IMAGE_TYPES)
+IMAGE_TYPES = ("image_chat", "image_preference")
+CHAT_TYPES = ("chat", "image_chat")
 
 
 class FileFormat(Enum):
@@ -153,7 +154,7 @@ class Corpus(Schema):
     """Fraction at the end that is held out for evaluation, if no eval files or split are given."""
     record_type: str = option("text", one_of="maxhydra.data.record_types")
     """Content of a record: text; tokens; chat (messages, loss on the assistant's turns); image_chat
-    (messages with images); preference (chosen, rejected);
+    (messages with images); preference (chosen, rejected); image_preference (the same with images);
     labeled (prompt, completion, label); prompts (prompt, answer); teacher (tokens with a teacher's top logits)."""
     columns: dict[str, str] = option({})
     """Column names that differ from the role, such as text: content."""
@@ -283,7 +284,7 @@ class Data(Corpus):
     """Conversations: reasoning of the assistant, in <think> </think> or a separate field of its messages: keep trains
     on it, mask keeps it without loss, drop removes it."""
     max_images: int = option(1, ge=1, le=1024)
-    """record_type=image_chat: images of a sequence; sequences with fewer are padded, records with more are invalid."""
+    """Record types with images: images of a record; records with fewer are padded, those with more are invalid."""
     shuffle: bool = True
     """Shuffle records in a new order each epoch, seeded by run.data_seed or run.seed; false keeps their order."""
     streams: int | None = option(None, ge=1)
