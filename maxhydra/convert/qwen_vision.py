@@ -11,7 +11,7 @@ from typing import Any
 
 from maxhydra.config.schema import model as config
 from maxhydra.convert import siglip
-from maxhydra.convert.hf_config import activation, activation_setting, layer_kinds, pattern_of
+from maxhydra.convert.hf_config import activation, activation_setting, head, layer_kinds, pattern_of
 from maxhydra.convert.name_table import Settings, UnsupportedError, Weight
 
 # Key of our `model.vision` section -> key of vision_config.
@@ -153,7 +153,9 @@ def change_decoder(values: dict[str, Any], settings: Settings) -> dict[str, Any]
         kind["attention"] = {**kind["attention"], "rope": rope}
     pattern, count = values.get("pattern", ["layer"]), len(values["vision"]["deepstack"])
     names = [pattern[index % len(pattern)] for index in range(values["num_layers"])]
-    return {**values, "prefix": names[:count], "pattern": pattern_of(names[count:])}
+    # The text settings of published files may contradict those of the whole model, which apply.
+    tied = {"head": head(settings, tied=False)} if "tie_word_embeddings" in settings else {}
+    return {**values, **tied, "prefix": names[:count], "pattern": pattern_of(names[count:])}
 
 
 def change_settings(settings: Settings, model: config.Model) -> Settings:

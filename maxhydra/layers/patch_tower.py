@@ -26,9 +26,8 @@ REAL, PADDING = 1, 2
 class DeepstackProjector(Projector):
     """A projector that normalizes blocks of patches instead of patches."""
 
-    def __init__(self, spec: VisionSpec, make: ParamBuilder):
-        super().__init__(spec, make)
-        self.norm = LayerNorm(spec.pooled_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+    def build_norm(self, make: ParamBuilder) -> LayerNorm:
+        return LayerNorm(self.spec.pooled_dim, eps=self.spec.norm_eps, dtypes=self.spec.dtypes, make=make)
 
 
 class PatchTower(VisionTower):

@@ -23,7 +23,7 @@ from maxhydra.layers.attention import attend
 from maxhydra.layers.context import Context, KernelChoice
 from maxhydra.layers.embedding import replace_placeholders
 from maxhydra.layers.mlp import Mlp, MlpSpec, apply_activation
-from maxhydra.layers.norm import LayerNorm, RMSNorm
+from maxhydra.layers.norm import LayerNorm, Norm, RMSNorm
 from maxhydra.layers.params import Dtypes, ParamBuilder
 from maxhydra.layers.rope import rotate_2d
 
@@ -184,13 +184,18 @@ class Projector(nnx.Module):
     def __init__(self, spec: VisionSpec, make: ParamBuilder):
         self.spec = spec
         dims = (spec.pooled_dim, *spec.hidden_dims)
-        norm = partial(RMSNorm, dims[0], eps=spec.norm_eps, dtypes=spec.dtypes, is_centered=spec.is_centered)
-        self.norm = norm(make=make) if spec.has_projector_norm else None
+        self.norm = self.build_norm(make)
         scale, has_bias = spec.init_scale, spec.has_projector_bias
         inner = partial(make.below("hidden").projection, scale=scale, has_bias=has_bias)
         below, axes = enumerate(pairwise(dims)), (None, "embed")
         self.hidden = nnx.Dict({str(i): inner(str(i), (E,), (F,), (None, "mlp")) for i, (E, F) in below})
         self.out = make.projection("out", dims[-1:], (spec.out_dim,), axes, scale=scale, has_bias=has_bias)
+
+    def build_norm(self, make: ParamBuilder) -> Norm | None:
+        """The norm of pooled patches; None without one."""
+        spec = self.spec
+        norm = partial(RMSNorm, spec.pooled_dim, eps=spec.norm_eps, dtypes=spec.dtypes, is_centered=spec.is_centered)
+        return norm(make=make) if spec.has_projector_norm else None
 
     def __call__(self, x_IPE: jax.Array, ctx: Context) -> jax.Array:
         I, _, E = x_IPE.shape
