@@ -62,10 +62,15 @@ class RecordImages:
         weights = np.where(tokens == self.vision.placeholder_id, 0, document.weights[index])
         return dataclasses.replace(document, tokens=tokens, weights=weights)
 
-    def pixels(self, images: Sequence[ProcessedImage]) -> np.ndarray:
-        """Pixels [data.max_images * squares of an image, size, size, 3], zeros for squares that a row does not have."""
-        size, squares = self.vision.image_size, self.vision.tiles.squares
-        pixels = np.zeros((self.data.max_images * squares, size, size, 3), np.float32)
+    @property
+    def max_squares(self) -> int:
+        """Squares of image_size of a row."""
+        return self.data.max_images * self.vision.tiles.squares
+
+    def pixels(self, images: Sequence[ProcessedImage], squares: int) -> np.ndarray:
+        """Pixels [squares, size, size, 3], zeros for squares that the images do not have."""
+        size = self.vision.image_size
+        pixels = np.zeros((squares, size, size, 3), np.float32)
         if (joined := join_pixels(images)) is not None:
             pixels[: len(joined)] = joined
         return pixels
