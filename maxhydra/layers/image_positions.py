@@ -42,8 +42,12 @@ class ImagePlaces(NamedTuple):
         )
 
     def axis_positions(self, positions_BT: jax.Array) -> jax.Array:
-        """[B, T, 3] positions of time, row and column; text tokens have three equal ones."""
-        text_BT = positions_BT - self.saved_BT
+        """[B, T, 3] positions of time, row and column; text tokens have three equal ones.
+
+        Images of earlier sequences in a row do not count: `positions_BT` starts at 0 in each sequence.
+        """
+        first_BT = jnp.maximum(jnp.arange(positions_BT.shape[1]) - positions_BT, 0)
+        text_BT = positions_BT - self.saved_BT + jnp.take_along_axis(self.saved_BT, first_BT, axis=1, mode="clip")
         start_BT, row_BT = text_BT - self.index_BT, self.index_BT // self.columns_BT
         column_BT = self.index_BT % self.columns_BT
         on_image_BT3 = jnp.stack([start_BT, start_BT + row_BT, start_BT + column_BT], axis=-1)

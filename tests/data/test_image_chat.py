@@ -118,7 +118,7 @@ def test_a_file_of_records_becomes_rows(tmp_path: Path) -> None:
     [
         (["model=gemma3-tiny"], "needs a model that takes images"),
         (["task=dpo"], "is not supported by task=dpo"),
-        (["data.packing.method=best_fit"], "a sequence has one conversation"),
+        (["data.packing.method=concat_then_split"], "is not supported by data.record_type=image_chat"),
         (["mesh.stage=2"], "is not supported with images"),
         (["mesh.sequence=2"], "is not supported with images"),
     ],

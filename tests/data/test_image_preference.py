@@ -37,7 +37,7 @@ def record(phase: int, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_log_probs_of_a_pair_are_those_of_its_completions_with_the_image(tmp_path: Path) -> None:
-    """Two pairs with different images in one batch, against forward passes over one completion each."""
+    """Two pairs with different images in one batch, against one forward pass per completion."""
     made, config = record_type(tmp_path)
     rows = [made.row(example, 48) for example in made.encode([record(0), record(50, chosen="maybe")])]
     batch = {name: jnp.stack([row[name] for row in rows]) for name in rows[0]}

@@ -36,6 +36,15 @@ def test_images_take_as_many_positions_as_their_longer_side():
     np.testing.assert_array_equal(out, [expected_positions(*each) for each in zip(rows, sizes, strict=True)])
 
 
+def test_images_of_earlier_sequences_in_a_row_do_not_count():
+    rows, sizes = ["..aaaaaa...", "bbbb..aaa"], [[(2, 3)], [(1, 4), (3, 1)]]
+    is_image = np.array([[letter != "." for letter in "".join(rows)]])
+    positions = np.array([[*range(11), *range(9)]])
+    places = ImagePlaces.of(jnp.asarray(is_image), jnp.asarray([[*sizes[0], *sizes[1]]]))
+    expected = [expected_positions(*each) for each in zip(rows, sizes, strict=True)]
+    np.testing.assert_array_equal(places.axis_positions(jnp.asarray(positions))[0], np.concatenate(expected))
+
+
 def test_axes_interleave_until_a_section_ends():
     assert pair_axes([4, 2, 1]) == (0, 1, 2, 0, 1, 0, 0)
     assert pair_axes([]) == ()

@@ -288,9 +288,11 @@ class Config(Schema):
         if self.task.name not in (*tasks, *DESCRIBING_TASKS):
             reason = f"is not supported by task={self.task.name}"
             yield Problem("data.record_type", reason, value=name, accepted=f"task={', '.join(tasks)}")
-        if self.data.packing.method not in (PackingMethod.auto, PackingMethod.none):
-            reason = f"is not supported by data.record_type={name}: a sequence has one conversation"
-            yield Problem("data.packing.method", reason, value=self.data.packing.method, accepted="auto, none")
+        methods = [PackingMethod.auto, PackingMethod.none]
+        methods += [PackingMethod.first_fit, PackingMethod.best_fit] if name in CHAT_TYPES else []
+        if (method := self.data.packing.method) not in methods:
+            reason, accepted = f"is not supported by data.record_type={name}", ", ".join(each.value for each in methods)
+            yield Problem("data.packing.method", reason, value=method.value, accepted=accepted)
         for path in ("mesh.stage", "mesh.sequence", "mesh.dcn.stage", "mesh.dcn.sequence"):
             section = self.mesh.dcn if "dcn" in path else self.mesh
             if (size := getattr(section, path.rpartition(".")[2])) != 1:

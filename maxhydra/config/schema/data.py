@@ -257,7 +257,7 @@ class Packing(Schema):
 
     method: PackingMethod = PackingMethod.auto
     """best_fit and first_fit keep documents whole; concat_then_split cuts them at the end of a sequence; none puts each
-    document into its own sequence; auto is best_fit if the record type can be packed."""
+    document into its own sequence; auto is best_fit if the record type can be packed and has no images."""
     window: int = option(128, ge=1)
     """Size of the packing buffer in sequences; larger wastes less padding but makes resuming slower."""
     max_segments: int | None = option(None, ge=1)
@@ -284,7 +284,7 @@ class Data(Corpus):
     """Conversations: reasoning of the assistant, in <think> </think> or a separate field of its messages: keep trains
     on it, mask keeps it without loss, drop removes it."""
     max_images: int = option(1, ge=1, le=1024)
-    """Record types with images: images of a record; records with fewer are padded, those with more are invalid."""
+    """Record types with images: most images of a sequence, packed or not; records with more are invalid."""
     shuffle: bool = True
     """Shuffle records in a new order each epoch, seeded by run.data_seed or run.seed; false keeps their order."""
     streams: int | None = option(None, ge=1)

@@ -62,10 +62,14 @@ class RecordImages:
         weights = np.where(tokens == self.vision.placeholder_id, 0, document.weights[index])
         return dataclasses.replace(document, tokens=tokens, weights=weights)
 
-    def pixels(self, images: Sequence[ProcessedImage]) -> np.ndarray:
-        """[data.max_images * squares of an image, *vision.image_shape], zeros for squares that a row does not have."""
-        count = self.data.max_images * self.vision.tiles.squares
-        pixels = np.zeros((count, *self.vision.image_shape), np.float32)
+    @property
+    def max_squares(self) -> int:
+        """Squares of image_size of a row."""
+        return self.data.max_images * self.vision.tiles.squares
+
+    def pixels(self, images: Sequence[ProcessedImage], squares: int) -> np.ndarray:
+        """[squares, *vision.image_shape], zeros for squares that the images do not have."""
+        pixels = np.zeros((squares, *self.vision.image_shape), np.float32)
         if (joined := join_pixels(images)) is not None:
             pixels[: len(joined)] = joined
         return pixels

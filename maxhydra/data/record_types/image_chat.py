@@ -1,8 +1,9 @@
 """Conversations with images: messages with content parts {"type": "image"}, and a column with the images in order.
 
-An image is a path, a data URL, the bytes of a file, or {bytes, path}. A record fills a row, which also has a column
-`images`: the pixels of data.max_images images or of their tiles, zeros for those that it does not have. The loss is
-that of conversations and never counts the tokens of images.
+An image is a path, a data URL, the bytes of a file, or {bytes, path}. A record fills a row, or shares it
+with others if data.packing.method says so. A row also has a column `images`: the pixels of data.max_images images or of
+their tiles, zeros for those that it does not have. The loss is that of conversations and never counts the tokens of
+images.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxhydra.config.schema.data import Corpus, Data
+from maxhydra.config.schema.data import Corpus, Data, PackingMethod
 from maxhydra.config.schema.vision import Vision
 from maxhydra.data.chat import compile_chat_template
 from maxhydra.data.image_tokens import with_markers
@@ -33,7 +34,10 @@ class Example(NamedTuple):
 class ImageChat(Chat):
     images: RecordImages
     seq_len: int
-    packs = False
+
+    @property
+    def packs(self) -> bool:  # type: ignore[override]
+        return self.data.packing.method not in (PackingMethod.auto, PackingMethod.none)
 
     def _example(self, record: Record) -> Any:
         messages = column_of(record, self.corpus, "messages")
@@ -43,10 +47,20 @@ class ImageChat(Chat):
         document = super()._example({**record, self.corpus.columns.get("messages", "messages"): with_markers(messages)})
         document = document if isinstance(document, Rejected) else self.images.insert(document, images)
         document = document if isinstance(document, Rejected) else self._fit(document)
-        return document if isinstance(document, Rejected) else Example(document, self.images.pixels(images))
+        if isinstance(document, Rejected):
+            return document
+        if not self.packs:
+            return Example(document, self.images.pixels(images, self.images.max_squares))
+        pixels = self.images.pixels(images, sum(len(image.pixels) for image in images))
+        return dataclasses.replace(document, text_bytes=None, images=pixels, max_images=self.images.max_squares)
 
     def _fit(self, document: Document) -> Any:
-        """Keep the beginning of a conversation that is longer than a row, or reject it."""
+        """Keep the beginning of a conversation that is longer than a row, or reject it.
+
+        Without its end, images of a packed row would belong to placeholders of the next conversation.
+        """
+        if self.packs and document.num_targets > self.seq_len:
+            return Rejected(f"has {len(document.tokens)} tokens, more than train.seq_len={self.seq_len}")
         fitting = fit_document(document, self.data, self.seq_len, start=lambda _: 0)
         if fitting is document or isinstance(fitting, Rejected) or has_loss(fitting):
             return fitting

@@ -36,7 +36,9 @@ class ImagePreference(Preference):
         if isinstance(images, Rejected):
             return images
         pair = super()._example({**record, self._column("images"): images})
-        return pair if isinstance(pair, Rejected) else Example(pair, self.images.pixels(images))
+        return (
+            pair if isinstance(pair, Rejected) else Example(pair, self.images.pixels(images, self.images.max_squares))
+        )
 
     def _column(self, role: str) -> str:
         return self.corpus.columns.get(role, role)
