@@ -73,6 +73,23 @@ def test_rows_have_the_tiles_of_images(tmp_path: Path) -> None:
     assert counted == [id for id in tokens[1:] if id != vision.placeholder_id]
 
 
+def test_rows_have_patches_of_images_of_different_sizes(tmp_path: Path) -> None:
+    """Images of 1 x 2 and 3 x 1 tokens of 8 x 8 pixels; patches have rows and columns from 1, padding has zeros."""
+    made, vision = record_type(tmp_path, "model=qwen3-vl-tiny")
+    images = [np.zeros((7, 17, 3), np.uint8), np.full((25, 8, 3), 255, np.uint8)]
+    (example,) = made.encode([{"messages": messages(IMAGE, TEXT, IMAGE), "images": images}])
+    row = made.row(example, 48)
+    tokens = [256, 302, 300, 300, 303, ord("a"), 302, 300, 300, 300, 303, ord("\n"), *b"ok", 257]
+    assert row["tokens"][: len(tokens) - 1].tolist() == tokens[:-1]
+    assert row["targets"][row["weights"] > 0].tolist() == [*b"ok", 257]
+    assert row["images"].shape == (2, 24, 2 + 3 * 2 * 4 * 4)
+    corners = [[1, 1], [1, 2], [2, 1], [2, 2]]
+    wide, tall = row["images"][..., :2]
+    assert wide[:9].tolist() == [*corners, *([row, column + 2] for row, column in corners), [0, 0]]
+    assert tall[:13].tolist() == [*([row + 2 * i, column] for i in range(3) for row, column in corners), [0, 0]]
+    assert row["images"][0, :8, 2:].max() == -1 and row["images"][1, :12, 2:].min() == 1
+
+
 def test_loss_never_counts_tokens_of_images(tmp_path: Path) -> None:
     made, vision = record_type(tmp_path, "data.loss_on=all")
     (example,) = made.encode([{"messages": messages(TEXT, IMAGE), "images": [{"bytes": png((1, 2, 3))}]}])
