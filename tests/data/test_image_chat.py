@@ -75,7 +75,7 @@ def test_rows_have_the_tiles_of_images(tmp_path: Path) -> None:
 
 def test_rows_have_patches_of_images_of_different_sizes(tmp_path: Path) -> None:
     """Images of 1 x 2 and 3 x 1 tokens of 8 x 8 pixels; patches have rows and columns from 1, padding has zeros."""
-    made, vision = record_type(tmp_path, "model=qwen3-vl-tiny")
+    made, _ = record_type(tmp_path, "model=qwen3-vl-tiny")
     images = [np.zeros((7, 17, 3), np.uint8), np.full((25, 8, 3), 255, np.uint8)]
     (example,) = made.encode([{"messages": messages(IMAGE, TEXT, IMAGE), "images": images}])
     row = made.row(example, 48)
