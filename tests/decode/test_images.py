@@ -1,9 +1,10 @@
 """Requests with images: the engine against one forward pass, and bad requests."""
 
 import base64
+import contextlib
 import io
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from maxhydra.config.options import model_option
 from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.hardware import RULES, Mesh
-from maxhydra.data.image_tokens import image_ids
+from maxhydra.data.image_tokens import image_ids, insert_images, join_pixels, read_images
 from maxhydra.data.images import ProcessedImage
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
@@ -28,6 +29,7 @@ from maxhydra.decode.sampling_params import PromptEncoder, PromptError, make_req
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh
+from tests.support.pictures import picture
 
 SINGLE = Sharder.single()
 VISION = model_option("gemma3-tiny-vision").vision
@@ -36,21 +38,29 @@ IMAGE = image_ids(ProcessedImage(PIXELS[:1], None, VISION.projector.tokens), VIS
 
 
 @cache
-def tiny() -> tuple[ModelDef, Any]:
+def tiny(name: str = "gemma3-tiny-vision") -> tuple[ModelDef, Any]:
     """Random weights, with embeddings and projections large enough for tokens to depend on the image."""
-    model = build(model_option("gemma3-tiny-vision"))
+    model = build(model_option(name))
     return model, jax.tree.map(lambda weight: 3 * weight, jax.jit(model.init)(jax.random.key(0)))
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    model, params = tiny()
+@contextlib.contextmanager
+def running(name: str) -> Iterator[Engine]:
+    model, params = tiny(name)
     sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)
     params = jax.device_put(params, sharder.tree(model.axes))
     settings = EngineConfig(max_batch=4, cache_tokens=512, page_size=4, max_context=64, prefill_chunk=64)
     made = Engine(model, params, ByteTokenizer(), settings, sharder=sharder, eos=())
-    yield made
-    made.close()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with running("gemma3-tiny-vision") as engine:
+        yield engine
 
 
 def request(prompt: list[int], images: np.ndarray | None) -> Request:
@@ -59,22 +69,25 @@ def request(prompt: list[int], images: np.ndarray | None) -> Request:
     return Request(**{**vars(made), "images": images})
 
 
-@jax.jit
-def forward(params: Any, ids: jax.Array, images: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnames="name")
+def forward(params: Any, ids: jax.Array, images: jax.Array, *, name: str) -> jax.Array:
     """Log-probabilities of one row by a forward pass without a cache."""
-    model, _ = tiny()
+    model, _ = tiny(name)
     batch = {"positions": jnp.arange(len(ids))[None], "images": images[None]}
     hidden, _ = model.hidden(params, ids[None], Context.of_batch(batch, SINGLE, None))
     return jax.nn.log_softmax(model.logits(params, hidden, SINGLE)[0])
 
 
-def logprobs_of(prompt: list[int], images: np.ndarray | None, tokens: tuple[int, ...]) -> np.ndarray:
+def logprobs_of(
+    prompt: list[int], images: np.ndarray | None, tokens: tuple[int, ...], name: str = "gemma3-tiny-vision"
+) -> np.ndarray:
     """Log-probabilities of the next tokens; padding behind them and images without placeholders change nothing."""
-    ids, pixels = np.zeros(32, np.int32), np.zeros_like(PIXELS[:2])
+    size = tiny(name)[0].config.vision.image_size
+    ids, pixels = np.zeros(48, np.int32), np.zeros((4, size, size, 3), np.float32)
     ids[: len(prompt) + len(tokens)] = [*prompt, *tokens]
     if images is not None:
         pixels[: len(images)] = images
-    logprobs = forward(tiny()[1], jnp.asarray(ids), jnp.asarray(pixels))
+    logprobs = forward(tiny(name)[1], jnp.asarray(ids), jnp.asarray(pixels), name=name)
     return np.asarray(logprobs)[len(prompt) - 1 :][: len(tokens)]
 
 
@@ -91,6 +104,23 @@ def test_completions_equal_one_forward_pass(engine: Engine) -> None:
         np.testing.assert_allclose([each.logprob for each in completion.logprobs], expected.max(axis=1), atol=1e-4)
     first, second = ([each.logprob for each in completion.logprobs] for completion in completions[:2])
     assert not np.allclose(first, second, rtol=0.1, atol=0)
+
+
+@pytest.mark.exhaustive
+def test_completions_about_tiles_equal_one_forward_pass() -> None:
+    """Images of three squares and of one, in prompts longer than a chunk of attention."""
+    name = "llama4-tiny-vision"
+    vision = model_option(name).vision
+    with running(name) as engine:
+        for size in ((30, 10), (12, 16)):
+            images = read_images([np.asarray(picture(*size))], vision)
+            ids, _ = insert_images(np.array([256, *b"this is an image: ", 300, 70, 71]), images, vision)
+            pixels = join_pixels(images)
+            completion = engine.submit(request(ids.tolist(), pixels)).result()
+            assert vision.placeholder_id not in completion.tokens, "which a forward pass would replace by an image"
+            expected = logprobs_of(ids.tolist(), pixels, completion.tokens, name)
+            assert completion.tokens == tuple(expected.argmax(axis=1).tolist())
+            np.testing.assert_allclose([each.logprob for each in completion.logprobs], expected.max(axis=1), atol=1e-4)
 
 
 def test_requests_that_cannot_be_served(engine: Engine) -> None:
