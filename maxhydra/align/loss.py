@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from maxhydra.config.schema.tasks.training import WITHOUT_REFERENCE, DpoTask, PreferenceLoss, Reference
+from maxhydra.layers.context import IMAGES
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 from maxhydra.train import Scorer
@@ -165,6 +166,7 @@ class PairScorer:
     def score(self, weights: Tree, batch: Batch, key: jax.Array | None, *, is_adapted: bool) -> ScoredTokens:
         """Like calling the scorer, and also returns the aux outputs of the layers."""
         rows = {name: interleave(batch, name) for name in ("tokens", "targets", "positions", "weights")}
+        rows |= {name: batch[name] for name in (IMAGES,) if name in batch}
         tokens = Scorer(self.model, self.sharder, self.chunk).score(weights, rows, key, is_adapted=is_adapted)
         return tokens._replace(logprobs=jnp.sum(rows["weights"] * tokens.logprobs, axis=1).reshape(-1, 2))
 

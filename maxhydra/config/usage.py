@@ -148,15 +148,30 @@ CONDITIONS = (
         "model.vision.num_layers",
     ),
     Condition(
+        tuple(f"model.vision.tiles.{name}_id" for name in ("column", "row", "whole")),
+        lambda c: c.model.vision.tiles.max_tiles is not None,
+        "model.vision.tiles.max_tiles",
+    ),
+    Condition(
+        tuple(f"model.vision.{name}" for name in ("min_patches", "frames", "deepstack", "video_id")),
+        lambda c: c.model.vision.max_patches is not None,
+        "model.vision.max_patches",
+    ),
+    Condition(
         ("data.max_images",),
         lambda c: any(corpus.record_type in IMAGE_TYPES for corpus in c.data.corpora().values()),
-        "data.record_type=image_chat",
+        f"data.record_type={' or '.join(IMAGE_TYPES)}",
     ),
     Condition(("data.weights*", "data.temperature"), lambda c: c.data.source == "mixture", "data=mixture"),
     Condition(("data.temperature",), lambda c: not c.data.weights, "data.weights={}, which it replaces"),
     Condition(
-        ("data.packing.window", "data.packing.max_segments", "data.packing.method"),
-        lambda c: c.data.packing.method is PackingMethod.none or any(map(_is_packed, c.data.corpora().values())),
+        ("data.packing.window",),
+        lambda c: c.data.packing.method is PackingMethod.none or any(map(_is_buffered, c.data.corpora().values())),
+        "documents to pack: data.record_type=text, tokens or chat, of files; or records with images",
+    ),
+    Condition(
+        ("data.packing.max_segments", "data.packing.method"),
+        lambda c: c.data.packing.method is PackingMethod.none or any(map(_packs(c), c.data.corpora().values())),
         "documents to pack: data.record_type=text, tokens or chat, of files",
     ),
     Condition(
@@ -235,6 +250,18 @@ def _missing(config: Config, key: str) -> str | None:
 
 def _is_packed(corpus: Corpus) -> bool:
     return corpus.source not in READY_ROWS and corpus.record_type in PACKED_TYPES
+
+
+def _packs(config: Config) -> Callable[[Corpus], bool]:
+    """Whether documents of a corpus share sequences; conversations with images only if a method is chosen."""
+    method = config.data.packing.method
+    return lambda corpus: (
+        _is_packed(corpus) or (corpus.record_type == "image_chat" and method is not PackingMethod.auto)
+    )
+
+
+def _is_buffered(corpus: Corpus) -> bool:
+    return _is_packed(corpus) or corpus.record_type in IMAGE_TYPES
 
 
 def _shown(key: str, value: Any) -> Any:

@@ -42,7 +42,8 @@ def hf_vision_section(key: str, location: str) -> dict[str, Any]:
     values = _model_values(key, location)
     if "vision" not in values:
         reason, hint = "has no image encoder of a supported kind", "choose model=from_hf"
-        raise ConfigError(Problem(key, reason, value=location, accepted="a folder of Gemma 3 with images", hint=hint))
+        accepted = "a folder of Gemma 3, Llama 4 or Qwen3-VL"
+        raise ConfigError(Problem(key, reason, value=location, accepted=accepted, hint=hint))
     return {"model": {"vision": values["vision"]}}
 
 

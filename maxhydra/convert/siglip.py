@@ -1,5 +1,6 @@
 """SigLIP (Zhai et al., 2023) as the image encoder of multimodal families: its settings and tensor names."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from maxhydra.config.schema import model as config
@@ -35,12 +36,18 @@ MLP = {"up": "fc1", "down": "fc2"}
 def to_values(settings: Settings) -> dict[str, Any]:
     """Values of `model.vision` for a vision_config, without the projector and the tokens."""
     settings = {**DEFAULTS, **settings}
-    if settings.get("num_channels", 3) != 3:
-        raise UnsupportedError(f"vision_config.num_channels={settings['num_channels']} (supported: 3)")
+    require_settings(settings, {"num_channels": 3})
     return {
         **{key: settings[hf_key] for key, hf_key in SIZES.items()},
         "activation": activation(settings["hidden_act"]),
     }
+
+
+def require_settings(settings: Settings, supported: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for settings of vision_config that differ from the only supported values."""
+    for key, value in supported.items():
+        if settings.get(key, value) != value:
+            raise UnsupportedError(f"vision_config.{key}={settings[key]} (supported: {value})")
 
 
 def to_settings(vision: config.Vision) -> Settings:
@@ -53,20 +60,37 @@ def to_settings(vision: config.Vision) -> Settings:
     }
 
 
-def layer_rows(prefix: str) -> tuple[Weight, ...]:
-    """Rows of the encoder's layers; `prefix` precedes all of its tensor names."""
-    layer = prefix + "encoder.layers.{layer}."
-    kernels = (
-        Weight(f"{name}/kernel", f"{layer}self_attn.{hf}.weight", inputs=2 if name == "out" else 1)
-        for name, hf in PROJECTIONS.items()
-    )
+def layer_rows(
+    layer: str,
+    *,
+    projections: Mapping[str, str] = PROJECTIONS,
+    norms: Mapping[str, str] = NORMS,
+    interleaved_rope: bool = False,
+) -> tuple[Weight, ...]:
+    """Rows of the encoder's layers; `layer` precedes the names of a layer's tensors.
+
+    `interleaved_rope`: RoPE of the tensors is on adjacent pairs (see Weight).
+    """
+
+    def heads(name: str, kind: str, inputs: int) -> Weight:
+        is_interleaved = interleaved_rope and name in ("query", "key")
+        hf = f"{layer}self_attn.{projections[name]}.{'weight' if kind == 'kernel' else kind}"
+        return Weight(f"{name}/{kind}", hf, inputs=inputs, interleaved_rope=is_interleaved)
+
     return (
-        *kernels,
-        *(Weight(f"{name}/bias", f"{layer}self_attn.{hf}.bias", inputs=0) for name, hf in PROJECTIONS.items()),
+        *(heads(name, "kernel", 2 if name == "out" else 1) for name in projections),
+        *(heads(name, "bias", 0) for name in projections),
         *(Weight(f"mlp/{name}/kernel", f"{layer}mlp.{hf}.weight") for name, hf in MLP.items()),
         *(Weight(f"mlp/{name}/bias", f"{layer}mlp.{hf}.bias", inputs=0) for name, hf in MLP.items()),
-        *(Weight(f"{name}/scale", f"{layer}{hf}.weight") for name, hf in NORMS.items()),
-        *(Weight(f"{name}/bias", f"{layer}{hf}.bias") for name, hf in NORMS.items()),
+        *norm_rows({name: layer + hf for name, hf in norms.items()}),
+    )
+
+
+def norm_rows(norms: Mapping[str, str]) -> tuple[Weight, ...]:
+    """Rows of LayerNorms: name of ours -> name of theirs."""
+    return (
+        *(Weight(f"{name}/scale", f"{hf}.weight") for name, hf in norms.items()),
+        *(Weight(f"{name}/bias", f"{hf}.bias") for name, hf in norms.items()),
     )
 
 
@@ -77,6 +101,5 @@ def other_rows(prefix: str) -> tuple[Weight, ...]:
         Weight("vision/patches/kernel", patches + "weight", inputs=3, has_split_inputs=True),
         Weight("vision/patches/bias", patches + "bias", inputs=0),
         Weight("vision/positions", prefix + "embeddings.position_embedding.weight", transposed=False),
-        Weight("vision/norm/scale", prefix + "post_layernorm.weight"),
-        Weight("vision/norm/bias", prefix + "post_layernorm.bias"),
+        *norm_rows({"vision/norm": prefix + "post_layernorm"}),
     )

@@ -31,14 +31,17 @@ class PackingPlan:
     """Number of documents that are truncated or dropped because they are too long."""
 
 
-def plan_rows(lengths: np.ndarray, capacity: int, packing: Packing) -> PackingPlan:
-    """Plan rows of `capacity` positions for documents of the given lengths."""
+def plan_rows(lengths: np.ndarray, capacity: int, packing: Packing, *, sizes: np.ndarray | None = None) -> PackingPlan:
+    """Plan rows of `capacity` positions for documents of the given lengths.
+
+    `sizes`: space of whole documents, if it is larger than their length.
+    """
     method = PackingMethod.best_fit if packing.method is PackingMethod.auto else packing.method
     limit = 1 if method is PackingMethod.none else packing.max_segments or capacity
     if method is PackingMethod.concat_then_split:
         return _concat_then_split(lengths, capacity, limit)
     document, start, count = _pieces(lengths, capacity, packing.overlong)
-    row = _PLACERS[method](count, capacity, limit)
+    row = _PLACERS[method](count if sizes is None else sizes[document], capacity, limit)
     cut = 0 if packing.overlong is Overlong.split else int(np.count_nonzero(lengths > capacity))
     return dataclasses.replace(_in_rows(document, start, count, row), cut=cut)
 

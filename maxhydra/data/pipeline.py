@@ -18,7 +18,7 @@ from maxhydra.data.packing import plan_rows
 from maxhydra.data.read_ahead import Chunk, Chunks, Encoded, Encoder, IndexedChunks, StreamedChunks, map_ahead
 from maxhydra.data.record_types import RecordType, build_record_type
 from maxhydra.data.records import BadRecord, Record, Records, RecordStream, bad_record_error
-from maxhydra.data.rows import BYTES, Document, PackedRows, Row, RowSpec, pack_rows, stack_rows
+from maxhydra.data.rows import BYTES, Document, PackedRows, Row, RowSpec, pack_rows, packing_sizes, stack_rows
 from maxhydra.data.shuffle import ShuffleOrder
 from maxhydra.data.sources import RecordSource, RowSource, Source, StreamSource, open_source
 from maxhydra.data.stream import MixtureStream, PackedStream, RowStream, Stream, mixture_shares
@@ -221,7 +221,10 @@ class Pipeline:
                 documents = self._with_byte_counts(documents)
             lengths = np.array([document.num_targets for document in documents], np.int64)
             with_segments = packing.method is not PackingMethod.none
-            rows = pack_rows(documents, plan_rows(lengths, seq_len, packing), seq_len, with_segments=with_segments)
+            has_images = any(document.images is not None for document in documents)
+            sizes = packing_sizes(documents, seq_len) if has_images else None
+            plan = plan_rows(lengths, seq_len, packing, sizes=sizes)
+            rows = pack_rows(documents, plan, seq_len, with_segments=with_segments)
         else:
             rows = stack_rows([record_type.row(example, seq_len) for example in examples])
         highest = max(

@@ -59,10 +59,37 @@ class Document:
     text_bytes: int | None = None
     """UTF-8 bytes of the text that the tokens stand for, special tokens excluded; None if the text is not known."""
 
+    images: np.ndarray | None = None
+    """Pixels [images, ...] of the images whose placeholders are among the tokens; None: rows have no images."""
+    max_images: int = 0
+    """Most images of a row that holds the document."""
+
     @property
     def num_targets(self) -> int:
         """Row positions that the document fills."""
         return max(0, len(self.tokens) - 1)
+
+
+def packing_sizes(documents: Sequence[Document], seq_len: int) -> np.ndarray:
+    """Positions that documents take in a row of seq_len, or as large a share of the row's images if that is more."""
+
+    def size(document: Document) -> int:
+        images = 0 if document.images is None else len(document.images)
+        return max(document.num_targets, -(-images * seq_len // max(document.max_images, 1)))
+
+    return np.array([size(document) for document in documents], np.int64)
+
+
+def _pack_images(documents: Sequence[Document], plan: PackingPlan, first: np.ndarray) -> np.ndarray:
+    """Pixels [rows, max_images, ...] of the images of a row's documents in order, then zeros."""
+    shape = (plan.rows, documents[0].max_images, *first.shape[1:])
+    packed, filled = np.zeros(shape, first.dtype), np.zeros(plan.rows, np.int64)
+    for row, number in zip(plan.row.tolist(), plan.document.tolist(), strict=True):
+        images = documents[number].images
+        assert images is not None
+        packed[row, filled[row] : filled[row] + len(images)] = images
+        filled[row] += len(images)
+    return packed
 
 
 class Rows(Protocol):
@@ -169,6 +196,8 @@ def pack_rows(documents: Sequence[Document], plan: PackingPlan, seq_len: int, *,
         segment = np.stack([plan.segment.astype(np.int32), np.zeros(len(pieces), np.int32)], 1)
         arrays["segments"] = np.repeat(segment.ravel(), np.stack([plan.count, padding], 1).ravel())
         arrays["segments"] = arrays["segments"].reshape(plan.rows, seq_len)
+    if (pixels := documents[0].images) is not None:
+        arrays["images"] = _pack_images(documents, plan, pixels)
     for name, first in documents[0].columns.items():
         columns = [document.columns[name] for document in documents]
         if any(column.shape[1:] != first.shape[1:] for column in columns):

@@ -20,9 +20,10 @@ class GenerationFailedError(Exception):
 def complete(client: PromptClient, prompt: str, write: Callable[[str], None]) -> None:
     """Stream the completion of one prompt; several samples follow each other, each under a header line."""
     try:
-        requests = client.requests(client.encode(prompt), client.task.sampling, number=0)
         images = client.prompts.read_images(client.task.images)
-        handles = [client.engine.submit(dataclasses.replace(request, images=images)) for request in requests]
+        ids, pixels = client.prompts.insert_images(client.encode(prompt), images)
+        requests = client.requests(ids, client.task.sampling, number=0)
+        handles = [client.engine.submit(dataclasses.replace(request, images=pixels)) for request in requests]
     except (PromptError, RequestRejectedError) as error:
         raise ConfigError(Problem("task.prompt", str(error))) from None
     for number, handle in enumerate(handles, start=1):

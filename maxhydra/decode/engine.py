@@ -142,6 +142,7 @@ class Engine:
             )
         adapter = None if request.adapter is None else self._adapters.use(request.adapter)
         sequence = Sequence(request, budget=min(request.max_tokens, limit - length), adapter=adapter)
+        sequence.position_lag = self._images.position_lag(request)
         if adapter is not None:
             self._adapters.add_user(adapter, sequence)
         remedy = f"or lower max_tokens={request.max_tokens}"

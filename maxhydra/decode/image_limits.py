@@ -2,8 +2,11 @@
 
 import dataclasses
 
+import numpy as np
+
 from maxhydra.config.schema.decode import CacheDtype
 from maxhydra.config.schema.model import Model
+from maxhydra.data.image_tokens import image_sizes
 from maxhydra.decode.request import Request
 
 # Bytes of a number in a cache, and in the compute dtypes; auto is the compute dtype.
@@ -25,14 +28,14 @@ class ImageLimits:
         vision, images = self.model.vision, request.images
         if vision.num_layers is None:
             return None if images is None else "the model takes no images: choose one with model.vision"
-        count = 0 if images is None else len(images)
-        num_tokens, expected = request.prompt.count(vision.placeholder_id or 0), count * vision.projector.tokens
+        if images is not None and images.shape[1:] != vision.image_shape:
+            return f"images have shape {images.shape[1:]}, expected {vision.image_shape}"
+        count, expected = (0, 0) if images is None else (len(images), self._num_tokens(images))
+        num_tokens = sum(map(request.prompt.count, vision.placeholders))
         if num_tokens != expected:
             return f"the prompt has {num_tokens} image tokens, but {count} images, which have {expected}"
         if images is None:
             return None
-        if images.shape[1:] != (vision.image_size, vision.image_size, 3):
-            return f"images have shape {images.shape[1:]}, expected {(vision.image_size, vision.image_size, 3)}"
         if len(request.prompt) > self.prefill_chunk:
             return (
                 f"the prompt with images has {len(request.prompt)} tokens, more than one prefill call of "
@@ -41,6 +44,16 @@ class ImageLimits:
         if vision.bidirectional and self._is_rounded:
             return f"images are not supported by task.engine.cache_dtype={self.cache_dtype.value}: set auto"
         return "images are not supported by several processes" if self.is_shared else None
+
+    def position_lag(self, request: Request) -> int:
+        """How many positions fewer than tokens the images of a request take: each takes as many as its longer side."""
+        if request.images is None or not self.model.has_axis_positions:
+            return 0
+        num_positions = image_sizes(request.images, self.model.vision).max(axis=1)
+        return self._num_tokens(request.images) - int(num_positions.sum())
+
+    def _num_tokens(self, images: np.ndarray) -> int:
+        return int(image_sizes(images, self.model.vision).prod(axis=1).sum())
 
     @property
     def _is_rounded(self) -> bool:

@@ -44,7 +44,7 @@ class Request:
     grammar: str = ""
     """What the completion must match, as made by a function of grammar.py; empty: anything."""
     images: np.ndarray | None = dataclasses.field(default=None, compare=False)
-    """Pixels [images, height, width, 3] of the images of the prompt, in order; None: no images."""
+    """[images, *model.vision.image_shape] images of the prompt or their tiles, in order; None: no images."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,8 @@ from maxhydra.config.schema.tasks.inference import Chat, DecodeTask
 from maxhydra.config.schema.vision import Vision
 from maxhydra.data import load_tokenizer
 from maxhydra.data.chat import ChatTemplate, ChatTemplateError, Tools, compile_chat_template
-from maxhydra.data.image_tokens import MARKER, ImageTokenizer, image_pixels
+from maxhydra.data.image_tokens import MARKER, ImageTokenizer, insert_images, join_pixels, read_images
+from maxhydra.data.images import ProcessedImage
 from maxhydra.data.media import MediaError
 from maxhydra.data.tokenizers import count_token_bytes, special_token_pattern
 from maxhydra.decode.request import Engine, Request
@@ -84,7 +85,10 @@ class PromptEncoder:
     def encode_messages(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Tools = None, max_tokens: int | None = None
     ) -> list[int]:
-        """Encode a conversation up to the beginning of the next assistant turn; `max_tokens` as for `encode_text`."""
+        """Encode a conversation up to the beginning of the next assistant turn; `max_tokens` as for `encode_text`.
+
+        An image is one placeholder, which `insert_images` replaces.
+        """
         for message in messages:
             _reject_surrogates(str(message.get("content")))
         try:
@@ -95,16 +99,26 @@ class PromptEncoder:
         ids: list[int] = self._chat_tokenizer.encode_with_special_tokens(text)[0].tolist()
         return ids
 
-    def read_images(self, images: Sequence[Any]) -> np.ndarray | None:
-        """Pixels [images, height, width, 3] of paths or data URLs; None without images."""
+    def read_images(self, images: Sequence[Any]) -> list[ProcessedImage]:
+        """Images of paths or data URLs."""
         if not images:
-            return None
+            return []
         if self.vision is None:
             raise PromptError("the model takes no images: choose one with model.vision")
         try:
-            return np.stack([image_pixels(image, self.vision) for image in images])
+            return read_images(images, self.vision)
         except MediaError as error:
             raise PromptError(str(error)) from None
+
+    def insert_images(self, prompt: list[int], images: Sequence[ProcessedImage]) -> tuple[list[int], np.ndarray | None]:
+        """The prompt with the tokens of its images, and the images [count, *image_shape]; None without any."""
+        if self.vision is None or not images:
+            return prompt, None
+        try:
+            ids, _ = insert_images(np.array(prompt, np.int32), images, self.vision)
+        except MediaError as error:
+            raise PromptError(str(error)) from None
+        return ids.tolist(), join_pixels(images)
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:
         longest = self.tokenizer.max_token_bytes

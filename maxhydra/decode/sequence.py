@@ -36,6 +36,8 @@ class Sequence:
         """The request's grammar."""
         self.budget = budget
         """Maximum number of tokens to generate."""
+        self.position_lag = 0
+        """How far positions of RoPE are behind those of the cache: an image takes fewer positions than tokens."""
         self.tokens = list(request.prompt)
         self.num_computed = 0
         """Tokens whose KV cache is computed or in flight."""

@@ -88,7 +88,8 @@ def make_forward(
         adapters_B = weights.adapters_of(inputs.rows.slots_B)
         tokens_BT = inputs.tokens_BT[:, : shape.tokens] if shape.is_prefill else last_token_N[inputs.rows.slots_B, None]
         positions_BT = inputs.positions(shape.tokens)
-        hidden_BTD, cache, experts = hidden(params, cache, tokens_BT, positions_BT, inputs.rows, adapters_B, images)
+        row_inputs = inputs.rows, inputs.lag_B, adapters_B
+        hidden_BTD, cache, experts = hidden(params, cache, tokens_BT, positions_BT, *row_inputs, images)
         scores = None
         if shape.is_scored:
             scores = score_prompts(layout.model, params, hidden_BTD, inputs.tokens_BT[:, 1:], sharder)
@@ -115,10 +116,13 @@ def make_hidden(
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
         rows: PageTable,
+        lag_B: jax.Array,
         adapters_B: jax.Array | None,
         images: jax.Array | None = None,
     ) -> tuple[jax.Array, Tree, jax.Array | None]:
         is_token_BT = positions_BT >= 0
+        # The positions of a prompt with images are those of its tokens and images.
+        is_behind = layout.model.config.has_axis_positions and not shape.is_prefill
         context = Context(
             positions=positions_BT,
             segments=is_token_BT.astype(jnp.int32),
@@ -128,6 +132,7 @@ def make_hidden(
             rows=rows,
             adapters_B=adapters_B,
             images=images,
+            axis_positions=(positions_BT - lag_B[:, None])[:, :, None] if is_behind else None,
             output_index=jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0) if is_last_only else None,
             is_fresh=shape.is_fresh,
             records_experts=records_experts,
@@ -172,7 +177,8 @@ def make_multi_step(
             position_B1 = jnp.where(is_active_B, inputs.start_B + number, -1)[:, None]
             active_B = jnp.where(is_active_B, slots_B, padding_slot)
             table = PageTable(table_BW, active_B)
-            hidden_B1D, cache, experts = hidden(weights, cache, last_B[:, None], position_B1, table, adapters_B)
+            row_inputs = table, inputs.lag_B, adapters_B
+            hidden_B1D, cache, experts = hidden(weights, cache, last_B[:, None], position_B1, *row_inputs)
             if key.features.is_greedy:
                 logit_B, token_B = model.largest_logit(weights, hidden_B1D[:, 0], sharder)
                 return (cache, usage_NV, token_B), (greedy_tokens(logit_B, token_B), experts)

@@ -2,9 +2,9 @@
 
 Everything a call needs to know about its rows is packed into one array, since every array is a transfer. Columns of a
 row: its slot; the slot that receives the sampled token (the padding slot for an unfinished prefill); the position of
-its first token; the number of tokens from there on; top_k, the number of biased tokens and the two halves of the seed;
-the bits of temperature, top_p, min_p and the penalties; its page table; for a prefill the tokens. A padding row has no
-tokens and uses the padding slot.
+its first token; the number of tokens from there on; top_k, the number of biased tokens, `Sequence.position_lag` and the
+two halves of the seed; the bits of temperature, top_p, min_p and the penalties; its page table; for a prefill the
+tokens. A padding row has no tokens and uses the padding slot.
 
 Related modules: steps has the jitted functions, compile_cache compiles them per bucket, weight_layout stores the
 weights for them.
@@ -225,9 +225,9 @@ def power_of_two(least: int) -> int:
 
 # The columns before the page table. Rows are assembled as bytes: one NumPy operation per row would take longer than the
 # device needs for the first layers of a prompt.
-HEAD_STRUCT = struct.Struct("=8I6f")
-SLOT, TARGET, START, REMAINING, TOP_K, NUM_BIAS = range(6)
-SEED, FLOATS, HEAD = slice(6, 8), slice(8, 14), 14
+HEAD_STRUCT = struct.Struct("=9I6f")
+SLOT, TARGET, START, REMAINING, TOP_K, NUM_BIAS, LAG = range(7)
+SEED, FLOATS, HEAD = slice(7, 9), slice(9, 15), 15
 # Columns are read as int32; no vocabulary is larger.
 MAX_TOP_K = 2**31 - 1
 
@@ -242,6 +242,8 @@ class StepInputs(NamedTuple):
     sampling: SamplingArrays
     """Sampling parameters of a token at `start_B`."""
     tokens_BT: jax.Array
+    lag_B: jax.Array
+    """How far positions of RoPE are behind those of the cache."""
 
     @classmethod
     def unpack(cls, inputs_BC: jax.Array, *, pages: int) -> "StepInputs":
@@ -262,7 +264,8 @@ class StepInputs(NamedTuple):
         )
         rows, target_B = PageTable(integers_BC[:, HEAD:end], integers_BC[:, SLOT]), integers_BC[:, TARGET]
         start_B, remaining_B = integers_BC[:, START], integers_BC[:, REMAINING]
-        return cls(rows, target_B, start_B, remaining_B, sampling, integers_BC[:, end:])
+        lag_B = integers_BC[:, LAG]
+        return cls(rows, target_B, start_B, remaining_B, sampling, integers_BC[:, end:], lag_B)
 
     def positions(self, tokens: int) -> jax.Array:
         """Return positions [B, T]; -1 marks padding, which follows a row's tokens."""
@@ -294,7 +297,7 @@ def prefill_inputs(rows: List[PrefillChunk | None], shape: StepShape, padding_sl
 
 
 def image_inputs(rows: List[PrefillChunk | None], shape: StepShape) -> np.ndarray | None:
-    """Pixels [B, images, height, width, 3] of a prefill call, zeros for images that a row does not have."""
+    """[B, images, *model.vision.image_shape] of a prefill call, zeros for images that a row does not have."""
     images = [None if chunk is None else chunk.sequence.request.images for chunk in rows]
     first = next((pixels for pixels in images if pixels is not None), None)
     if first is None:
@@ -321,7 +324,8 @@ def _pack_head(sequence: Sequence, place: Place, progress: tuple[int, int, int],
     """Pack all columns except the tokens of a prompt. `progress`: target slot, start, and number of tokens."""
     request, width = sequence.request, 4 * shape.pages
     seed = request.seed >> 32, request.seed & 0xFFFFFFFF
-    integers = place.slot, *progress, min(request.top_k, MAX_TOP_K), len(request.logit_bias), *seed
+    top_k, num_bias = min(request.top_k, MAX_TOP_K), len(request.logit_bias)
+    integers = place.slot, *progress, top_k, num_bias, sequence.position_lag, *seed
     penalties = request.repetition_penalty, request.frequency_penalty, request.presence_penalty
     head = HEAD_STRUCT.pack(*integers, request.temperature, request.top_p, request.min_p, *penalties)
     return head + place.page_table[:width].ljust(width, b"\0")
@@ -330,6 +334,6 @@ def _pack_head(sequence: Sequence, place: Place, progress: tuple[int, int, int],
 def _join_rows(rows: List[bytes | None], shape: StepShape, padding_slot: int) -> np.ndarray:
     """Join packed rows; a padding row has no tokens and samples greedily into the padding slot."""
     width = num_columns(shape)
-    padding = HEAD_STRUCT.pack(padding_slot, padding_slot, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0).ljust(4 * width, b"\0")
+    padding = HEAD_STRUCT.pack(padding_slot, padding_slot, *7 * (0,), 0, 1, 0, 1, 0, 0).ljust(4 * width, b"\0")
     packed = b"".join(padding if row is None else row for row in rows)
     return np.frombuffer(packed, np.uint32).reshape(shape.rows, width)

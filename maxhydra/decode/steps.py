@@ -217,8 +217,8 @@ class CompiledSteps:
         options: dict[str, str | bool] | None = {"xla_gpu_enable_command_buffer": ""} if is_long else None
         inputs = self._abstract_inputs(shape.rows, num_columns(shape))
         last_token = self._abstract_slots().last_token_N
-        size = self._model.config.vision.image_size
-        pixels = jax.ShapeDtypeStruct((shape.rows, shape.images, size, size, 3), jnp.float32, sharding=self.replicated)
+        image_shape = shape.rows, shape.images, *self._model.config.vision.image_shape
+        pixels = jax.ShapeDtypeStruct(image_shape, jnp.float32, sharding=self.replicated)
         images = [pixels] if shape.images else []
         lowered = jitted.lower(self._abstract_weights, self._abstract_caches, last_token, inputs, *images)
         return lowered.compile(compiler_options=options)

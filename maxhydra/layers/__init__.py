@@ -32,7 +32,7 @@ from maxhydra.layers.norm import LayerNorm, Norm, NormSpec, RMSNorm, norm_with_r
 from maxhydra.layers.paged_cache import PagedCacheSpec
 from maxhydra.layers.params import Dtypes, ParamBuilder
 from maxhydra.layers.quant.training import QuantRule, resolve_rules
-from maxhydra.layers.vision import VisionSpec, VisionTower
+from maxhydra.layers.vision import VisionSpec
 
 __all__ = [
     "Attention",
@@ -78,7 +78,6 @@ __all__ = [
     "ScoreHead",
     "SequenceIndex",
     "VisionSpec",
-    "VisionTower",
     "VocabularySpec",
     "dropout",
     "norm_with_residual",

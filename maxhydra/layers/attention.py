@@ -218,7 +218,7 @@ class Attention(nnx.Module):
         """Query, key and value from the output of a fused QKV matmul, rotated in the same kernel that splits them."""
         spec = self.spec
         assert spec.rotation is not None
-        cos_BTF, sin_BTF = cos_and_sin(ctx.positions[:, :, None], spec.rotation)
+        cos_BTF, sin_BTF = cos_and_sin(ctx.rotary_positions, spec.rotation)
         with kernel_errors_as_config_errors():
             return qkv_rope(
                 heads_BTMH,
@@ -240,7 +240,7 @@ class Attention(nnx.Module):
 
     def _rotate(self, heads: jax.Array, norm: Norm | None, ctx: Context) -> jax.Array:
         heads = normalize_heads(heads, self.spec.qk_norm, norm)
-        return heads if self.spec.rotation is None else rotate(heads, ctx.positions, self.spec.rotation)
+        return heads if self.spec.rotation is None else rotate(heads, ctx.rotary_positions, self.spec.rotation)
 
     def mix_heads(self, heads: tuple[jax.Array, ...], ctx: Context) -> tuple[jax.Array, Any, KeysValues]:
         """Attention output [B, T, N, H], the updated cache, and the keys and values attended to."""
@@ -333,7 +333,7 @@ class Attention(nnx.Module):
             q, k, v = jnp.split(heads_BMH, (spec.num_heads, spec.num_heads + spec.num_kv_heads), axis=1)
             q, k = (normalize_heads(x, spec.qk_norm, norm) for x, norm in ((q, self.query_norm), (k, self.key_norm)))
             heads_PBMH = jnp.concatenate([q, k, v], axis=1)[None]
-        rotation = None if spec.rotation is None else paged_rope_factors(ctx.positions[:, 0], spec.rotation)
+        rotation = None if spec.rotation is None else paged_rope_factors(ctx.rotary_positions[:, 0, 0], spec.rotation)
         backend = find_backend(pages, pages.key_PKZH.dtype.name, ctx.place)
         assert backend is not None
         request = self._request(ctx)

@@ -45,7 +45,7 @@ def collect_statistics(is_on: bool) -> Iterator[None]:
     jax.tree_util.register_dataclass,
     data_fields=[
         *("positions", "segments", "cache", "dropout_key", "rows", "layer_input", "expert_ids", "shared"),
-        *("output_index", "adapters_B", "tokens", "images", "image_groups_BT"),
+        *("output_index", "adapters_B", "tokens", "images", "image_groups_BT", "axis_positions", "deepstack"),
     ],
     meta_fields=["sharder", "is_adapted", "is_fresh", "has_statistics", "records_experts"],
 )
@@ -85,10 +85,17 @@ class Context:
     """[B, T] ids of the tokens, for layers with a memory of n-grams; None in models without."""
     images: jax.Array | None = None
     """[B, images, height, width, channels] pixels of each row's images, in the order of their placeholders, then
-    padding; read by the decoder, None inside a layer. None: no images."""
+    padding; read by the decoder, None inside a layer. With fewer rows than tokens have, adjacent rows share them. None:
+    no images."""
     image_groups_BT: jax.Array | None = None
     """[B, T] number of the token's image, 0 for text: tokens of one image attend to each other in both directions.
     None: attention is causal."""
+    axis_positions: jax.Array | None = None
+    """[B, T, axes] positions of RoPE where they differ from `positions`: an image takes fewer positions than tokens.
+    Three axes, or one if the axes of all tokens are equal. None: `positions`."""
+    deepstack: jax.Array | None = None
+    """[layers, B, T, D] features of images that are added to the residual stream after each of the first layers; read
+    by the decoder, None inside a layer. None: no features."""
     is_adapted: bool = True
     """Whether the adapter is applied; without it the model gives the outputs of its base."""
     is_fresh: bool = False
@@ -120,6 +127,11 @@ class Context:
             is_adapted=is_adapted,
             has_statistics=_collects_statistics.get(),
         )
+
+    @property
+    def rotary_positions(self) -> jax.Array:
+        """[B, T, axes] positions of RoPE."""
+        return self.positions[:, :, None] if self.axis_positions is None else self.axis_positions
 
     @property
     def is_length_split(self) -> bool:
@@ -219,11 +231,18 @@ class Context:
     ) -> "Context":
         """The context of the layer of this index, with its own cache, dropout key and layer inputs."""
         key = self.key(index)
-        return dataclasses.replace(self, cache=cache, dropout_key=key, layer_input=layer_input, expert_ids=expert_ids)
+        inputs: dict[str, Any] = {"layer_input": layer_input, "expert_ids": expert_ids, "deepstack": None}
+        return dataclasses.replace(self, cache=cache, dropout_key=key, **inputs)
+
+    def add_deepstack(self, x_BTD: jax.Array, layer: int) -> jax.Array:
+        """The residual stream after a layer, with what `deepstack` has for it."""
+        if self.deepstack is None or layer >= len(self.deepstack):
+            return x_BTD
+        return x_BTD + self.deepstack[layer].astype(x_BTD.dtype)
 
     def for_output_tokens(self) -> "Context":
         """The context of the tokens that `select_output_tokens` selects."""
-        names = ("positions", "segments", "layer_input", "expert_ids")
+        names = ("positions", "segments", "layer_input", "expert_ids", "axis_positions")
         tokens = {name: self.select_output_tokens(getattr(self, name)) for name in names}
         return dataclasses.replace(self, **tokens, output_index=None)
 

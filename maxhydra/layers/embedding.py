@@ -299,11 +299,15 @@ class PerLayerInput(nnx.Module):
         return ctx.to_stream(out_BTD)
 
 
-def replace_placeholders(x_BTD: jax.Array, features_BND: jax.Array, is_placeholder_BT: jax.Array) -> jax.Array:
+def replace_placeholders(
+    x_BTD: jax.Array, features_BND: jax.Array, is_placeholder_BT: jax.Array, index_BT: jax.Array | None = None
+) -> jax.Array:
     """Embeddings with those of placeholders replaced, in order, by the features of the row's images or audio clips.
 
-    A placeholder without a feature gets NaN, which shows up in the loss.
+    A placeholder without a feature gets NaN, which shows up in the loss. `index_BT`: the feature of each placeholder,
+    if some are skipped.
     """
-    index_BT = jnp.maximum(jnp.cumsum(is_placeholder_BT, axis=1) - 1, 0)
+    if index_BT is None:
+        index_BT = jnp.maximum(jnp.cumsum(is_placeholder_BT, axis=1) - 1, 0)
     chosen_BTD = jnp.take_along_axis(features_BND, index_BT[:, :, None], axis=1, mode="fill", fill_value=jnp.nan)
     return jnp.where(is_placeholder_BT[:, :, None], chosen_BTD.astype(x_BTD.dtype), x_BTD)

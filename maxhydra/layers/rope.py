@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +21,24 @@ class Rotation:
     amplitude: float
     """Factor on the rotated values."""
     pairs: config.Pairs
+    axes: tuple[int, ...] = ()
+    """Axis of the position that each pair turns with; empty: positions have one axis."""
 
     @classmethod
     def of(cls, rope: config.Rope, head_dim: int) -> "Rotation | None":
         """None without positions (NoPE)."""
         rates = frequencies(rope, head_dim)
-        return None if rates is None else cls(rates, _amplitude(rope), rope.pairs)
+        return None if rates is None else cls(rates, _amplitude(rope), rope.pairs, pair_axes(rope.sections))
 
     def rotates_halves(self, head_dim: int) -> bool:
         """Whether the whole head is rotated, in pairs of its two halves, as the kernels need."""
         return self.pairs is config.Pairs.halves and 2 * len(self.frequencies) == head_dim
+
+
+def pair_axes(sections: Sequence[int]) -> tuple[int, ...]:
+    """Axis of each pair: 0, 1, 2, 0, 1, 2, ..., and 0 from where an axis has all pairs of its section."""
+    pairs = range(sum(sections))
+    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in pairs)
 
 
 def frequencies(rope: config.Rope, head_dim: int) -> tuple[float, ...] | None:
@@ -100,9 +109,10 @@ def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, rotation: Rotation) -> ja
     """Rotate each pair by position * frequency.
 
     Interleaved pairs are returned as halves; attention logits do not depend on the order within a head. Computed in
-    float32: bfloat16 cannot distinguish positions 256 and 257.
+    float32: bfloat16 cannot distinguish positions 256 and 257. Positions are [B, T], or [B, T, axes].
     """
-    cos, sin = cos_and_sin(positions_BT[:, :, None, None], rotation)
+    positions = positions_BT[:, :, None] if positions_BT.ndim == 2 else positions_BT
+    cos, sin = cos_and_sin(positions[:, :, None], rotation)
     size = 2 * len(rotation.frequencies)
     x_rotated = x_BTNH[..., :size] if rotation.pairs is config.Pairs.halves else as_halves(x_BTNH[..., :size])
     out = rotate_halves(x_rotated, cos, sin)
@@ -123,7 +133,9 @@ def rotate_2d(x_IPAH: jax.Array, positions_IP2: jax.Array, theta: float) -> jax.
 
 
 def cos_and_sin(positions: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of the angles, each [..., F], for positions [..., 1]."""
+    """Cosine and sine of the angles, each [..., F], for positions [..., 1], or [..., 3] by the axis of each pair."""
+    if positions.shape[-1] > 1:
+        positions = positions[..., np.asarray(rotation.axes)]
     angles = positions.astype(jnp.float32) * np.asarray(rotation.frequencies, np.float32)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return (cos, sin) if rotation.amplitude == 1 else (cos * rotation.amplitude, sin * rotation.amplitude)

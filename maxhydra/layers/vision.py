@@ -1,17 +1,20 @@
 """Image encoder and projector: pixels to embeddings of image tokens.
 
-The encoder is a vision transformer with learned positions (Dosovitskiy et al., 2021; SigLIP, Zhai et al., 2023). Its
-layers are stacked and scanned like those of the decoder. I images, P patches of an image, S of them along a side, N
-tokens of an image, B batch, T tokens, D residual stream, E width of the encoder, A attention heads of size H.
+The encoder is a vision transformer with learned positions (Dosovitskiy et al., 2021; SigLIP, Zhai et al., 2023), and
+optionally a class token and two-dimensional RoPE. Its layers are stacked and scanned like those of the decoder. I
+images, P patches of an image and its class token, S patches along a side, N tokens of an image, B batch, T tokens, D
+residual stream, E width of the encoder, A attention heads of size H.
 """
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from maxhydra.config.schema import model as config
@@ -19,9 +22,10 @@ from maxhydra.kernels.attention import Request
 from maxhydra.layers.attention import attend
 from maxhydra.layers.context import Context, KernelChoice
 from maxhydra.layers.embedding import replace_placeholders
-from maxhydra.layers.mlp import Mlp, MlpSpec
-from maxhydra.layers.norm import LayerNorm, RMSNorm
+from maxhydra.layers.mlp import Mlp, MlpSpec, apply_activation
+from maxhydra.layers.norm import LayerNorm, Norm, RMSNorm
 from maxhydra.layers.params import Dtypes, ParamBuilder
+from maxhydra.layers.rope import rotate_2d
 
 CHANNELS = 3
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -38,8 +42,25 @@ class VisionSpec:
     num_heads: int
     mlp: MlpSpec
     norm_eps: float
+    has_patch_bias: bool
+    has_class_token: bool
+    rope_theta: float | None
+    has_pre_norm: bool
     pooling: config.Pooling
+    has_projector_norm: bool
+    hidden_dims: tuple[int, ...]
+    """Sizes of the projector's hidden layers."""
+    hidden_activation: config.Activation
     token_rows: int
+    has_projector_bias: bool
+    max_patches: int | None
+    """Patches of an image; None: the images are squares."""
+    frames: int
+    deepstack: tuple[int, ...]
+    """Layers whose outputs are projected for the first layers of the decoder."""
+    video_id: int | None
+    has_axis_positions: bool
+    """Whether RoPE of the decoder has positions of time, row and column."""
     is_bidirectional: bool
     placeholder_id: int
     out_dim: int
@@ -74,8 +95,21 @@ class VisionSpec:
             num_heads=section.num_heads,
             mlp=mlp,
             norm_eps=section.norm_eps,
+            has_patch_bias=section.patch_bias,
+            has_class_token=section.class_token,
+            rope_theta=section.rope_theta,
+            has_pre_norm=section.pre_norm,
             pooling=section.projector.pooling,
+            has_projector_norm=section.projector.norm,
+            hidden_dims=tuple(section.projector.hidden_dims),
+            hidden_activation=section.projector.activation,
             token_rows=section.token_rows,
+            has_projector_bias=section.projector.bias,
+            max_patches=section.max_patches,
+            frames=section.frames,
+            deepstack=tuple(section.deepstack),
+            video_id=section.video_id,
+            has_axis_positions=model.has_axis_positions,
             is_bidirectional=section.bidirectional,
             placeholder_id=section.placeholder_id,
             out_dim=model.emb_dim,
@@ -86,10 +120,25 @@ class VisionSpec:
         )
 
     @property
+    def patch_shape(self) -> tuple[int, ...]:
+        """Channels, frames unless images are squares, rows and columns of the pixels of a patch."""
+        frames = () if self.max_patches is None else (self.frames,)
+        return CHANNELS, *frames, self.patch_size, self.patch_size
+
+    @property
+    def num_positions(self) -> int:
+        """Patches of an image, and its class token."""
+        return self.patch_rows**2 + self.has_class_token
+
+    @property
     def pooled_dim(self) -> int:
         """Size of the vector of a block of patches."""
-        block = self.patch_rows // self.token_rows
-        return self.emb_dim * (block**2 if self.pooling is config.Pooling.concatenate else 1)
+        return self.emb_dim * (self.block_size**2 if self.pooling is config.Pooling.concatenate else 1)
+
+    @property
+    def block_size(self) -> int:
+        """Rows and columns of the patches of a token."""
+        return self.patch_rows // self.token_rows
 
 
 class EncoderLayer(nnx.Module):
@@ -108,9 +157,11 @@ class EncoderLayer(nnx.Module):
         self.out = inner("out", (A, H), (E,), ("heads", "head_dim", "embed"), scale=spec.mlp.out_scale)
         self.mlp = Mlp(spec.mlp, make.below("mlp"))
 
-    def __call__(self, x_IPE: jax.Array, ctx: Context) -> jax.Array:
+    def __call__(self, x_IPE: jax.Array, positions_IP2: jax.Array, ctx: Context) -> jax.Array:
         normed_IPE = self.attention_norm(x_IPE)
         heads = [projection(normed_IPE, ctx) for projection in (self.query, self.key, self.value)]
+        if self.spec.rope_theta is not None:
+            heads[:2] = (rotate_2d(each, positions_IP2, self.spec.rope_theta) for each in heads[:2])
         heads = [ctx.constrain(each, "act_batch", None, "act_heads", None) for each in heads]
         request = Request(
             scale=heads[0].shape[-1] ** -0.5,
@@ -121,19 +172,30 @@ class EncoderLayer(nnx.Module):
             softmax_dtype=self.spec.dtypes.softmax.name,
         )
         q_IPAH, k_IPAH, v_IPAH = heads
-        attended_IPAH = attend(q_IPAH, k_IPAH, v_IPAH, request, ctx, kernel=self.spec.kernel)
+        tokens: dict[str, Any] = {"q_segments_BT": ctx.segments, "kv_segments_BS": ctx.segments}
+        attended_IPAH = attend(q_IPAH, k_IPAH, v_IPAH, request, ctx, kernel=self.spec.kernel, **tokens)
         x_IPE = x_IPE + self.out(attended_IPAH, ctx)
         return x_IPE + self.mlp(self.mlp_norm(x_IPE), ctx).out_BTD
 
 
 class Projector(nnx.Module):
-    """out(norm(pool(x))): one vector of the residual stream for every square block of patches."""
+    """out(hidden(norm(pool(x)))): one vector of the residual stream for every square block of patches."""
 
     def __init__(self, spec: VisionSpec, make: ParamBuilder):
         self.spec = spec
-        E = spec.pooled_dim
-        self.norm = RMSNorm(E, eps=spec.norm_eps, dtypes=spec.dtypes, make=make, is_centered=spec.is_centered)
-        self.out = make.projection("out", (E,), (spec.out_dim,), (None, "embed"), scale=spec.init_scale)
+        dims = (spec.pooled_dim, *spec.hidden_dims)
+        self.norm = self.build_norm(make)
+        scale, has_bias = spec.init_scale, spec.has_projector_bias
+        inner = partial(make.below("hidden").projection, scale=scale, has_bias=has_bias)
+        below, axes = enumerate(pairwise(dims)), (None, "embed")
+        self.hidden = nnx.Dict({str(i): inner(str(i), (E,), (F,), (None, "mlp")) for i, (E, F) in below})
+        self.out = make.projection("out", dims[-1:], (spec.out_dim,), axes, scale=scale, has_bias=has_bias)
+
+    def build_norm(self, make: ParamBuilder) -> Norm | None:
+        """The norm of pooled patches; None without one."""
+        spec = self.spec
+        norm = partial(RMSNorm, spec.pooled_dim, eps=spec.norm_eps, dtypes=spec.dtypes, is_centered=spec.is_centered)
+        return norm(make=make) if spec.has_projector_norm else None
 
     def __call__(self, x_IPE: jax.Array, ctx: Context) -> jax.Array:
         I, _, E = x_IPE.shape
@@ -144,34 +206,45 @@ class Projector(nnx.Module):
             pooled = jnp.mean(blocks, axis=(2, 4))
         else:
             pooled = blocks.swapaxes(2, 3)
-        return self.out(self.norm(pooled.reshape(I, S * S, self.spec.pooled_dim)), ctx)
+        return self.project(pooled.reshape(I, S * S, self.spec.pooled_dim), ctx)
+
+    def project(self, x: jax.Array, ctx: Context) -> jax.Array:
+        """[I, N, D] tokens of pooled patches."""
+        x = x if self.norm is None else self.norm(x)
+        for number in range(len(self.spec.hidden_dims)):
+            x = apply_activation(self.spec.hidden_activation, self.hidden[str(number)](x, ctx))
+        return self.out(x, ctx)
 
 
 class VisionTower(nnx.Module):
-    """projector(norm(layers(patches(pixels) + positions)))."""
+    """projector(norm(layers(pre_norm(patches(pixels) + positions))))."""
 
     def __init__(self, spec: VisionSpec, make: ParamBuilder):
         self.spec = spec
-        E, size = spec.emb_dim, spec.patch_size
-        inputs, axes = (CHANNELS, size, size), (None, None, None, "embed")
-        self.patches = make.projection("patches", inputs, (E,), axes, scale=spec.init_scale, has_bias=True)
-        self.positions = make.matrix((spec.patch_rows**2,), (E,), ("positions", "embed"), std=E**-0.5)
+        E, inputs, bias = spec.emb_dim, spec.patch_shape, spec.has_patch_bias
+        axes = (*(None for _ in inputs), "embed")
+        self.patches = make.projection("patches", inputs, (E,), axes, scale=spec.init_scale, has_bias=bias)
+        self.positions = make.matrix((spec.num_positions,), (E,), ("positions", "embed"), std=E**-0.5)
         self.layers = EncoderLayer(spec, make.stacked(spec.num_layers).below("vision"))
-        self.norm = LayerNorm(E, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        norm = partial(LayerNorm, E, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        self.pre_norm, self.norm = norm() if spec.has_pre_norm else None, norm()
         self.projector = Projector(spec, make.below("projector"))
+        self.class_token = make.matrix((), (E,), ("embed",), std=E**-0.5) if spec.has_class_token else None
 
     def embed(self, x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context, wrap: Wrap) -> tuple[jax.Array, Context]:
         """Token embeddings with those of placeholders replaced, in order, by the tokens of the row's images.
 
-        Also returns the context of the decoder's layers. `wrap`: rematerialization of a layer.
+        With fewer rows of images than of tokens, adjacent rows share their images, as those of a preference pair. Also
+        returns the context of the decoder's layers. `wrap`: rematerialization of a layer.
         """
         assert ctx.images is not None
         B, count, *pixels = ctx.images.shape
-        features_IND = self(ctx.images.reshape(B * count, *pixels), _image_context(ctx), wrap)
+        features_IND = self(ctx.images.reshape(B * count, *pixels), image_context(ctx), wrap)
         features_BND = features_IND.reshape(B, -1, features_IND.shape[-1])
+        features_BND = jnp.repeat(features_BND, len(tokens_BT) // B, axis=0)
         is_image_BT = tokens_BT == self.spec.placeholder_id
         x_BTD = replace_placeholders(x_BTD, features_BND, is_image_BT)
-        groups_BT = _image_groups(is_image_BT) if self.spec.is_bidirectional else None
+        groups_BT = image_groups(is_image_BT) if self.spec.is_bidirectional else None
         return x_BTD, dataclasses.replace(ctx, images=None, image_groups_BT=groups_BT)
 
     @jax.named_scope("vision")
@@ -181,24 +254,43 @@ class VisionTower(nnx.Module):
         I, S, size = len(pixels), spec.patch_rows, spec.patch_size
         patches = pixels.astype(spec.dtypes.compute).reshape(I, S, size, S, size, CHANNELS).transpose(0, 1, 3, 5, 2, 4)
         x_IPE = self.patches(patches.reshape(I, S * S, CHANNELS, size, size), ctx)
+        if self.class_token is not None:
+            token_1E = self.class_token[...].astype(x_IPE.dtype)[None]
+            x_IPE = jnp.concatenate([x_IPE, jnp.broadcast_to(token_1E, (I, *token_1E.shape))], axis=1)
         x_IPE = x_IPE + self.positions[...].astype(x_IPE.dtype)
+        x_IPE = x_IPE if self.pre_norm is None else self.pre_norm(x_IPE)
+        positions_1P2 = jnp.asarray(_coordinates(spec))
+        x_IPE = self.run_layers(x_IPE, positions_1P2, ctx, wrap, layers=(0, spec.num_layers))
+        return self.projector(self.norm(x_IPE)[:, : S * S], ctx)
+
+    def run_layers(
+        self, x_IPE: jax.Array, positions_IP2: jax.Array, ctx: Context, wrap: Wrap, *, layers: tuple[int, int]
+    ) -> jax.Array:
+        """Run the layers from the first up to, but not including, the second of `layers`."""
         graphdef, weights = nnx.split(self.layers)
+        if layers != (0, self.spec.num_layers):
+            weights = jax.tree.map(lambda weight: weight[slice(*layers)], weights)
 
         def run(weights: nnx.State, x_IPE: jax.Array, ctx: Context) -> jax.Array:
-            return nnx.merge(graphdef, weights)(x_IPE, ctx)
+            return nnx.merge(graphdef, weights)(x_IPE, positions_IP2, ctx)
 
         wrapped = wrap(run)
-        x_IPE = jax.lax.scan(lambda x_IPE, layer: (wrapped(layer, x_IPE, ctx), None), x_IPE, weights)[0]
-        return self.projector(self.norm(x_IPE), ctx)
+        return jax.lax.scan(lambda x_IPE, layer: (wrapped(layer, x_IPE, ctx), None), x_IPE, weights)[0]
 
 
-def _image_groups(is_image_BT: jax.Array) -> jax.Array:
+def _coordinates(spec: VisionSpec) -> np.ndarray:
+    """[1, P, 2] column and row of each patch, from 1; the class token is at 0, where RoPE does not rotate."""
+    rows, columns = np.indices((spec.patch_rows, spec.patch_rows)).reshape(2, -1) + 1
+    return np.pad(np.stack([columns, rows], axis=-1), ((0, int(spec.has_class_token)), (0, 0)))[None]
+
+
+def image_groups(is_image_BT: jax.Array) -> jax.Array:
     """[B, T] number of the run of placeholders that a token is part of; 0 for other tokens."""
     before_BT = jnp.pad(is_image_BT, ((0, 0), (1, 0)))[:, :-1]
     return jnp.where(is_image_BT, jnp.cumsum(is_image_BT & ~before_BT, axis=1), 0)
 
 
-def _image_context(ctx: Context) -> Context:
+def image_context(ctx: Context) -> Context:
     """The context of the encoder: images are a separate batch, without a cache, dropout and adapters by row."""
     assert ctx.images is not None
     B, count = ctx.images.shape[:2]

@@ -36,11 +36,11 @@ from maxhydra.layers import (
     QuantRule,
     ScoreHead,
     VisionSpec,
-    VisionTower,
     VocabularySpec,
     with_aux_losses,
 )
 from maxhydra.layers.hyper_connections import HyperSpec, expand_streams, sum_streams
+from maxhydra.layers.patch_tower import build_vision_tower
 from maxhydra.layers.weight_sampler import Sizes
 from maxhydra.model.block import Block, BlockSpec, Mtp, Remat
 from maxhydra.model.fused_block import NormHandoff, block_class, embed_with_norm
@@ -173,7 +173,7 @@ class Decoder(nnx.Module):
         self.head = None if spec.is_tied or spec.has_score else Head(spec.vocabulary, make)
         self.score = ScoreHead(spec.vocabulary, make) if spec.has_score else None
         scale = spec.vocabulary.init_scale
-        self.vision = None if spec.vision is None else VisionTower(spec.vision, make.below("vision"))
+        self.vision = build_vision_tower(spec.vision, make.below("vision"))
         self.mtp = _numbered([Mtp(block, make.below("mtp"), scale=scale) for block in spec.mtp])
 
     def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep_layers: bool, mtp_hidden: bool) -> ModelOutput:
@@ -287,7 +287,7 @@ class Decoder(nnx.Module):
             if is_last:
                 # The last layer has already reduced the stream to the output tokens.
                 ctx = dataclasses.replace(ctx, output_index=None)
-            x_BTD = out.x_BTD
+            x_BTD = ctx.add_deepstack(out.x_BTD, layer)
             new_caches.append(merge_view(cache, out.cache))
             layer_outputs.append(x_BTD)
             aux.append(out.aux)

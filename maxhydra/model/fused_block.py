@@ -141,7 +141,8 @@ class NormHandoff:
     def __init__(self, blocks: Sequence[Block], ctx: Context, normed_BTD: jax.Array | None = None):
         """`normed_BTD`: the first block's norm of the embeddings if it was computed with them."""
         norms = [block.first_norm() if isinstance(block, FusedBlock) else None for block in blocks[1:]]
-        self._next_norms = [*(norms if ctx.cache is not None else [None] * len(norms)), None]
+        is_passed = ctx.cache is not None and ctx.deepstack is None
+        self._next_norms = [*(norms if is_passed else [None] * len(norms)), None]
         self._blocks, self._normed_BTD = blocks, normed_BTD
 
     def inputs(self, index: int) -> tuple[Callable[..., Any], tuple[jax.Array | None, ...]]:

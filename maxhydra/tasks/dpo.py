@@ -117,7 +117,7 @@ def _problems(config: Config, reference: Reference) -> Iterator[Problem]:
         yield from config.data.other_shapes("labeled", task="dpo task.loss=kto", hint=hint)
     else:
         hint = "each record needs `chosen` and `rejected`, and a `prompt` unless they start with it"
-        yield from config.data.other_shapes("preference", task="dpo", hint=hint)
+        yield from config.data.other_shapes("preference", "image_preference", task="dpo", hint=hint)
     yield from config.train.no_z_loss(task="dpo")
     if reference is Reference.adapter_off and not config.adapter.is_enabled:
         reason = "needs an adapter that can be switched off"

@@ -101,6 +101,9 @@ def test_tables_name_keys_that_exist() -> None:
         assert any(expression.fullmatch(key) for key in KEYS), f"{pattern} matches no key"
 
 
+SHAPES = ["task=sft", "data=shapes", "model=micro-vision", "train.seq_len=48"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "without", "needed"),
@@ -113,6 +116,8 @@ def test_tables_name_keys_that_exist() -> None:
         ("data.digits=3", [], ["data=arithmetic"]),
         ("data.streaming=true", ["data=arithmetic"], ["data=hf", "data.name=x"]),
         ("data.packing.window=9", ["data=arithmetic", "data.record_type=preference"], ["data=arithmetic"]),
+        ("data.packing.window=9", ["data=arithmetic", "data.record_type=preference"], SHAPES),
+        ("data.packing.max_segments=2", SHAPES, [*SHAPES, "data.packing.method=best_fit"]),
         ("data.packing.max_segments=2", ["data=arithmetic", "data.record_type=prompts"], ["data=arithmetic"]),
         ("data.temperature=2", [], None),
         ("reward.workers=2", [], None),

@@ -13,6 +13,7 @@ from PIL import Image
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.data.image_tokens import image_ids
+from maxhydra.data.images import ProcessedImage
 from maxhydra.data.pipeline import Pipeline
 from maxhydra.data.record_types import Rejected, build_record_type
 from maxhydra.data.rows import RowSpec
@@ -47,12 +48,46 @@ def test_rows_have_tokens_and_pixels_of_images(tmp_path: Path) -> None:
     images = [png((255, 0, 0)), str(tmp_path / "blue.png")]
     (example,) = made.encode([{"messages": messages(IMAGE, TEXT, IMAGE), "images": images}])
     row = made.row(example, 48)
-    ids = image_ids(vision)
+    ids = image_ids(ProcessedImage(row["images"][:1], None, vision.projector.tokens), vision)
     tokens = [256, *ids, ord("a"), *ids, ord("\n"), *b"ok", 257]
     assert row["tokens"][: len(tokens) - 1].tolist() == tokens[:-1]
     assert row["targets"][row["weights"] > 0].tolist() == [*b"ok", 257]
     assert row["images"].shape == (2, vision.image_size, vision.image_size, 3)
     np.testing.assert_allclose(row["images"][:, 0, 0], [[1, -1, -1], [-1, -1, 1]])
+
+
+def test_rows_have_the_tiles_of_images(tmp_path: Path) -> None:
+    """Images of one and of three squares; rows have space for the most squares of data.max_images images."""
+    made, vision = record_type(tmp_path, "model=llama4-tiny-vision", "data.loss_on=all")
+    images = [np.zeros((9, 16, 3), np.uint8), np.full((40, 12, 3), 255, np.uint8)]
+    (example,) = made.encode([{"messages": messages(IMAGE, TEXT, IMAGE), "images": images}])
+    row = made.row(example, 48)
+    tile = [300] * vision.projector.tokens
+    small, large = [301, 305, *tile, 302], [301, *tile, 304, *tile, 304, *tile, 304, 305, *tile, 302]
+    tokens = [256, *small, ord("a"), *large, ord("\n"), *b"ok", 257]
+    assert row["tokens"][: len(tokens) - 1].tolist() == tokens[:-1]
+    assert row["images"].shape == (2 * (vision.tiles.max_tiles + 1), 16, 16, 3)
+    # White images fill their canvas up to black padding, which is -1; squares without a tile are 0.
+    assert row["images"][:, 0, 0, 0].tolist() == [-1, 1, 1, 1, 1, 0, 0, 0, 0, 0]
+    counted = row["targets"][row["weights"] > 0].tolist()
+    assert counted == [id for id in tokens[1:] if id != vision.placeholder_id]
+
+
+def test_rows_have_patches_of_images_of_different_sizes(tmp_path: Path) -> None:
+    """Images of 1 x 2 and 3 x 1 tokens of 8 x 8 pixels; patches have rows and columns from 1, padding has zeros."""
+    made, _ = record_type(tmp_path, "model=qwen3-vl-tiny")
+    images = [np.zeros((7, 17, 3), np.uint8), np.full((25, 8, 3), 255, np.uint8)]
+    (example,) = made.encode([{"messages": messages(IMAGE, TEXT, IMAGE), "images": images}])
+    row = made.row(example, 48)
+    tokens = [256, 302, 300, 300, 303, ord("a"), 302, 300, 300, 300, 303, ord("\n"), *b"ok", 257]
+    assert row["tokens"][: len(tokens) - 1].tolist() == tokens[:-1]
+    assert row["targets"][row["weights"] > 0].tolist() == [*b"ok", 257]
+    assert row["images"].shape == (2, 24, 2 + 3 * 2 * 4 * 4)
+    corners = [[1, 1], [1, 2], [2, 1], [2, 2]]
+    wide, tall = row["images"][..., :2]
+    assert wide[:9].tolist() == [*corners, *([row, column + 2] for row, column in corners), [0, 0]]
+    assert tall[:13].tolist() == [*([row + 2 * i, column] for i in range(3) for row, column in corners), [0, 0]]
+    assert row["images"][0, :8, 2:].max() == -1 and row["images"][1, :12, 2:].min() == 1
 
 
 def test_loss_never_counts_tokens_of_images(tmp_path: Path) -> None:
@@ -100,7 +135,7 @@ def test_a_file_of_records_becomes_rows(tmp_path: Path) -> None:
     [
         (["model=gemma3-tiny"], "needs a model that takes images"),
         (["task=dpo"], "is not supported by task=dpo"),
-        (["data.packing.method=best_fit"], "a sequence has one conversation"),
+        (["data.packing.method=concat_then_split"], "is not supported by data.record_type=image_chat"),
         (["mesh.stage=2"], "is not supported with images"),
         (["mesh.sequence=2"], "is not supported with images"),
     ],

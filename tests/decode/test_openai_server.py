@@ -1,7 +1,9 @@
 """The server as seen by its clients: OpenAI's client library, and raw sockets for invalid requests."""
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 import socket
 import subprocess
@@ -17,6 +19,7 @@ import pytest
 from tokenizers import Regex, pre_tokenizers
 
 from maxhydra.config.compose.composer import compose
+from maxhydra.config.options import model_option
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.health import Profile
 from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, listen, parser_process, serve
@@ -27,6 +30,7 @@ from maxhydra.decode.request import Completion, Delta, Request, TokenLogprob
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.runtime.profiler import Profiler
 from tests.support.fake_engine import WORDS, FakeEngine
+from tests.support.pictures import picture
 from tests.support.skips import import_optional
 from tests.support.vocabularies import byte_level, save
 
@@ -34,6 +38,7 @@ openai = import_optional("openai", extra="test")
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 LIMITS = {"max_body": 2**20, "max_connections": 200, "timeout": 5.0, "keep_alive": 5.0, "drain": 5.0}
+VISION = model_option("llama4-tiny-vision").vision
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -276,6 +281,28 @@ def test_tokenize_and_detokenize(server: RunningServer) -> None:
     ):
         status, body = server.post(wrong, path)
         assert status == 400 and body["error"]["param"] == param
+
+
+def test_images_reach_the_engine_with_their_tokens(prompts: PromptEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With OpenAI's client: an image of two tiles and the whole image, in a body of any size; /tokenize agrees."""
+    buffer = io.BytesIO()
+    picture(30, 10).save(buffer, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "a"}]
+    messages = [{"role": "user", "content": content}]
+    received: list[Request] = []
+    with running(PromptEncoder(prompts.data, vocab_size=320, vision=VISION)) as server:
+        submit = server.engine.submit
+        monkeypatch.setattr(server.engine, "submit", lambda request: received.append(request) or submit(request))
+        completion = server.client().chat.completions.create(model="tiny", messages=messages)  # type: ignore[call-overload]
+        status, body = server.post({"messages": messages}, "/tokenize")
+    (request,) = received
+    tile = [300] * 4
+    image = [301, *tile, 304, *tile, 304, 305, *tile, 302]
+    assert list(request.prompt) == [*b"<user>", *image, *b"a\n<assistant>"]
+    assert request.images is not None and request.images.shape == (3, 16, 16, 3)
+    assert completion.usage.prompt_tokens == len(request.prompt)
+    assert status == 200 and body["tokens"] == list(request.prompt)
 
 
 def test_the_cost_of_log_probabilities_is_linear(prompts: PromptEncoder) -> None:

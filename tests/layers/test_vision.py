@@ -98,6 +98,7 @@ def test_adapters_reach_the_encoder_by_name() -> None:
     [
         ("model.vision.patch_size=5", "does not divide image_size=32"),
         ("model.vision.num_heads=3", "does not divide vision.emb_dim=32"),
+        ("model.vision={num_heads: 16, rope_theta: 100.0}", "cannot divide by 4"),
         ("model.vision.projector.tokens=5", "into equal squares"),
         ("model.vision.placeholder_id=320", "is not in the vocabulary"),
         ("model.vision.placeholder_id=null", "is needed by models with an image encoder"),

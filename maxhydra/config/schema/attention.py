@@ -51,8 +51,12 @@ class Rope(Schema):
     """yarn: round the bounds of the interpolation range to whole pairs."""
     attention_factor: float | None = option(None, gt=0)
     """yarn: factor on rotated queries and keys. null: 0.1 * ln(factor) + 1."""
+    sections: list[int] = option([], ge=1)
+    """Pairs that turn with time, row and column of an image token, interleaved (Qwen3-VL, 2025); text tokens have
+    three equal positions. []: positions have one axis."""
 
     def check(self) -> Iterator[Problem]:
+        yield from self._check_sections()
         for field in dataclasses.fields(self):
             kinds, value = _KINDS.get(field.name, ()), getattr(self, field.name)
             if self.kind in kinds and field.name in _NEEDED and value is None:
@@ -64,6 +68,19 @@ class Rope(Schema):
         if self.kind is RopeKind.yarn and self.beta_slow > self.beta_fast:
             accepted = f"at most beta_fast={self.beta_fast}"
             yield Problem("beta_slow", "is larger than beta_fast", value=self.beta_slow, accepted=accepted)
+
+    def pairs_of(self, head_dim: int) -> int:
+        """Pairs of a head that have a frequency."""
+        return head_dim // 2 if self.kind is RopeKind.proportional else int(head_dim * self.share) // 2
+
+    def _check_sections(self) -> Iterator[Problem]:
+        if not self.sections:
+            return
+        accepted = "three numbers of pairs, such as [24, 20, 20], the first at least as large as the others, or []"
+        if len(self.sections) != 3 or max(self.sections) > self.sections[0]:
+            yield Problem("sections", "does not divide pairs into three axes", value=self.sections, accepted=accepted)
+        if self.kind is RopeKind.none:
+            yield Problem("sections", "is not used by kind=none", value=self.sections, accepted="[]")
 
 
 # Kinds that use a field; fields not listed are used by all kinds.
@@ -240,6 +257,9 @@ class Mla(Schema):
                 value=self.qk_rope_head_dim,
                 accepted="an even number",
             )
+        if self.rope.sections:
+            reason = "is not supported by multi-head latent attention"
+            yield Problem("rope.sections", reason, value=self.rope.sections, accepted="[]")
         if self.mscale is not None and self.rope.kind is not RopeKind.yarn:
             hint = "set rope.kind=yarn, or leave this null"
             yield Problem("mscale", f"is not used by rope.kind={self.rope.kind.value}", value=self.mscale, hint=hint)

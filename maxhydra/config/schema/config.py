@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from maxhydra.config.declare import MAX_PARAMETERS, Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.schema.checkpoint import Checkpoint
-from maxhydra.config.schema.data import IMAGE_TYPES, Data, PackingMethod
+from maxhydra.config.schema.data import CHAT_TYPES, IMAGE_TYPES, Data, PackingMethod
 from maxhydra.config.schema.hardware import Hardware, Mesh
 from maxhydra.config.schema.health import Alerts, Profile, Statistics, Watchdog
 from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, MlpKind, Model, Norms, Positions
@@ -292,12 +292,15 @@ class Config(Schema):
         if self.model.vision.num_layers is None:
             reason, hint = "needs a model that takes images", "choose one with model.vision, such as model=micro-vision"
             yield Problem("data.record_type", reason, value=name, hint=hint)
-        if self.task.name not in (*NEXT_TOKEN_TASKS, *DESCRIBING_TASKS):
+        tasks = NEXT_TOKEN_TASKS if name in CHAT_TYPES else ("dpo",)
+        if self.task.name not in (*tasks, *DESCRIBING_TASKS):
             reason = f"is not supported by task={self.task.name}"
-            yield Problem("data.record_type", reason, value=name, accepted=f"task={', '.join(NEXT_TOKEN_TASKS)}")
-        if self.data.packing.method not in (PackingMethod.auto, PackingMethod.none):
-            reason = f"is not supported by data.record_type={name}: a sequence has one conversation"
-            yield Problem("data.packing.method", reason, value=self.data.packing.method, accepted="auto, none")
+            yield Problem("data.record_type", reason, value=name, accepted=f"task={', '.join(tasks)}")
+        methods = [PackingMethod.auto, PackingMethod.none]
+        methods += [PackingMethod.first_fit, PackingMethod.best_fit] if name in CHAT_TYPES else []
+        if (method := self.data.packing.method) not in methods:
+            reason, accepted = f"is not supported by data.record_type={name}", ", ".join(each.value for each in methods)
+            yield Problem("data.packing.method", reason, value=method.value, accepted=accepted)
         for path in ("mesh.stage", "mesh.sequence", "mesh.dcn.stage", "mesh.dcn.sequence"):
             section = self.mesh.dcn if "dcn" in path else self.mesh
             if (size := getattr(section, path.rpartition(".")[2])) != 1:

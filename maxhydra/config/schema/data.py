@@ -84,6 +84,7 @@ ROLES = {
     "chat": ("messages", "tools"),
     "image_chat": ("messages", "images"),
     "preference": ("prompt", "chosen", "rejected", "margin"),
+    "image_preference": ("prompt", "chosen", "rejected", "margin", "images"),
     "labeled": ("prompt", "completion", "label"),
     "scored": ("prompt", "completion", "score"),
     "prompts": ("prompt", "answer"),
@@ -91,8 +92,8 @@ ROLES = {
 }
 
 # Record types whose rows have images, and those that are conversations.
-IMAGE_TYPES = ("image_chat",)
-CHAT_TYPES = ("chat", *IMAGE_TYPES)
+IMAGE_TYPES = ("image_chat", "image_preference")
+CHAT_TYPES = ("chat", "image_chat")
 
 
 class FileFormat(Enum):
@@ -153,7 +154,7 @@ class Corpus(Schema):
     """Fraction at the end that is held out for evaluation, if no eval files or split are given."""
     record_type: str = option("text", one_of="maxhydra.data.record_types")
     """Content of a record: text; tokens; chat (messages, loss on the assistant's turns); image_chat
-    (messages with images); preference (chosen, rejected);
+    (messages with images); preference (chosen, rejected); image_preference (the same with images);
     labeled (prompt, completion, label); prompts (prompt, answer); teacher (tokens with a teacher's top logits)."""
     columns: dict[str, str] = option({})
     """Column names that differ from the role, such as text: content."""
@@ -256,7 +257,7 @@ class Packing(Schema):
 
     method: PackingMethod = PackingMethod.auto
     """best_fit and first_fit keep documents whole; concat_then_split cuts them at the end of a sequence; none puts each
-    document into its own sequence; auto is best_fit if the record type can be packed."""
+    document into its own sequence; auto is best_fit if the record type can be packed and has no images."""
     window: int = option(128, ge=1)
     """Size of the packing buffer in sequences; larger wastes less padding but makes resuming slower."""
     max_segments: int | None = option(None, ge=1)
@@ -283,7 +284,7 @@ class Data(Corpus):
     """Conversations: reasoning of the assistant, in <think> </think> or a separate field of its messages: keep trains
     on it, mask keeps it without loss, drop removes it."""
     max_images: int = option(1, ge=1, le=1024)
-    """record_type=image_chat: images of a sequence; sequences with fewer are padded, records with more are invalid."""
+    """Record types with images: most images of a sequence, packed or not; records with more are invalid."""
     shuffle: bool = True
     """Shuffle records in a new order each epoch, seeded by run.data_seed or run.seed; false keeps their order."""
     streams: int | None = option(None, ge=1)

@@ -240,6 +240,11 @@ class Model(Schema):
         """True if a layer looks up n-grams of the tokens."""
         return any(self.kinds[name].engram.vocab_sizes for name in {*self.prefix, *self.pattern} if name in self.kinds)
 
+    @property
+    def has_axis_positions(self) -> bool:
+        """True if RoPE of a layer turns with time, row and column of an image token."""
+        return any(kind.attention.rope.sections for kind in self.kinds.values())
+
     def check(self) -> Iterator[Problem]:
         yield from self._check_heads()
         for field in ("prefix", "pattern"):
@@ -329,8 +334,7 @@ class Model(Schema):
         """Placeholders are tokens of the vocabulary, and mechanisms that look up tokens again see no images."""
         if self.vision.num_layers is None:
             return
-        for name in ("placeholder_id", "begin_id", "end_id"):
-            value = getattr(self.vision, name)
+        for name, value in self.vision.token_ids.items():
             if value is not None and value >= self.vocab_size:
                 reason = f"is not in the vocabulary of {self.vocab_size} tokens"
                 yield Problem(f"vision.{name}", reason, value=value, accepted=f"0 to {self.vocab_size - 1}")
@@ -340,6 +344,10 @@ class Model(Schema):
                 reason = f"requires mixer=attention without chunks, which model.kinds.{name} does not have"
                 yield Problem("vision.bidirectional", reason, value=True, accepted="false")
         conflicts = {"per_layer.dim": self.per_layer.dim is not None, "mtp.depth": self.mtp.depth > 0}
+        if len(layers := self.vision.deepstack) > len(self.prefix) or len(layers) >= self.num_layers:
+            reason = f"needs as many layers in model.prefix, which has {len(self.prefix)}"
+            yield Problem("vision.deepstack", reason, value=layers, hint="move the first layers to model.prefix")
+        conflicts["hyper_connections.streams"] = bool(layers) and self.hyper_connections.streams > 1
         for name, kind in kinds.items():
             conflicts[f"kinds.{name}.attention.moba"] = kind.attention.moba.block_size is not None
             conflicts[f"kinds.{name}.engram"] = bool(kind.engram.vocab_sizes)
@@ -396,3 +404,6 @@ class Model(Schema):
                     value=layer.rope.share,
                     accepted=accepted,
                 )
+            elif layer and layer.rope.sections and sum(layer.rope.sections) != (pairs := layer.rope.pairs_of(head_dim)):
+                reason, value = f"does not have the {pairs} rotated pairs of a head", layer.rope.sections
+                yield Problem(f"{prefix}rope.sections", reason, value=value, accepted=f"numbers with the sum {pairs}")

@@ -9,6 +9,7 @@ from maxhydra.config.errors import Problem
 from maxhydra.config.schema.feed_forward import Activation
 
 MAX_IMAGE = 2**14
+MAX_TILES = 256
 
 
 class Pooling(Enum):
@@ -18,12 +19,39 @@ class Pooling(Enum):
 
 @schema
 class Projector(Schema):
-    """The map from patches of an image to its tokens: pooling of square blocks of patches, RMSNorm, projection."""
+    """The map from patches of an image to its tokens: pooling of square blocks, RMSNorm, hidden layers, projection."""
 
     pooling: Pooling = Pooling.average
     """How a block of patches becomes one token: their mean, or their concatenation (pixel shuffle)."""
     tokens: int = option(196, ge=1, le=MAX_IMAGE)
-    """Tokens of an image, a square number; patches form as many square blocks."""
+    """Tokens of an image or a tile, a square number; patches form as many square blocks."""
+    norm: bool = True
+    """Whether RMSNorm is applied to the pooled patches."""
+    bias: bool = False
+    """Whether the hidden layers and the last projection have a bias."""
+    hidden_dims: list[int] = option([], ge=1, le=MAX_WIDTH)
+    """Sizes of hidden layers between pooling and the last projection, each with an activation; []: none."""
+    activation: Activation = Activation.gelu
+    """Activation of the hidden layers."""
+
+
+@schema
+class Tiles(Schema):
+    """Images as square tiles of image_size, then the whole image as one more; small images are one tile."""
+
+    max_tiles: int | None = option(None, ge=1, le=MAX_TILES)
+    """Most tiles of an image, without that of the whole image; null: images are resized to one square."""
+    column_id: int | None = option(None, ge=0)
+    """Token between two tiles of a row; null: none."""
+    row_id: int | None = option(None, ge=0)
+    """Token after each row of tiles; null: none."""
+    whole_id: int | None = option(None, ge=0)
+    """Token before the tile of the whole image; null: none."""
+
+    @property
+    def squares(self) -> int:
+        """Most squares of image_size that an image has."""
+        return 1 if self.max_tiles in (None, 1) else self.max_tiles + 1
 
 
 @schema
@@ -33,9 +61,17 @@ class Vision(Schema):
     num_layers: int | None = option(None, ge=1, le=MAX_LAYERS)
     """Layers of the image encoder; null: the model takes no images."""
     image_size: int = option(224, ge=1, le=MAX_IMAGE)
-    """Height and width of images in pixels."""
+    """Height and width of images, or of their tiles, in pixels."""
     patch_size: int = option(16, ge=1, le=MAX_IMAGE)
     """Height and width of a patch in pixels; divides image_size."""
+    max_patches: int | None = option(None, ge=1, le=2**20)
+    """Maximum patches of an image: images keep their aspect ratio, are scaled down to at most this many patches, and
+    have as many tokens as blocks of patches. image_size is then the size of the learned positions, which are
+    interpolated, and projector.tokens its tokens. null: all images are squares of image_size."""
+    min_patches: int = option(1, ge=1, le=2**20)
+    """max_patches: smaller images are scaled up to about this many patches."""
+    frames: int = option(1, ge=1, le=64)
+    """max_patches: frames of a patch; an image is repeated for all of them."""
     emb_dim: int = option(768, ge=1, le=MAX_WIDTH)
     """Width of the encoder."""
     mlp_dim: int = option(3072, ge=1, le=MAX_WIDTH)
@@ -46,20 +82,62 @@ class Vision(Schema):
     """Activation of the encoder's feed-forward."""
     norm_eps: float = option(1e-6, gt=0)
     """Added to the variance or the mean square in the norms of encoder and projector."""
+    patch_bias: bool = True
+    """Whether the projection of patches has a bias."""
+    class_token: bool = False
+    """Whether a learned class token follows the patches (Dosovitskiy et al., 2021); it has no token in the decoder."""
+    rope_theta: float | None = option(None, gt=0)
+    """Base of the frequencies of RoPE over column and row of a patch, in addition to learned positions; null: none."""
+    pre_norm: bool = False
+    """Whether a norm precedes the layers of the encoder."""
     projector: Projector = section(Projector)
+    tiles: Tiles = section(Tiles)
     bidirectional: bool = False
     """Whether the tokens of an image attend to each other in both directions."""
+    deepstack: list[int] = option([], ge=0, le=MAX_LAYERS)
+    """max_patches: encoder layers, from 0, whose outputs are also projected and added to the residual stream of image
+    tokens, those of the first after the first layer of the decoder and so on (DeepStack, Meng et al., 2024). As many
+    layers must be in model.prefix."""
     placeholder_id: int | None = option(None, ge=0)
     """Placeholder of one image token; needed if num_layers is set."""
+    video_id: int | None = option(None, ge=0)
+    """max_patches: placeholder of one token of a video; null: no videos."""
     begin_id: int | None = option(None, ge=0)
     """Token before the tokens of an image; null: none."""
     end_id: int | None = option(None, ge=0)
     """Token after the tokens of an image; null: none."""
 
     @property
+    def token_ids(self) -> dict[str, int | None]:
+        """Path of each token of images -> its id."""
+        tiles = {f"tiles.{name}": getattr(self.tiles, name) for name in ("column_id", "row_id", "whole_id")}
+        names = ("placeholder_id", "video_id", "begin_id", "end_id")
+        return {name: getattr(self, name) for name in names} | tiles
+
+    @property
     def patch_rows(self) -> int:
         """Rows and columns of patches."""
         return self.image_size // self.patch_size
+
+    @property
+    def block_size(self) -> int:
+        """Rows and columns of the patches of a token."""
+        return self.patch_rows // self.token_rows
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """Shape of an image as models take it: pixels, or patches.
+
+        A patch is its row and column, from 1 and 0 for padding, then its pixels: channel, frame, row, column.
+        """
+        if self.max_patches is None:
+            return self.image_size, self.image_size, 3
+        return self.max_patches, 2 + 3 * self.frames * self.patch_size**2
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Placeholders of one image or video token."""
+        return tuple(token for token in (self.placeholder_id, self.video_id) if token is not None)
 
     @property
     def token_rows(self) -> int:
@@ -78,12 +156,39 @@ class Vision(Schema):
         if self.emb_dim % self.num_heads:
             reason = f"does not divide vision.emb_dim={self.emb_dim}"
             yield Problem("num_heads", reason, value=self.num_heads, accepted=_divisors(self.emb_dim))
+        elif self.rope_theta is not None and self.emb_dim // self.num_heads % 4:
+            reason = (
+                f"gives heads of {self.emb_dim // self.num_heads}, which RoPE over two coordinates cannot divide by 4"
+            )
+            accepted = f"heads of a multiple of 4 in vision.emb_dim={self.emb_dim}, or rope_theta=null"
+            yield Problem("num_heads", reason, value=self.num_heads, accepted=accepted)
         rows = self.patch_rows
         squares = [number**2 for number in range(1, rows + 1) if rows % number == 0]
         if self.projector.tokens not in squares:
             reason = f"does not divide the {rows} x {rows} patches of an image into equal squares"
             accepted = ", ".join(map(str, squares))
             yield Problem("projector.tokens", reason, value=self.projector.tokens, accepted=accepted)
+            return
+        yield from self._check_patches()
+
+    def _check_patches(self) -> Iterator[Problem]:
+        """Options of images with different sizes."""
+        if self.max_patches is None:
+            return
+        for name, is_used in {"class_token": self.class_token, "tiles.max_tiles": self.tiles.max_tiles}.items():
+            if is_used:
+                accepted = "null" if name.startswith("tiles") else "false"
+                yield Problem(name, "is not supported with max_patches", value=is_used, accepted=accepted)
+        if self.max_patches < (least := max(self.min_patches, self.block_size**2)):
+            reason = f"is less than the {least} patches of the smallest image"
+            yield Problem("max_patches", reason, value=self.max_patches, accepted=f"{least} or more")
+        if self.projector.pooling is not Pooling.concatenate:
+            reason = "is not supported with max_patches"
+            yield Problem("projector.pooling", reason, value=self.projector.pooling.value, accepted="concatenate")
+        assert self.num_layers is not None
+        if sorted(set(self.deepstack)) != self.deepstack or max(self.deepstack, default=0) >= self.num_layers:
+            accepted = f"increasing numbers from 0 to {self.num_layers - 1}"
+            yield Problem("deepstack", "is not a list of encoder layers", value=self.deepstack, accepted=accepted)
 
 
 def _divisors(number: int) -> str:

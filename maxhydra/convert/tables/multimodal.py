@@ -9,7 +9,7 @@ from functools import reduce
 from typing import Any
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert import siglip
+from maxhydra.convert import llama4_vision, qwen_vision, siglip
 from maxhydra.convert.name_table import Settings, Table, Weight
 from maxhydra.convert.tables import gemma, gemma4, llama4, mistral, qwen, qwen3_next
 
@@ -29,6 +29,10 @@ class Vision:
     """Inverse of `to_values`: keys of config.json other than the text settings."""
     renamed: dict[str, str]
     """Prefixes as in `Table.renamed`."""
+    change_decoder: Callable[[dict[str, Any], Settings], dict[str, Any]] = lambda values, _: values
+    """What the images change in the values of `model`; its second argument is config.json."""
+    change_settings: Callable[[Settings, config.Model], Settings] = lambda settings, _: settings
+    """Inverse of `change_decoder`, from and to the contents of config.json."""
 
 
 def text_decoder(
@@ -54,9 +58,11 @@ def text_decoder(
     def to_model(settings: Settings) -> dict[str, Any]:
         text_settings = reduce(lambda section, key: section[key], config_keys, settings)
         tied = {key: settings[key] for key in ("tie_word_embeddings",) if key in settings}
-        has_vision = vision is not None and settings.get("vision_config") is not None
-        images = {"vision": vision.to_values(settings)} if vision is not None and has_vision else {}
-        return {**table.to_model({**tied, **text_settings}), **images}
+        has_vision = settings.get("vision_config") is not None
+        values = table.to_model({**tied, **text_settings})
+        if vision is None or not has_vision:
+            return values
+        return vision.change_decoder({**values, "vision": vision.to_values(settings)}, settings)
 
     def rename(name: str) -> str:
         return body + name.removeprefix(BODY) if name.startswith(BODY) else prefix + name
@@ -67,7 +73,8 @@ def text_decoder(
             return None
         (text_key,) = config_keys
         tied = {"tie_word_embeddings": model.head is config.Head.tied}
-        return {**tied, text_key: {"model_type": table.model_type, **text_settings}, **vision.to_settings(model.vision)}
+        settings = {text_key: {"model_type": table.model_type, **text_settings}, **vision.to_settings(model.vision)}
+        return vision.change_settings({"model_type": model_type, **tied, **settings}, model)
 
     def rename_rows(rows: tuple[Weight, ...]) -> tuple[Weight, ...]:
         return tuple(dataclasses.replace(row, hf=rename(row.hf), gguf="") for row in rows)
@@ -118,7 +125,7 @@ def gemma3_settings(vision: config.Vision) -> Settings:
 
 TOWER = "vision_tower.vision_model."
 GEMMA3_VISION = Vision(
-    layer=siglip.layer_rows(TOWER),
+    layer=siglip.layer_rows(TOWER + "encoder.layers.{layer}."),
     non_layer=(
         *siglip.other_rows(TOWER),
         Weight("vision/projector/norm/scale", "multi_modal_projector.mm_soft_emb_norm.weight"),
@@ -127,6 +134,23 @@ GEMMA3_VISION = Vision(
     to_values=gemma3_values,
     to_settings=gemma3_settings,
     renamed={f"vision_tower.{part}": TOWER + part for part in ("embeddings.", "encoder.", "post_layernorm.")},
+)
+LLAMA4_VISION = Vision(
+    layer=llama4_vision.LAYER,
+    non_layer=llama4_vision.NON_LAYER,
+    to_values=llama4_vision.to_values,
+    to_settings=llama4_vision.to_settings,
+    renamed={},
+)
+
+QWEN3_VISION = Vision(
+    layer=qwen_vision.LAYER,
+    non_layer=qwen_vision.NON_LAYER,
+    to_values=qwen_vision.to_values,
+    to_settings=qwen_vision.to_settings,
+    renamed={},
+    change_decoder=qwen_vision.change_decoder,
+    change_settings=qwen_vision.change_settings,
 )
 
 TABLES = (
@@ -160,6 +184,28 @@ TABLES = (
         body="language_model.model.",
         prefix="language_model.",
         ignored=("vision_model.*", "multi_modal_projector.*"),
+        vision=LLAMA4_VISION,
+    ),
+    # Qwen3-VL (Qwen Team, 2025): text, images and videos, dense and with experts.
+    text_decoder(
+        qwen.QWEN3,
+        model_type="qwen3_vl",
+        architecture="Qwen3VLForConditionalGeneration",
+        config_keys=("text_config",),
+        body="model.language_model.",
+        prefix="",
+        ignored=("model.visual.*",),
+        vision=QWEN3_VISION,
+    ),
+    text_decoder(
+        qwen.QWEN3_VL_MOE,
+        model_type="qwen3_vl_moe",
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        config_keys=("text_config",),
+        body="model.language_model.",
+        prefix="",
+        ignored=("model.visual.*",),
+        vision=QWEN3_VISION,
     ),
     # Mistral Small 4 (Mistral AI, 2026): text and images.
     text_decoder(

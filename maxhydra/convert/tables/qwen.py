@@ -23,7 +23,7 @@ from maxhydra.convert.hf_config import (
     window_settings,
     windowed_layers,
 )
-from maxhydra.convert.name_table import Gguf, Settings, Table, UnsupportedError
+from maxhydra.convert.name_table import Gguf, Settings, Table, UnsupportedError, Weight
 from maxhydra.convert.tables import llama
 
 # GGUF files of Qwen do not reorder queries and keys for RoPE on adjacent pairs.
@@ -151,6 +151,24 @@ QWEN3_MOE = Table(
     non_layer=llama.NON_LAYER,
     to_model=qwen3_moe_to_model,
     to_settings=qwen3_moe_to_settings,
+)
+
+# The text decoder of Qwen3-VL with experts: one tensor for all experts, [experts, inputs, outputs], and routing weights
+# that are always normalized.
+STACKED_EXPERTS = (
+    Weight("mlp/router/kernel", llama.HF + "mlp.gate.weight"),
+    Weight(
+        ("mlp/experts/gate/kernel", "mlp/experts/up/kernel"),
+        llama.HF + "mlp.experts.gate_up_proj",
+        leading=1,
+        transposed=False,
+    ),
+    Weight("mlp/experts/down/kernel", llama.HF + "mlp.experts.down_proj", leading=1, transposed=False),
+)
+QWEN3_VL_MOE = dataclasses.replace(
+    QWEN3_MOE,
+    layer=(*llama.LAYER, *llama.QK_NORMS, *STACKED_EXPERTS),
+    to_model=lambda settings: qwen3_moe_to_model({**settings, "norm_topk_prob": True}),
 )
 
 TABLES = (QWEN2, QWEN3, QWEN3_MOE)

@@ -1,5 +1,6 @@
 """Images and videos: reading, and the preprocessing of model families."""
 
+from maxhydra.data.images.patches import merged_coordinates, merged_patches
 from maxhydra.data.images.processor import ProcessedImage, Processor, make_processor
 from maxhydra.data.images.read import Video, read_image, read_video
 from maxhydra.data.images.video import ProcessedVideo, VideoProcessor, make_video_processor
@@ -12,6 +13,8 @@ __all__ = [
     "VideoProcessor",
     "make_processor",
     "make_video_processor",
+    "merged_coordinates",
+    "merged_patches",
     "read_image",
     "read_video",
 ]

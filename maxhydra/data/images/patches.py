@@ -25,6 +25,12 @@ def merged_patches(pixels: np.ndarray, *, patch_size: int, merge_size: int, temp
     return split.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, channels * temporal_patch_size * patch_size**2)
 
 
+def merged_coordinates(rows: int, columns: int, *, merge_size: int) -> np.ndarray:
+    """[patches, 2] row and column of each patch in the order of `merged_patches`."""
+    blocks = np.indices((rows, columns)).reshape(2, rows // merge_size, merge_size, columns // merge_size, merge_size)
+    return blocks.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
+
+
 def padded_patches(pixels: np.ndarray, *, patch_size: int, max_patches: int) -> tuple[np.ndarray, np.ndarray]:
     """Flatten [count, H, W, 3] into patches [count, max_patches, P * P * 3] and positions [count, max_patches, 2].
 

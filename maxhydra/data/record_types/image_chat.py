@@ -1,8 +1,9 @@
 """Conversations with images: messages with content parts {"type": "image"}, and a column with the images in order.
 
-An image is a path, a data URL, the bytes of a file, or {bytes, path}. A record fills a row, which also has a column
-`images`: the pixels of data.max_images images, zeros for those that it does not have. The loss is that of
-conversations and never counts the tokens of images.
+An image is a path, a data URL, the bytes of a file, or {bytes, path}. A record fills a row, or shares it
+with others if data.packing.method says so. A row also has a column `images`: the pixels of data.max_images images or of
+their tiles, zeros for those that it does not have. The loss is that of conversations and never counts the tokens of
+images.
 """
 
 import dataclasses
@@ -10,18 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.config.schema.data import Corpus, Data
+from maxhydra.config.schema.data import Corpus, Data, PackingMethod
 from maxhydra.config.schema.vision import Vision
 from maxhydra.data.chat import compile_chat_template
-from maxhydra.data.image_tokens import ImageTokenizer, image_pixels, with_markers
-from maxhydra.data.media import MediaError
+from maxhydra.data.image_tokens import with_markers
 from maxhydra.data.record_types import Rejected, column_of
+from maxhydra.data.record_types._images import RecordImages
 from maxhydra.data.record_types.chat import Chat
 from maxhydra.data.record_types.preference import fit_document, has_loss, padded_columns
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Document, Row
-from maxhydra.data.tokenizers import load_tokenizer
 
 
 class Example(NamedTuple):
@@ -33,42 +32,35 @@ class Example(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ImageChat(Chat):
-    vision: Vision
+    images: RecordImages
     seq_len: int
-    packs = False
+
+    @property
+    def packs(self) -> bool:  # type: ignore[override]
+        return self.data.packing.method not in (PackingMethod.auto, PackingMethod.none)
 
     def _example(self, record: Record) -> Any:
-        messages, images = (column_of(record, self.corpus, name) for name in ("messages", "images"))
-        if rejection := next((value for value in (messages, images) if isinstance(value, Rejected)), None):
-            return rejection
+        messages = column_of(record, self.corpus, "messages")
+        images = messages if isinstance(messages, Rejected) else self.images.read(record)
+        if isinstance(images, Rejected):
+            return images
         document = super()._example({**record, self.corpus.columns.get("messages", "messages"): with_markers(messages)})
+        document = document if isinstance(document, Rejected) else self.images.insert(document, images)
+        document = document if isinstance(document, Rejected) else self._fit(document)
         if isinstance(document, Rejected):
             return document
-        pixels = self._pixels(document, images)
-        if isinstance(pixels, Rejected):
-            return pixels
-        document = self._fit(_without_image_loss(document, self.vision))
-        return document if isinstance(document, Rejected) else Example(document, pixels)
-
-    def _pixels(self, document: Document, images: Any) -> Any:
-        """Pixels [data.max_images, size, size, 3], or a Rejected."""
-        images = [] if images is None else images if isinstance(images, (list, tuple)) else [images]
-        count = np.count_nonzero(document.tokens == self.vision.placeholder_id) // self.vision.projector.tokens
-        if count != len(images):
-            return Rejected(f"has {len(images)} images, but {count} image parts in its messages")
-        if count > self.data.max_images:
-            return Rejected(f"has {count} images, more than data.max_images={self.data.max_images}")
-        size = self.vision.image_size
-        pixels = np.zeros((self.data.max_images, size, size, 3), np.float32)
-        try:
-            for number, image in enumerate(images):
-                pixels[number] = image_pixels(image, self.vision)
-        except MediaError as error:
-            return Rejected(str(error))
-        return pixels
+        if not self.packs:
+            return Example(document, self.images.pixels(images, self.images.max_squares))
+        pixels = self.images.pixels(images, sum(len(image.pixels) for image in images))
+        return dataclasses.replace(document, text_bytes=None, images=pixels, max_images=self.images.max_squares)
 
     def _fit(self, document: Document) -> Any:
-        """Keep the beginning of a conversation that is longer than a row, or reject it."""
+        """Keep the beginning of a conversation that is longer than a row, or reject it.
+
+        Without its end, images of a packed row would belong to placeholders of the next conversation.
+        """
+        if self.packs and document.num_targets > self.seq_len:
+            return Rejected(f"has {len(document.tokens)} tokens, more than train.seq_len={self.seq_len}")
         fitting = fit_document(document, self.data, self.seq_len, start=lambda _: 0)
         if fitting is document or isinstance(fitting, Rejected) or has_loss(fitting):
             return fitting
@@ -78,17 +70,6 @@ class ImageChat(Chat):
         return {**padded_columns(example.document, seq_len), "images": example.images}
 
 
-def _without_image_loss(document: Document, vision: Vision) -> Document:
-    """The document without loss on the tokens of images, which a model never has to generate."""
-    assert document.weights is not None
-    return dataclasses.replace(
-        document, weights=np.where(document.tokens == vision.placeholder_id, 0, document.weights)
-    )
-
-
 def build(corpus: Corpus, data: Data, seq_len: int, vision: Vision | None = None) -> ImageChat:
-    if vision is None or vision.num_layers is None:
-        reason, accepted = "needs a model that takes images", "a model with model.vision"
-        raise ConfigError(Problem("data.record_type", reason, value="image_chat", accepted=accepted))
-    template = compile_chat_template(ImageTokenizer(load_tokenizer(data), vision))
-    return ImageChat(corpus, data, template, vision, seq_len)
+    images = RecordImages.of(corpus, data, vision)
+    return ImageChat(corpus, data, compile_chat_template(images.tokenizer()), images, seq_len)

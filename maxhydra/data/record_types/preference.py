@@ -37,14 +37,7 @@ class Pair:
 
 class Preference(UnpackedRecordType):
     def _example(self, record: Record) -> Any:
-        prompt = record.get(self.corpus.columns.get("prompt", "prompt"))
-        responses = [column_of(record, self.corpus, name) for name in RESPONSES]
-        if rejection := first_rejection(responses):
-            return Rejected(f"{rejection.reason}; {EXPECTED}")
-        if any(isinstance(value, np.ndarray) for value in (prompt, *responses)):
-            return Rejected(f"contains an array of numbers; {EXPECTED}")
-        is_chat = any(not isinstance(value, (str, bytes)) for value in (prompt, *responses) if value is not None)
-        documents = self._encode_messages(prompt, responses) if is_chat else self._encode_texts(prompt, responses)
+        documents = self._documents(record)
         if rejection := first_rejection(documents):
             return rejection
         if missing := [name for name, document in zip(RESPONSES, documents, strict=True) if not has_loss(document)]:
@@ -54,6 +47,17 @@ class Preference(UnpackedRecordType):
             return pair
         margin = number_of(column_of(record, self.corpus, "margin"), "margin")
         return margin if isinstance(margin, Rejected) else dataclasses.replace(pair, margin=margin)
+
+    def _documents(self, record: Record) -> list[Any]:
+        """The tokenized conversations with chosen and rejected, or a Rejected."""
+        prompt = record.get(self.corpus.columns.get("prompt", "prompt"))
+        responses = [column_of(record, self.corpus, name) for name in RESPONSES]
+        if rejection := first_rejection(responses):
+            return [Rejected(f"{rejection.reason}; {EXPECTED}")]
+        if any(isinstance(value, np.ndarray) for value in (prompt, *responses)):
+            return [Rejected(f"contains an array of numbers; {EXPECTED}")]
+        is_chat = any(not isinstance(value, (str, bytes)) for value in (prompt, *responses) if value is not None)
+        return self._encode_messages(prompt, responses) if is_chat else self._encode_texts(prompt, responses)
 
     def _encode_messages(self, prompt: Any, responses: list[Any]) -> list[Any]:
         context = [] if prompt is None else as_messages(prompt, "user")

@@ -6,7 +6,7 @@ neutral.
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -132,6 +132,18 @@ def encode_prompts(request: CompletionRequest, encoder: PromptEncoder, max_conte
         ]
 
     return encode_with("messages" if request.is_chat else "prompt", encode)
+
+
+def insert_images(
+    request: CompletionRequest, prompts: Sequence[list[int]], encoder: PromptEncoder
+) -> tuple[list[list[int]], np.ndarray | None]:
+    """The prompt of a chat with the tokens of its images, and their pixels; HttpError names the invalid field."""
+    (prompt,) = prompts
+    try:
+        prompt, pixels = encoder.insert_images(prompt, encoder.read_images(request.images))
+    except PromptError as error:
+        raise bad_field("messages", f"has an invalid image: {error}") from None
+    return [prompt], pixels
 
 
 def encode_with(field: str, encode: Callable[[], T]) -> T:

@@ -11,6 +11,8 @@ from importlib import resources
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
+import numpy as np
+
 from maxhydra.decode.grammar import GrammarError
 from maxhydra.decode.openai_server.access import Access
 from maxhydra.decode.openai_server.adapter_routes import LOAD_ADAPTER, UNLOAD_ADAPTER, AdapterRoutes
@@ -25,6 +27,7 @@ from maxhydra.decode.openai_server.request_schema import (
     CompletionRequest,
     ServerDefaults,
     encode_prompts,
+    insert_images,
     parse,
 )
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder, echo_prompt
@@ -32,7 +35,7 @@ from maxhydra.decode.openai_server.responses_api import to_chat_request, to_resp
 from maxhydra.decode.openai_server.responses_stream import ResponseStream
 from maxhydra.decode.openai_server.tokenize import detokenize, tokenize
 from maxhydra.decode.request import Completion, Delta, Engine, RequestRejectedError, UnknownAdapterError
-from maxhydra.decode.sampling_params import PromptEncoder, PromptError, make_requests
+from maxhydra.decode.sampling_params import PromptEncoder, make_requests
 from maxhydra.runtime.profiler import Profiler
 
 T = TypeVar("T")
@@ -239,11 +242,14 @@ class Service:
                 prompts = encode_prompts(request, self._prompts, limit)
             else:
                 prompts = await self._in_thread(lambda: encode_prompts(request, self._prompts, limit))
-            if request.grammar or request.images:
-                # Compiling a grammar may take a second, and decoding an image too.
-                await self._in_thread(lambda: self._submit(request, prompts, queue))
+            pixels = None
+            if request.images:
+                # Decoding an image may take a second, and compiling a grammar too.
+                prompts, pixels = await self._in_thread(partial(insert_images, request, prompts, self._prompts))
+            if request.grammar:
+                await self._in_thread(lambda: self._submit(request, prompts, pixels, queue))
             else:
-                self._submit(request, prompts, queue)
+                self._submit(request, prompts, pixels, queue)
         finally:
             self._num_sequences -= count - len(queue.handles)
         builder = ResponseBuilder(
@@ -274,11 +280,9 @@ class Service:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _submit(self, request: CompletionRequest, prompts: Sequence[list[int]], queue: DeltaQueue) -> None:
-        try:
-            images = self._prompts.read_images(request.images)
-        except PromptError as error:
-            raise bad_field("messages", f"has an invalid image: {error}") from None
+    def _submit(
+        self, request: CompletionRequest, prompts: Sequence[list[int]], pixels: np.ndarray | None, queue: DeltaQueue
+    ) -> None:
         for prompt in prompts:
             number, self._num_prompts = self._num_prompts, self._num_prompts + 1
             engine_requests = make_requests(
@@ -296,7 +300,7 @@ class Service:
                 "grammar": request.grammar,
                 "names_special": self._turns.has_parts(request),
                 "prompt_logprobs": request.logprobs if request.echo else None,
-                "images": images,
+                "images": pixels,
             }
             for engine_request in engine_requests:
                 try:

@@ -1,0 +1,75 @@
+"""Images of a record: a column with one or several of them, in the order of the image parts of its messages."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.config.schema.data import Corpus, Data
+from maxhydra.config.schema.vision import Vision
+from maxhydra.data.image_tokens import ImageTokenizer, insert_images, join_pixels, read_images
+from maxhydra.data.images import ProcessedImage
+from maxhydra.data.media import MediaError
+from maxhydra.data.record_types import Rejected, column_of
+from maxhydra.data.records import Record
+from maxhydra.data.rows import Document
+from maxhydra.data.tokenizers import load_tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordImages:
+    """Reads the images of records for one model."""
+
+    corpus: Corpus
+    data: Data
+    vision: Vision
+
+    @classmethod
+    def of(cls, corpus: Corpus, data: Data, vision: Vision | None) -> "RecordImages":
+        if vision is None or vision.num_layers is None:
+            reason, accepted = "needs a model that takes images", "a model with model.vision"
+            raise ConfigError(Problem("data.record_type", reason, value=corpus.record_type, accepted=accepted))
+        return cls(corpus, data, vision)
+
+    def tokenizer(self) -> ImageTokenizer:
+        """The tokenizer of data, with markers of images as placeholders."""
+        return ImageTokenizer(load_tokenizer(self.data), self.vision)
+
+    def read(self, record: Record) -> Any:
+        """The images of a record, or a Rejected."""
+        images = column_of(record, self.corpus, "images")
+        if isinstance(images, Rejected):
+            return images
+        sources = [] if images is None else images if isinstance(images, (list, tuple)) else [images]
+        try:
+            read = read_images(sources, self.vision)
+        except MediaError as error:
+            return Rejected(str(error))
+        if len(read) > self.data.max_images:
+            return Rejected(f"has {len(read)} images, more than data.max_images={self.data.max_images}")
+        return read
+
+    def insert(self, document: Document, images: Sequence[ProcessedImage]) -> Any:
+        """The document with the tokens of its images, or a Rejected."""
+        try:
+            tokens, index = insert_images(document.tokens, images, self.vision)
+        except MediaError as error:
+            return Rejected(str(error))
+        assert document.weights is not None
+        # A model never has to generate the tokens of images.
+        weights = np.where(tokens == self.vision.placeholder_id, 0, document.weights[index])
+        return dataclasses.replace(document, tokens=tokens, weights=weights)
+
+    @property
+    def max_squares(self) -> int:
+        """Squares of image_size of a row."""
+        return self.data.max_images * self.vision.tiles.squares
+
+    def pixels(self, images: Sequence[ProcessedImage], squares: int) -> np.ndarray:
+        """[squares, *vision.image_shape], zeros for squares that the images do not have."""
+        pixels = np.zeros((squares, *self.vision.image_shape), np.float32)
+        if (joined := join_pixels(images)) is not None:
+            pixels[: len(joined)] = joined
+        return pixels

@@ -1,0 +1,91 @@
+"""Images of different sizes in prompts: their tokens, and RoPE positions that are behind the slots of the cache."""
+
+import base64
+import io
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.options import model_option
+from maxhydra.config.schema.decode import Engine as EngineConfig
+from maxhydra.config.schema.decode import Sampling
+from maxhydra.config.schema.hardware import RULES, Mesh
+from maxhydra.data.tokenizers.byte import ByteTokenizer
+from maxhydra.decode.engine import Engine
+from maxhydra.decode.request import Request, RequestRejectedError
+from maxhydra.decode.sampling_params import PromptEncoder, PromptError, make_requests
+from maxhydra.layers import Context
+from maxhydra.model import build
+from maxhydra.sharding import Sharder, build_mesh
+
+MODEL = model_option("qwen3-vl-tiny")
+BEGIN, IMAGE, END = 302, 300, 303
+SIZES = ((9, 23), (16, 16))
+MESSAGES = [{"role": "user", "content": "a\ufffcb\ufffcc"}]
+
+
+def data_url(width: int, height: int) -> str:
+    pixels = np.random.default_rng(width).integers(0, 255, (height, width, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> PromptEncoder:
+    data = compose(["data.tokenizer.chat_template=lines"]).config.data
+    return PromptEncoder(data, vocab_size=320, vision=MODEL.vision)
+
+
+def test_tokens_follow_from_the_size_of_an_image(prompts: PromptEncoder) -> None:
+    """Tokens of 8 x 8 pixels; 60 x 40 pixels are reduced to 2 x 3 tokens, the most that max_patches allows."""
+    ids = prompts.encode_messages(MESSAGES)
+    prompt, images = prompts.insert_images(ids, prompts.read_images([data_url(9, 23), data_url(60, 40)]))
+    tall, wide = ([BEGIN, *[IMAGE] * count, END] for count in (3, 6))
+    assert prompt == [256, ord("a"), *tall, ord("b"), *wide, ord("c"), ord("\n")]
+    assert images is not None and images.shape == (2, *MODEL.vision.image_shape)
+    with pytest.raises(PromptError, match="aspect ratio"):
+        prompts.read_images([data_url(800, 8)])
+
+
+@pytest.mark.slow
+def test_completions_equal_one_forward_pass(prompts: PromptEncoder) -> None:
+    model = build(MODEL)
+    sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)
+    params = jax.tree.map(lambda weight: 3 * weight, jax.jit(model.init)(jax.random.key(0)))
+    settings = EngineConfig(max_batch=4, cache_tokens=256, page_size=4, max_context=64, prefill_chunk=64)
+    placed = jax.device_put(params, sharder.tree(model.axes))
+    engine = Engine(model, placed, ByteTokenizer(), settings, sharder=sharder, eos=())
+    ids = prompts.encode_messages(MESSAGES)
+    cases = [prompts.insert_images(ids, prompts.read_images([data_url(*size), data_url(60, 40)])) for size in SIZES]
+    try:
+        with pytest.raises(RequestRejectedError, match="9 image tokens, but 1 images, which have 3"):
+            engine.submit(request(cases[0][0], cases[0][1][:1]))
+        handles = engine.submit_all([request(*case) for case in (*cases, ([256, 65, 66], None))])
+        completions = [handle.result() for handle in handles]
+    finally:
+        engine.close()
+
+    @jax.jit
+    def forward(tokens: jax.Array, images: jax.Array) -> jax.Array:
+        batch = {"positions": jnp.arange(tokens.shape[1])[None], "images": images[None]}
+        hidden, _ = model.hidden(params, tokens, Context.of_batch(batch, Sharder.single(), None))
+        return jax.nn.log_softmax(model.logits(params, hidden, Sharder.single())[0])
+
+    for (prompt, images), completion in zip(cases, completions, strict=False):
+        tokens = np.zeros((1, 32), np.int32)
+        tokens[0, : len(prompt) + 5] = [*prompt, *completion.tokens]
+        expected = np.asarray(forward(jnp.asarray(tokens), jnp.asarray(images)))[len(prompt) - 1 :][:5]
+        assert completion.tokens == tuple(expected.argmax(axis=1).tolist())
+        np.testing.assert_allclose([each.logprob for each in completion.logprobs], expected.max(axis=1), atol=1e-4)
+
+
+def request(prompt: list[int], images: Any) -> Request:
+    sampling = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
+    (made,) = make_requests(prompt, sampling, samples=1, seed=0, number=0, logprobs=0)
+    return Request(**{**vars(made), "images": images})

@@ -1,0 +1,203 @@
+"""Qwen3-VL, dense and with experts, against transformers: images of different sizes and a video."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from maxhydra.config.schema.model import Dtype, Dtypes
+from maxhydra.convert.hf import hf_source
+from maxhydra.convert.hf_write import find_family, write_hf
+from maxhydra.convert.streaming import FileArrays, single_device_shardings, stream_weights
+from maxhydra.data.image_tokens import patch_inputs
+from maxhydra.data.images import merged_patches
+from maxhydra.layers import Context, DenseCacheSpec
+from maxhydra.model import ModelDef, build
+from maxhydra.sharding import Sharder
+from tests.support.skips import import_optional
+
+torch = import_optional("torch", extra="parity")
+transformers = import_optional("transformers", extra="parity")
+
+pytestmark = [pytest.mark.parity, pytest.mark.slow]
+
+SINGLE = Sharder.single()
+BEGIN, END, IMAGE, VIDEO = 60, 61, 62, 63
+TOKEN_IDS = {
+    "vision_start_token_id": BEGIN,
+    "vision_end_token_id": END,
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+}
+TEXT = {
+    "num_hidden_layers": 4,
+    "hidden_size": 40,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 64,
+    "max_position_embeddings": 512,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+VISION = {
+    "depth": 4,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_heads": 3,
+    "patch_size": 4,
+    "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [0, 2],
+    "out_hidden_size": 40,
+}
+FAMILIES = {"qwen3_vl": ("Qwen3VL", TEXT), "qwen3_vl_moe": ("Qwen3VLMoe", TEXT | EXPERTS)}
+# Pixels [frames, height, width, 3] of two images of 2 x 3 and 4 x 1 tokens, and of a video of two steps of 2 x 2.
+GENERATOR = np.random.default_rng(0)
+PIXELS = [
+    GENERATOR.normal(size=(frames, height, width, 3)).astype(np.float32)
+    for frames, height, width in ((1, 16, 24), (1, 32, 8), (4, 16, 16))
+]
+WIDE, TALL = ([BEGIN, *[IMAGE] * count, END] for count in (6, 4))
+STEP = [BEGIN, *[VIDEO] * 4, END]
+TOKENS = np.array(
+    [
+        [1, 2, 3, *WIDE, 5, 6, *TALL, 7, *STEP, 8, *STEP, 9, 10, 11],
+        [*TALL, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, *WIDE, 5, 6, 7, 8, 9, 10, 11],
+    ]
+)
+# The media of each row.
+MEDIA = [[0, 1, 2], [1, 0]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    model_type: str
+    model_class: Any
+    folder: Path
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.exhaustive)])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """A random model with weights that are large enough for every mechanism to matter."""
+    torch.manual_seed(0)
+    name, text = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    settings = getattr(transformers, f"{name}Config")(text_config=text, vision_config=VISION, **TOKEN_IDS)
+    model_class = getattr(transformers, f"{name}ForConditionalGeneration")
+    model = model_class(settings)
+    with torch.no_grad():
+        for weight_name, weight in model.named_parameters():
+            is_scale = "norm" in weight_name and weight_name.endswith("weight")
+            weight.normal_(float(is_scale), 0.3 if weight.ndim > 1 else 0.1)
+    model.save_pretrained(folder)
+    # Published files have [experts, inputs, outputs], of which transformers reads both orders.
+    arrays = load_file(folder / "model.safetensors")
+    stacked = {key: np.ascontiguousarray(value.swapaxes(1, 2)) for key, value in arrays.items() if ".experts." in key}
+    save_file(arrays | stacked, folder / "model.safetensors", metadata={"format": "pt"})
+    return Reference(request.param, model_class, folder)
+
+
+def load(folder: Path) -> tuple[ModelDef, Any]:
+    source = hf_source("", str(folder), folder)
+    vision = dataclasses.replace(source.model.vision, min_patches=1, max_patches=28)
+    model = build(dataclasses.replace(source.model, dtypes=Dtypes(compute=Dtype.float32), vision=vision))
+    return model, stream_weights(source, model, shardings=single_device_shardings(model), dtype="float32")
+
+
+def image_batch(model: ModelDef) -> np.ndarray:
+    """[rows, images, patches, 2 + size]; the second row has fewer images than the first."""
+    vision = model.config.vision
+    rows = [np.concatenate([patch_inputs(PIXELS[number], vision) for number in row]) for row in MEDIA]
+    images = np.zeros((len(rows), max(map(len, rows)), *vision.image_shape), np.float32)
+    for row, inputs in enumerate(rows):
+        images[row, : len(inputs)] = inputs
+    return images
+
+
+def expected_logits(reference: Reference, folder: Path) -> np.ndarray:
+    model = reference.model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    patches = [torch.tensor(merged_patches(pixels, **sizes)) for pixels in PIXELS]
+    order = [number for row in MEDIA for number in row]
+    grids = [[-(-len(pixels) // 2), pixels.shape[1] // 4, pixels.shape[2] // 4] for pixels in PIXELS]
+    images = [number for number in order if number != 2]
+    with torch.no_grad():
+        out = model(
+            input_ids=torch.tensor(TOKENS),
+            pixel_values=torch.cat([patches[number] for number in images]),
+            image_grid_thw=torch.tensor([grids[number] for number in images]),
+            pixel_values_videos=patches[2],
+            video_grid_thw=torch.tensor(grids[2:]),
+            mm_token_type_ids=torch.tensor((TOKENS == IMAGE) + 2 * (TOKENS == VIDEO)),
+        )
+    logits: np.ndarray = out.logits.numpy()
+    return logits
+
+
+def our_logits(model: ModelDef, params: Any) -> np.ndarray:
+    @jax.jit
+    def run(params: Any, tokens: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+        ctx = Context.of_batch(batch, SINGLE, None)
+        return model.logits(params, model.hidden(params, tokens, ctx)[0], SINGLE)
+
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    batch = {"positions": positions, "images": jnp.asarray(image_batch(model))}
+    return np.asarray(run(params, jnp.asarray(TOKENS), batch))
+
+
+def test_logits_with_images_and_a_video_equal_transformers(reference: Reference) -> None:
+    expected = expected_logits(reference, reference.folder)
+    np.testing.assert_allclose(our_logits(*load(reference.folder)), expected, atol=1e-4)
+    assert np.abs(expected).max() > 1
+
+
+def test_export_is_bit_identical(reference: Reference, tmp_path: Path) -> None:
+    source = hf_source("", str(reference.folder), reference.folder)
+    model = build(source.model)
+    table = find_family(model, None)
+    write_hf(tmp_path, model, FileArrays(source, model), table=table, dtype=np.dtype("float32"), extra={})
+    stored, exported = (load_file(path / "model.safetensors") for path in (reference.folder, tmp_path))
+    assert table.model_type == reference.model_type and stored.keys() == exported.keys()
+    for name, array in exported.items():
+        np.testing.assert_array_equal(array, stored[name])
+    before, after = (json.loads((path / "config.json").read_text()) for path in (reference.folder, tmp_path))
+    assert after["vision_config"].items() <= before["vision_config"].items()
+    np.testing.assert_array_equal(expected_logits(reference, tmp_path), expected_logits(reference, reference.folder))
+
+
+def test_cached_decoding_equals_one_forward_pass(reference: Reference) -> None:
+    """Prefill takes the images; decode steps continue at positions that are behind the slots of the cache."""
+    model, params = load(reference.folder)
+    B, T = TOKENS.shape
+    cache, prefill, outputs = model.empty_cache(DenseCacheSpec(B, T)), T - 3, []
+    images = image_batch(model)
+    # 6 - 3 and 4 - 4 tokens and positions of the images, 4 - 2 of each step of the video.
+    lag = jnp.array([3 + 0 + 2 * 2, 0 + 3])
+
+    @jax.jit
+    def step(params: Any, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
+        hidden, cache = model.hidden(params, tokens, ctx)
+        return model.logits(params, hidden, SINGLE), cache
+
+    for start, stop in ((0, prefill), *((at, at + 1) for at in range(prefill, T))):
+        positions = jnp.broadcast_to(jnp.arange(start, stop), (B, stop - start))
+        ctx = Context(positions=positions, segments=None, sharder=SINGLE, cache=cache, dropout_key=None)
+        if start == 0:
+            ctx = dataclasses.replace(ctx, images=jnp.asarray(images), is_fresh=True)
+        else:
+            ctx = dataclasses.replace(ctx, axis_positions=(positions - lag[:, None])[:, :, None])
+        logits, cache = step(params, jnp.asarray(TOKENS[:, start:stop]), ctx)
+        outputs.append(logits)
+    np.testing.assert_allclose(np.concatenate(outputs, axis=1), our_logits(model, params), atol=1e-4)
