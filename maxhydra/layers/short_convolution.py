@@ -5,6 +5,7 @@ convolution reads. Channels may have two dimensions, heads and their size.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -156,10 +157,10 @@ class GatedConvolution(nnx.Module):
     def __init__(self, spec: ConvolutionSpec, make: ParamBuilder):
         self.spec = spec
         D = spec.emb_dim
-        inner = {"scale": spec.init_scale, "has_bias": spec.has_bias}
-        self.input_gate = make.projection("input_gate", (D,), (D,), ("embed", "mlp"), **inner)
-        self.output_gate = make.projection("output_gate", (D,), (D,), ("embed", "mlp"), **inner)
-        self.value = make.projection("value", (D,), (D,), ("embed", "mlp"), **inner)
+        inner = partial(make.projection, scale=spec.init_scale, has_bias=spec.has_bias)
+        self.input_gate = inner("input_gate", (D,), (D,), ("embed", "mlp"))
+        self.output_gate = inner("output_gate", (D,), (D,), ("embed", "mlp"))
+        self.value = inner("value", (D,), (D,), ("embed", "mlp"))
         self.filter = ShortConvolution(
             (D,), ("mlp",), taps=spec.taps, make=make, has_bias=spec.has_bias, is_activated=False
         )

@@ -112,7 +112,10 @@ def to_model(settings: Settings) -> dict[str, Any]:
         "router": deepseek.router(settings),
         "shared": {"dim": dim * settings["n_shared_experts"]} if settings.get("n_shared_experts") else {},
     }
-    feed_forwards = {DENSE: {"mlp": {"activation": function}}, SPARSE: {"feed_forward": "moe", "moe": moe}}
+    feed_forwards: dict[str, dict[str, Any]] = {
+        DENSE: {"mlp": {"activation": function}},
+        SPARSE: {"feed_forward": "moe", "moe": moe},
+    }
     names, kinds = [], {}
     for mixer, feed_forward in zip(settings["layer_types"], settings["mlp_layer_types"], strict=True):
         if mixer not in mixers or feed_forward not in feed_forwards:

@@ -96,7 +96,8 @@ def adjusted_size(settings: Settings) -> int:
     size: int = settings.get("block_ff_dim", settings["intermediate_size"])
     if not settings.get("block_auto_adjust_ff_dim", True):
         return size
-    size, factor = int(2 * size / 3), settings.get("block_ffn_dim_multiplier", 1.0)
+    size = int(2 * size / 3)
+    factor: float | None = settings.get("block_ffn_dim_multiplier", 1.0)
     if factor is None:
         return size
     multiple: int = settings.get("block_multiple_of", 256)
