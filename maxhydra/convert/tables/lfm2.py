@@ -93,7 +93,7 @@ def shared_settings(model: config.Model) -> Settings:
 
 def adjusted_size(settings: Settings) -> int:
     """Hidden size of the feed-forward: by default two thirds of intermediate_size, rounded up to a multiple."""
-    size: int = settings.get("block_ff_dim", settings["intermediate_size"])
+    size: int = settings["block_ff_dim" if "block_ff_dim" in settings else "intermediate_size"]
     if not settings.get("block_auto_adjust_ff_dim", True):
         return size
     size = int(2 * size / 3)
