@@ -32,9 +32,9 @@ LAYER = (
         for name in ("query", "key", "value")
     ),
     *(
-        Weight(f"attention/{name}/{part}/kernel", ATTENTION + f"{letter}_{side}_proj.weight")
+        Weight(f"attention/{name}/{part}/kernel", ATTENTION + f"{letter}_{suffix}_proj.weight")
         for name, letter in (("decay", "f"), ("gate", "g"))
-        for part, side in (("down", "a"), ("up", "b"))
+        for part, suffix in (("down", "a"), ("up", "b"))
     ),
     Weight("attention/rate/kernel", ATTENTION + "b_proj.weight"),
     Weight(DELTA, ATTENTION + "A_log", singleton_axis=(0, 1, 3)),
