@@ -164,9 +164,8 @@ class Delta(nnx.Module):
             repeats = self.spec.num_value_heads // self.spec.num_key_heads
             heads = (jnp.repeat(q_BTMK, repeats, axis=2), jnp.repeat(k_BTMK, repeats, axis=2), _float32(v_BTNV))
             # Gathered along the length: the rule passes through all tokens of a sequence.
-            gathered = [ctx.constrain(x, "act_batch", None, "act_heads", None) for x in (*heads, log_decay)]
-            rate_BTN = ctx.constrain(rate_BTN, "act_batch", None, "act_heads")
-            tokens = by_channel.Tokens(*gathered, rate_BTN)
+            q, k, v, log_decay = (ctx.constrain(x, "act_batch", None, "act_heads", None) for x in (*heads, log_decay))
+            tokens = by_channel.Tokens(q, k, v, log_decay, ctx.constrain(rate_BTN, "act_batch", None, "act_heads"))
             return by_channel.gated_delta_by_channel(tokens, state_BNKV=state_BNKV, segments_BT=ctx.segments)
         with kernel_errors_as_config_errors():
             return gated_delta(

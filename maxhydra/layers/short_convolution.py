@@ -5,6 +5,7 @@ convolution reads. Channels may have two dimensions, heads and their size.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -156,10 +157,10 @@ class GatedConvolution(nnx.Module):
     def __init__(self, spec: ConvolutionSpec, make: ParamBuilder):
         self.spec = spec
         D = spec.emb_dim
-        inner = {"scale": spec.init_scale, "has_bias": spec.has_bias}
-        self.input_gate = make.projection("input_gate", (D,), (D,), ("embed", "mlp"), **inner)
-        self.output_gate = make.projection("output_gate", (D,), (D,), ("embed", "mlp"), **inner)
-        self.value = make.projection("value", (D,), (D,), ("embed", "mlp"), **inner)
+        inner = partial(make.projection, scale=spec.init_scale, has_bias=spec.has_bias)
+        self.input_gate = inner("input_gate", (D,), (D,), ("embed", "mlp"))
+        self.output_gate = inner("output_gate", (D,), (D,), ("embed", "mlp"))
+        self.value = inner("value", (D,), (D,), ("embed", "mlp"))
         self.filter = ShortConvolution(
             (D,), ("mlp",), taps=spec.taps, make=make, has_bias=spec.has_bias, is_activated=False
         )
@@ -173,8 +174,8 @@ class GatedConvolution(nnx.Module):
         )
         gated_BTC = checkpoint_name(gate_BTC * value_BTC, "value")
         place = ctx.place.dividing(heads=self.spec.emb_dim)
-        mixed_BTC, tail_BPC = self.filter(gated_BTC, ctx.segments, stored_states(ctx).get("tail"), place)
-        out_BTD = self.out(checkpoint_name(output_gate_BTC * mixed_BTC, "context"), ctx)
+        convolved_BTC, tail_BPC = self.filter(gated_BTC, ctx.segments, stored_states(ctx).get("tail"), place)
+        out_BTD = self.out(checkpoint_name(output_gate_BTC * convolved_BTC, "context"), ctx)
         out_BTD = ctx.to_stream(out_BTD)
         cache = None if ctx.cache is None else ctx.cache.write({"tail": tail_BPC}, ctx.rows)
         return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, {})

@@ -123,7 +123,7 @@ class Ssm(nnx.Module):
         previous = stored_states(ctx)
         q_BTGS, k_BTGS, v_BTNP, tails = self._heads(x_BTD, ctx, previous)
         step_BTN = self._steps(x_BTD, ctx)
-        mixed_BTNP, state_BNSP = state_space(
+        out_BTNP, state_BNSP = state_space(
             q_BTGS,
             k_BTGS,
             v_BTNP * step_BTN[..., None],
@@ -131,9 +131,9 @@ class Ssm(nnx.Module):
             state_BNSP=previous.get("state"),
             starts_BT=None if ctx.segments is None else segment_starts(ctx.segments),
         )
-        mixed_BTNP = mixed_BTNP + _float32(self.skip[...])[:, None] * v_BTNP
-        mixed_BTNP = ctx.constrain(mixed_BTNP, "act_batch", "act_length", "act_heads", None)
-        out_BTD = self.out(checkpoint_name(self._gate(mixed_BTNP, x_BTD, ctx), "context"), ctx)
+        out_BTNP = out_BTNP + _float32(self.skip[...])[:, None] * v_BTNP
+        out_BTNP = ctx.constrain(out_BTNP, "act_batch", "act_length", "act_heads", None)
+        out_BTD = self.out(checkpoint_name(self._gate(out_BTNP, x_BTD, ctx), "context"), ctx)
         out_BTD = ctx.to_stream(out_BTD)
         cache = None if ctx.cache is None else ctx.cache.write({"state": state_BNSP, **tails}, ctx.rows)
         return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, {})
@@ -182,10 +182,10 @@ class Ssm(nnx.Module):
             step_BTN = jnp.where((ctx.segments != 0)[..., None], step_BTN, 0)
         return ctx.constrain(step_BTN, "act_batch", None, "act_heads")
 
-    def _gate(self, mixed_BTNP: jax.Array, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-        """norm(mixed * silu(gate(x))), normalized over the heads of a group."""
+    def _gate(self, out_BTNP: jax.Array, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+        """norm(out * silu(gate(x))), normalized over the heads of a group."""
         gate_BTNP = ctx.constrain(self.gate(x_BTD, ctx), "act_batch", "act_length", "act_heads", None)
-        gated_BTNP = mixed_BTNP * jax.nn.silu(_float32(gate_BTNP))
+        gated_BTNP = out_BTNP * jax.nn.silu(_float32(gate_BTNP))
         grouped = gated_BTNP.reshape(*gated_BTNP.shape[:2], self.spec.num_groups, -1)
         normed_BTNP = unit_rms(grouped, self.spec.norm_eps).reshape(gated_BTNP.shape)
         normed_BTNP = (normed_BTNP * _float32(self.norm_scale[...])).astype(self.spec.dtypes.compute)

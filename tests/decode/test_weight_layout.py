@@ -73,5 +73,5 @@ def test_layers_of_a_stack_share_a_program() -> None:
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plain.shapes)
     flat = _Flat(plain, flattened(plain, config.Projection.outputs_first), joins=False)
     flat.keep(params)
-    # One program for the prefix, and one for the layers of each of the two places in the pattern.
-    assert flat._convert_layer._cache_size() == 3
+    # One program for each layer of the prefix, and one for the layers of each of the two places in the pattern.
+    assert flat._convert_layer._cache_size() == 3 + 2

@@ -72,7 +72,9 @@ def _kind_estimate(model: Model, kind: Kind) -> int:
     head_dim = attention.head_dim or model.head_dim
     if kind.mixer is Mixer.delta:
         keys = (delta.num_key_heads or heads) * (delta.key_dim or head_dim)
-        mixer = width * (2 * keys + 3 * (delta.num_value_heads or heads) * (delta.value_dim or head_dim))
+        values = (delta.num_value_heads or heads) * (delta.value_dim or head_dim)
+        gate = width * values if delta.gate_rank is None else delta.gate_rank * (width + values)
+        mixer = width * 2 * (keys + values) + gate + (delta.decay_rank or 0) * (width + keys)
     elif kind.mixer is Mixer.none:
         mixer = 0
     elif kind.mixer is Mixer.convolution:

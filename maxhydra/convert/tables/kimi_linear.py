@@ -32,9 +32,9 @@ LAYER = (
         for name in ("query", "key", "value")
     ),
     *(
-        Weight(f"attention/{name}/{part}/kernel", ATTENTION + f"{letter}_{side}_proj.weight")
+        Weight(f"attention/{name}/{part}/kernel", ATTENTION + f"{letter}_{suffix}_proj.weight")
         for name, letter in (("decay", "f"), ("gate", "g"))
-        for part, side in (("down", "a"), ("up", "b"))
+        for part, suffix in (("down", "a"), ("up", "b"))
     ),
     Weight("attention/rate/kernel", ATTENTION + "b_proj.weight"),
     Weight(DELTA, ATTENTION + "A_log", singleton_axis=(0, 1, 3)),
@@ -112,7 +112,10 @@ def to_model(settings: Settings) -> dict[str, Any]:
         "router": deepseek.router(settings),
         "shared": {"dim": dim * settings["n_shared_experts"]} if settings.get("n_shared_experts") else {},
     }
-    feed_forwards = {DENSE: {"mlp": {"activation": function}}, SPARSE: {"feed_forward": "moe", "moe": moe}}
+    feed_forwards: dict[str, dict[str, Any]] = {
+        DENSE: {"mlp": {"activation": function}},
+        SPARSE: {"feed_forward": "moe", "moe": moe},
+    }
     names, kinds = [], {}
     for mixer, feed_forward in zip(settings["layer_types"], settings["mlp_layer_types"], strict=True):
         if mixer not in mixers or feed_forward not in feed_forwards:

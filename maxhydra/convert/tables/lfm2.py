@@ -93,10 +93,11 @@ def shared_settings(model: config.Model) -> Settings:
 
 def adjusted_size(settings: Settings) -> int:
     """Hidden size of the feed-forward: by default two thirds of intermediate_size, rounded up to a multiple."""
-    size: int = settings.get("block_ff_dim", settings["intermediate_size"])
+    size: int = settings["block_ff_dim" if "block_ff_dim" in settings else "intermediate_size"]
     if not settings.get("block_auto_adjust_ff_dim", True):
         return size
-    size, factor = int(2 * size / 3), settings.get("block_ffn_dim_multiplier", 1.0)
+    size = int(2 * size / 3)
+    factor: float | None = settings.get("block_ffn_dim_multiplier", 1.0)
     if factor is None:
         return size
     multiple: int = settings.get("block_multiple_of", 256)
