@@ -16,6 +16,7 @@ from maxhydra.config.registry import modules
 from maxhydra.config.schema.checkpoint import SaveMode
 from maxhydra.config.schema.config import DESCRIBING_TASKS, ENGINE_TASKS, NEXT_TOKEN_TASKS, TRAINING_TASKS, Config
 from maxhydra.config.schema.data import IMAGE_TYPES, READY_ROWS, Corpus, PackingMethod
+from maxhydra.config.schema.decode import Engine
 from maxhydra.config.schema.kernels import AttentionBackend
 from maxhydra.config.schema.model import Dtype
 from maxhydra.config.schema.quantization import QuantizationKind
@@ -72,6 +73,11 @@ class Condition:
 
 
 CONDITIONS = (
+    Condition(
+        (*(f"task.engine.{f.name}" for f in dataclasses.fields(Engine) if f.name != "max_context"), "profile.*"),
+        lambda c: c.task.name != "decode" or c.model.diffusion.block_size is None,
+        "model.diffusion.block_size=null",
+    ),
     Condition(("tracker.entity", "tracker.mode"), lambda c: "wandb" in c.tracker.backends, "tracker=wandb"),
     Condition(("tracker.uri",), lambda c: "mlflow" in c.tracker.backends, "tracker=mlflow"),
     Condition(
