@@ -34,7 +34,6 @@ def diffusion_problems(model: Model, *, task: Task, train: Train, mesh: Mesh) ->
         "model.qk_clip": (model.qk_clip, None),
         "train.loss.function": (train.loss.function, None),
         "train.evals.tasks": (train.evals.tasks, []),
-        "train.sample.tokens": (train.sample.tokens, 0),
         **{f"mesh.{axis}": (getattr(mesh, axis), 1) for axis in ("stage", "sequence")},
         **{f"mesh.dcn.{axis}": (getattr(mesh.dcn, axis), 1) for axis in ("stage", "sequence")},
     }
