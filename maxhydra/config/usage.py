@@ -16,7 +16,6 @@ from maxhydra.config.registry import modules
 from maxhydra.config.schema.checkpoint import SaveMode
 from maxhydra.config.schema.config import DESCRIBING_TASKS, ENGINE_TASKS, NEXT_TOKEN_TASKS, TRAINING_TASKS, Config
 from maxhydra.config.schema.data import IMAGE_TYPES, READY_ROWS, Corpus, PackingMethod
-from maxhydra.config.schema.decode import Engine
 from maxhydra.config.schema.kernels import AttentionBackend
 from maxhydra.config.schema.model import Dtype
 from maxhydra.config.schema.quantization import QuantizationKind
@@ -74,7 +73,7 @@ class Condition:
 
 CONDITIONS = (
     Condition(
-        (*(f"task.engine.{f.name}" for f in dataclasses.fields(Engine) if f.name != "max_context"), "profile.*"),
+        ("profile.*",),
         lambda c: c.task.name != "decode" or c.model.diffusion.block_size is None,
         "model.diffusion.block_size=null",
     ),

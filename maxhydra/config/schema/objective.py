@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from maxhydra.config.errors import Problem
-from maxhydra.config.schema.decode import Sampling
+from maxhydra.config.errors import Problem, show
 from maxhydra.config.schema.hardware import Mesh
 from maxhydra.config.schema.layer_kind import Kind, Mixer
 from maxhydra.config.schema.model import Model, Positions
@@ -14,6 +13,7 @@ DIFFUSION_TASKS = ("pretrain", "sft", "decode")
 DIFFUSION_DESCRIPTIONS = ("compile", "inspect", "inspect_data")
 # Sampling parameters of decoding by block diffusion; the others have no form for tokens of a block sampled together.
 DIFFUSION_SAMPLING = ("max_tokens", "temperature", "seed", "stop", "ignore_eos")
+DIFFUSION_ENGINE = ("max_context",)
 SECTION = "model.diffusion.block_size"
 
 
@@ -42,12 +42,13 @@ def diffusion_problems(model: Model, *, task: Task, train: Train, mesh: Mesh) ->
             required |= {f"model.kinds.{name}.{key}": pair for key, pair in _kind_requirements(model.kinds[name])}
     for path, (value, only) in required.items():
         if value != only:
-            accepted = "null" if only is None else str(getattr(only, "value", only))
+            accepted = show(only)
             yield Problem(path, f"is not supported with {SECTION}", value=value, accepted=accepted)
     if model.embedding.positions is Positions.learned:
         reason = f"is not supported with {SECTION}, which has a token at position train.seq_len"
         yield Problem("model.embedding.positions", reason, value="learned", accepted="none, sinusoidal")
-    yield from _sampling_problems(getattr(task, "sampling", None))
+    if task.name == "decode":
+        yield from _decoding_problems(task)
 
 
 def _kind_requirements(kind: Kind) -> Iterator[tuple[str, tuple[object, object]]]:
@@ -59,8 +60,12 @@ def _kind_requirements(kind: Kind) -> Iterator[tuple[str, tuple[object, object]]
     yield "engram.vocab_sizes", (kind.engram.vocab_sizes, [])
 
 
-def _sampling_problems(sampling: Sampling | None) -> Iterator[Problem]:
-    for name, value in vars(sampling).items() if sampling is not None else ():
-        if name not in DIFFUSION_SAMPLING and value != getattr(Sampling, name):
-            reason, accepted = f"is not supported with {SECTION}", f"{getattr(Sampling, name)}, the default"
-            yield Problem(f"task.sampling.{name}", reason, value=value, accepted=accepted)
+def _decoding_problems(task: Task) -> Iterator[Problem]:
+    """Sampling parameters and engine settings that decoding by blocks does not have."""
+    for section, accepted_names in (("sampling", DIFFUSION_SAMPLING), ("engine", DIFFUSION_ENGINE)):
+        values = getattr(task, section, None)
+        for name, value in vars(values).items() if values is not None else ():
+            default = getattr(type(values), name)
+            if name not in accepted_names and value != default:
+                reason, accepted = f"is not supported with {SECTION}", f"{show(default)}, the default"
+                yield Problem(f"task.{section}.{name}", reason, value=value, accepted=accepted)
