@@ -65,7 +65,6 @@ def _decoding_problems(task: Task) -> Iterator[Problem]:
     for section, accepted_names in (("sampling", DIFFUSION_SAMPLING), ("engine", DIFFUSION_ENGINE)):
         values = getattr(task, section, None)
         for name, value in vars(values).items() if values is not None else ():
-            default = getattr(type(values), name)
-            if name not in accepted_names and value != default:
+            if name not in accepted_names and value != (default := getattr(type(values), name)):
                 reason, accepted = f"is not supported with {SECTION}", f"{show(default)}, the default"
                 yield Problem(f"task.{section}.{name}", reason, value=value, accepted=accepted)
