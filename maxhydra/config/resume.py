@@ -117,7 +117,13 @@ FIXED_KEYS = (
     *("train.loss.function", "optimizer.function"),
     *("task.teacher.model", "task.teacher.overrides", "task.divergence", "task.alpha", "task.alpha_end"),
     *("task.beta_end", "task.temperature", "task.temperature_end", "task.course", "task.features.*"),
-    *("task.init_layers", "task.on_policy.fraction", "task.on_policy.max_tokens", "task.on_policy.temperature"),
+    *(
+        "task.init_layers",
+        "task.learn_to_init.*",
+        "task.on_policy.fraction",
+        "task.on_policy.max_tokens",
+        "task.on_policy.temperature",
+    ),
     *("task.on_policy.engine.cache_dtype", "task.on_policy.engine.deterministic"),
 )
 

@@ -124,7 +124,7 @@ def test_image_urls_of_chat_requests() -> None:
     assert parse_images(chat(url)) == [url]
     data = compose(["data.tokenizer.chat_template=lines"]).config.data
     prompts = PromptEncoder(data, vocab_size=320, vision=VISION)
-    assert prompts.encode_messages(parse_messages(chat(url))) == [256, *b"look: ", *IMAGE, ord("\n")]
+    assert prompts.encode_messages(parse_messages(chat(url))) == [256, *b"look: \n\n", *IMAGE, *b"\n\n\n"]
     pixels = prompts.read_images([url])
     assert pixels is not None and pixels.shape == (1, VISION.image_size, VISION.image_size, 3)
     np.testing.assert_allclose(pixels[0, 3, 4], [1, -1, -1 / 255], atol=1e-6)
