@@ -36,13 +36,13 @@ AXES = {"query": "dxy", "key": "dxy", "value": "dxy", "gate": "dxy", "out": "xyd
 NOISE = 0.02
 
 
-def initial_maps(shapes: Tree, kind: WeightMap, *, wanted: Tree, key: jax.Array) -> dict[Path, dict[str, jax.Array]]:
-    """Maps of the teacher's projections with these shapes to the wanted ones, by path of the projection.
+def initial_maps(shapes: Tree, kind: WeightMap, *, target: Tree, key: jax.Array) -> dict[Path, dict[str, jax.Array]]:
+    """Maps of the teacher's projections with these shapes to the target shapes, by path of the projection.
 
     Equal sizes give the identity. Otherwise several heads become their mean, or a head is repeated.
     """
     maps: dict[Path, dict[str, jax.Array]] = {}
-    expected = nnx.traversals.flatten_mapping(wanted)
+    expected = nnx.traversals.flatten_mapping(target)
     for path, leaf in nnx.traversals.flatten_mapping(shapes).items():
         if path[-1] != "kernel" or path[-3:-2] != ("attention",) or path[-2] not in AXES:
             continue
@@ -89,7 +89,7 @@ def learn_init(
     """
     build = arrange_layers(student, teacher, layers)
     shapes = jax.eval_shape(build, teacher.shapes)
-    maps = initial_maps(shapes, settings.map, wanted=student.shapes, key=jax.random.key(0))
+    maps = initial_maps(shapes, settings.map, target=student.shapes, key=jax.random.key(0))
     require_same_shapes(
         student.shapes, jax.eval_shape(apply_maps, maps, shapes), differs_in="layers or attention heads"
     )

@@ -50,8 +50,9 @@ class BlockDecoder:
         while start + len(known) < length:
             block = np.full(size, self.mask_token, np.int32)
             block[: len(known)] = known
-            how = (np.float32(temperature), jax.random.key_data(jax.random.fold_in(key, start)))
-            tokens, cache = self._denoise(self.params, cache, self._rows(block), np.int32(start), *how)
+            block_key = jax.random.key_data(jax.random.fold_in(key, start))
+            arguments = (self._rows(block), np.int32(start), np.float32(temperature), block_key)
+            tokens, cache = self._denoise(self.params, cache, *arguments)
             yield np.asarray(tokens)[len(known) :].tolist()
             known, start = [], start + size
 
@@ -77,8 +78,8 @@ class BlockDecoder:
         def denoise(
             params: Tree, cache: Tree, tokens_BL: jax.Array, start: jax.Array, temperature: jax.Array, key: jax.Array
         ) -> tuple[jax.Array, Tree]:
-            how = Denoising(self.steps or self.block_size, temperature, jax.random.wrap_key_data(key))
-            return denoise_block(self.model, params, cache, tokens_BL, start, how, sharder=self.sharder)
+            denoising = Denoising(self.steps or self.block_size, temperature, jax.random.wrap_key_data(key))
+            return denoise_block(self.model, params, cache, tokens_BL, start, denoising, sharder=self.sharder)
 
         return jax.jit(denoise, donate_argnums=1)
 

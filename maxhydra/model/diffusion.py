@@ -43,6 +43,7 @@ def add_noise(
     Tokens without a weight, such as a prompt, stay clean. `positions_BS`: of the tokens, the first of a sequence is 1.
     """
     size, mask = _block_size(diffusion), diffusion.mask_token
+    assert mask is not None
     level_key, order_key, mask_key = jax.random.split(key, 3)
     B, S = tokens_BS.shape
     strata_BS = jnp.broadcast_to(jnp.arange(B)[:, None], (B, S))
@@ -106,7 +107,7 @@ def denoise_block(
     cache: Tree,
     tokens_BL: jax.Array,
     start: jax.Array,
-    how: Denoising,
+    denoising: Denoising,
     *,
     sharder: Sharder,
 ) -> tuple[jax.Array, Tree]:
@@ -125,9 +126,9 @@ def denoise_block(
         hidden_BLD, _ = extend(model, params, cache, tokens_BL, (start, L), sharder)
         logits_LV = model.logits(params, hidden_BLD, sharder)[0].astype(jnp.float32)
         logits_LV = jnp.where(jnp.arange(logits_LV.shape[1]) == mask, -jnp.inf, logits_LV)
-        sampled_L, probability_L = _sample(logits_LV, how.temperature, jax.random.fold_in(how.key, number))
+        sampled_L, probability_L = _sample(logits_LV, denoising.temperature, jax.random.fold_in(denoising.key, number))
         is_masked_L = tokens_BL[0] == mask
-        count = -(-jnp.sum(is_masked_L) // jnp.maximum(how.steps - number, 1))
+        count = -(-jnp.sum(is_masked_L) // jnp.maximum(denoising.steps - number, 1))
         order_L = jnp.argsort(jnp.where(is_masked_L, -probability_L, jnp.inf))
         is_chosen_L = is_masked_L & (jnp.argsort(order_L) < count)
         return number + 1, jnp.where(is_chosen_L, sampled_L, tokens_BL)
@@ -138,8 +139,8 @@ def denoise_block(
 
 def _sample(logits_LV: jax.Array, temperature: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A token for each position, and its probability under the model."""
-    drawn_L = jax.random.categorical(key, logits_LV / jnp.maximum(temperature, 1e-6))
-    token_L = jnp.where(temperature > 0, drawn_L, jnp.argmax(logits_LV, axis=-1)).astype(jnp.int32)
+    sampled_L = jax.random.categorical(key, logits_LV / jnp.maximum(temperature, 1e-6))
+    token_L = jnp.where(temperature > 0, sampled_L, jnp.argmax(logits_LV, axis=-1)).astype(jnp.int32)
     return token_L, jnp.take_along_axis(jax.nn.softmax(logits_LV), token_L[:, None], axis=1)[:, 0]
 
 

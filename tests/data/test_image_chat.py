@@ -133,7 +133,7 @@ def test_generated_images_show_their_answers() -> None:
     assert checked > 10
 
 
-def test_tokens_around_images_equal_those_of_the_gemma3_processor(tmp_path: Path) -> None:
+def test_separators_of_images_equal_those_of_transformers(tmp_path: Path) -> None:
     """Line breaks of the separator merge with those of the text, as in a tokenizer with a token for each number."""
     transformers = import_optional("transformers", extra="parity")
     backend = import_optional("transformers.models.gemma3.image_processing_pil_gemma3", extra="parity")
@@ -153,9 +153,9 @@ def test_tokens_around_images_equal_those_of_the_gemma3_processor(tmp_path: Path
         **{key: vocabulary[names[name]] for key, name in TOKENS.items()},
     )
     overrides = ["data.tokenizer.kind=hf", f"data.tokenizer.path={tmp_path / 'tokenizer'}"]
-    ours = ImageTokenizer(load_tokenizer(compose(overrides).config.data), vision)
+    tested = ImageTokenizer(load_tokenizer(compose(overrides).config.data), vision)
     for text in ("{}a", "a: {}\nb{}c", "a\n{}\n\n{}"):
         images = [Image.new("RGB", (9, 5))] * text.count("{}")
         expected = processor(text=text.replace("{}", "<begin>"), images=images)["input_ids"][0]
-        found = ours.encode_with_special_tokens(text.replace("{}", MARKER))[0]
+        found = tested.encode_with_special_tokens(text.replace("{}", MARKER))[0]
         assert found.tolist() == list(expected), text

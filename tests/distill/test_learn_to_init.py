@@ -1,4 +1,4 @@
-"""Learned initialization: maps of attention weights against loops over their definition, and what they learn."""
+"""Learned initialization: maps of attention weights against loops over their definition, and their training."""
 
 import dataclasses
 from pathlib import Path
@@ -40,7 +40,7 @@ def random_params(model: ModelDef) -> Any:
 def test_mapped_projections_equal_loops_over_their_definition(kind: WeightMap) -> None:
     teacher, student = model_of(), model_of("model.num_heads=2", "model.num_kv_heads=1", "model.head_dim=16")
     weights = random_params(teacher)
-    maps = initial_maps(teacher.shapes, kind, wanted=student.shapes, key=jax.random.key(0))
+    maps = initial_maps(teacher.shapes, kind, target=student.shapes, key=jax.random.key(0))
     rng = np.random.default_rng(1)
     maps = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), maps)
     mapped = apply_maps(maps, weights)
@@ -68,7 +68,7 @@ def test_equal_heads_start_as_the_teacher() -> None:
     teacher = model_of()
     weights = random_params(teacher)
     for kind in (WeightMap.bilinear, WeightMap.linear):
-        maps = initial_maps(teacher.shapes, kind, wanted=teacher.shapes, key=jax.random.key(0))
+        maps = initial_maps(teacher.shapes, kind, target=teacher.shapes, key=jax.random.key(0))
         jax.tree.map(np.testing.assert_array_equal, apply_maps(maps, weights), weights)
 
 

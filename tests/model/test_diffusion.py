@@ -1,4 +1,4 @@
-"""Block diffusion: the noise of training, and what the config rejects. tests/parity has the loss and decoding."""
+"""Block diffusion: the noise of training and rejected configs. tests/parity has the loss and decoding."""
 
 import jax
 import jax.numpy as jnp

@@ -18,7 +18,7 @@ class Diffusion(Schema):
     mask_token: int | None = option(None, ge=0, le=MAX_VOCABULARY)
     """Token id of the mask, which texts must not contain."""
     min_noise: float = option(1e-3, gt=0, lt=1)
-    """Smallest noise level t in training: the tokens of a block are masked with a probability t, drawn uniformly
+    """Smallest noise level t in training: the tokens of a block are masked with a probability t, uniform
     between min_noise and 1, and their cross-entropy has weight 1 / t."""
 
     def check(self) -> Iterator[Problem]:

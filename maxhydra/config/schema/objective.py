@@ -28,7 +28,7 @@ def diffusion_problems(model: Model, *, task: Task, train: Train, mesh: Mesh) ->
     if mask is not None and mask >= model.vocab_size:
         reason = f"is not in the vocabulary of {model.vocab_size} tokens"
         yield Problem("model.diffusion.mask_token", reason, value=mask, accepted=f"0 to {model.vocab_size - 1}")
-    required = {
+    required: dict[str, tuple[object, object]] = {
         "model.mtp.depth": (model.mtp.depth, 0),
         "model.vision.num_layers": (model.vision.num_layers, None),
         "model.qk_clip": (model.qk_clip, None),
