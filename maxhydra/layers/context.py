@@ -90,7 +90,7 @@ class Context:
     """[B, T] number of the token's image, 0 for text: tokens of one image attend to each other in both directions.
     None: attention is causal."""
     visible_BTS: jax.Array | None = None
-    """[B, T, S] keys that each query may attend to, of its own segment; S are the tokens of this call, or the slots of
+    """[B, T, S] keys that each query may attend to in its segment; S are the tokens of this call, or the slots of
     a dense cache. None: attention is causal."""
     is_adapted: bool = True
     """Whether the adapter is applied; without it the model gives the outputs of its base."""

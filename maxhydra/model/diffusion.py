@@ -150,7 +150,7 @@ def _block_size(diffusion: Diffusion) -> int:
 
 
 def _cache_length(cache: Tree) -> int:
-    """Slots of a row; layers that share the keys of another have no cache of their own."""
+    """Slots of a row; layers that share the keys of another have no cache."""
     keys = [layer.key_LBSKH for layer in jax.tree.leaves(cache, is_leaf=_is_dense) if _is_dense(layer)]
     return int(keys[0].shape[2])
 
