@@ -1,6 +1,6 @@
 """Transfer of the learning rate over widths with model.transfer: coordinate check, and loss by width and rate.
 
-python bench/transfer.py --out build/transfer    # two tables in Markdown and two plots, minutes on two cores
+python bench/transfer.py --out build/transfer    # tables in Markdown, and the curves of the check as run folders
 """
 
 import argparse
@@ -17,12 +17,15 @@ from maxhydra import data
 from maxhydra.config import Config
 from maxhydra.config.compose.composer import compose
 from maxhydra.layers.context import Context
+from maxhydra.record import MetricsWriter
 from maxhydra.sharding import Sharder
 from maxhydra.train import next_token_loss, plan_batches, plan_states
 from maxhydra.train.state import StateFactory, TrainState
 from maxhydra.train.step import make_step
 
 BASE = 32
+# The two parametrizations: with model.transfer, and without.
+TRANSFERRED, STANDARD = "transfer", "standard"
 # Last steps over which the loss is averaged.
 TAIL = 10
 SMALL = ["model.num_layers=2", "model.head_dim=16", "train.seq_len=32", "train.per_device_batch_size=16"]
@@ -94,55 +97,51 @@ def coordinates(width: int, steps: int, *, is_transferred: bool) -> list[dict[st
     return seen
 
 
-def plot(
-    path: Path, title: str, x: Sequence[float], lines: dict[str, Sequence[float]], *, labels: tuple[str, str]
-) -> None:
-    """Write a plot with logarithmic axes."""
-    import matplotlib  # not a dependency of maxhydra
+def write_coordinates(folder: Path, seen: Sequence[dict[str, float]]) -> None:
+    """Write the RMS by step as the metrics of a run folder, which scripts/curve_svg.py plots."""
+    path = folder / "metrics.jsonl"
+    path.unlink(missing_ok=True)
+    writer = MetricsWriter(path)
+    for step, values in enumerate(seen):
+        writer.write(step, values)
+    writer.close()
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(5, 3.5))
-    for name, values in lines.items():
-        axes.plot(x, values, marker="o", label=name)
-    axes.set(xscale="log", xlabel=labels[0], ylabel=labels[1], title=title)
-    axes.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+def print_coordinates(name: str, widths: Sequence[int], *, steps: int, out: Path) -> None:
+    """Print the RMS of the logits by width and step."""
+    print(f"\n{name}: RMS of the logits by width and step\n")
+    print("| width | " + " | ".join(f"step {n}" for n in range(steps)) + " |\n|---|" + "---|" * steps)
+    for width in widths:
+        seen = coordinates(width, steps, is_transferred=name == TRANSFERRED)
+        write_coordinates(out / name / f"width_{width}", seen)
+        print(f"| {width} | " + " | ".join(f"{values['logits']:.3f}" for values in seen) + " |", flush=True)
+
+
+def print_losses(name: str, widths: Sequence[int], rates: Sequence[float], *, steps: int) -> None:
+    """Print the final loss by width and learning rate, and the best rate of each width."""
+    print(f"\n{name}: loss by width and learning rate\n")
+    print("| width | " + " | ".join(f"{rate:.4f}" for rate in rates) + " | best |")
+    print("|---|" + "---|" * (len(rates) + 1))
+    for width in widths:
+        values = losses_by_rate(width, rates, steps, is_transferred=name == TRANSFERRED)
+        best = rates[int(np.nanargmin(values))]
+        print(f"| {width} | " + " | ".join(f"{value:.3f}" for value in values) + f" | {best:.4f} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--parametrizations", nargs="+", choices=(TRANSFERRED, STANDARD), default=[TRANSFERRED, STANDARD]
+    )
     parser.add_argument("--widths", type=int, nargs="+", default=[32, 64, 128, 256])
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0**-n for n in range(10, 3, -1)])
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--check-steps", type=int, default=4)
+    parser.add_argument("--check-steps", type=int, default=8)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    for is_transferred, name in ((True, "transfer"), (False, "standard")):
-        seen = {width: coordinates(width, args.check_steps, is_transferred=is_transferred) for width in args.widths}
-        lines = {f"step {n}": [seen[width][n]["logits"] for width in args.widths] for n in range(args.check_steps)}
-        plot(
-            args.out / f"coordinates_{name}.png", f"{name}: RMS of logits", args.widths, lines, labels=("width", "RMS")
-        )
-        print(f"\n{name}: RMS of the logits by width and step\n")
-        print("| width | " + " | ".join(lines) + " |\n|---|" + "---|" * len(lines))
-        for at, width in enumerate(args.widths):
-            print(f"| {width} | " + " | ".join(f"{values[at]:.3f}" for values in lines.values()) + " |")
-        losses = {
-            width: losses_by_rate(width, args.rates, args.steps, is_transferred=is_transferred) for width in args.widths
-        }
-        curves = {f"width {width}": values for width, values in losses.items()}
-        plot(args.out / f"rates_{name}.png", f"{name}: loss", args.rates, curves, labels=("learning rate", "loss"))
-        print(f"\n{name}: loss by width and learning rate\n")
-        print("| width | " + " | ".join(f"{rate:.4f}" for rate in args.rates) + " | best |")
-        print("|---|" + "---|" * (len(args.rates) + 1))
-        for width, values in losses.items():
-            best = args.rates[int(np.nanargmin(values))]
-            print(f"| {width} | " + " | ".join(f"{value:.3f}" for value in values) + f" | {best:.4f} |", flush=True)
+    for name in args.parametrizations:
+        print_coordinates(name, args.widths, steps=args.check_steps, out=args.out)
+        print_losses(name, args.widths, args.rates, steps=args.steps)
 
 
 if __name__ == "__main__":

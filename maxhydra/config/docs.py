@@ -25,27 +25,31 @@ def reference() -> str:
     """Return the page."""
     parts = [HEAD, *_section("", Config)]
     for name, cls in task_schemas().items():
-        extra = {key: field for key, field in fields(cls).items() if key not in fields(Task)}
-        parts += [f"## `task`, with `task={name}`\n", f"{cls.__doc__}\n", _table("task", extra.values())]
+        extra = [field for key, field in fields(cls).items() if key not in fields(Task)]
+        keys = [field for field in extra if not field.spec.is_section]
+        parts += [f"## `task`, with `task={name}`\n", f"{cls.__doc__}\n", *([_table("task", keys)] if keys else [])]
+        for field in extra:
+            if field.spec.is_section:
+                parts += _section(f"task.{field.name}", field.spec.type, note=f", with `task={name}`")
     return "\n".join(parts)
 
 
-def _section(path: str, cls: type) -> Iterator[str]:
-    """Yield the table of a section's keys, then its subsections."""
+def _section(path: str, cls: type, *, note: str = "") -> Iterator[str]:
+    """Yield the table of a section's keys, then its subsections; `note` follows the path in the headings."""
     keys = [field for field in fields(cls).values() if not field.spec.is_section]
     if not fields(cls):
         return
     if path:
-        yield f"## `{path}`\n"
+        yield f"## `{path}`{note}\n"
         yield f"{' '.join((cls.__doc__ or '').split())}\n"
     if keys:
         yield _table(path, keys)
     for field in fields(cls).values():
         full_path = f"{path}.{field.name}" if path else field.name
         if field.spec.is_section:
-            yield from _section(full_path, field.spec.type)
+            yield from _section(full_path, field.spec.type, note=note)
         elif field.spec.item is not None and field.spec.item.is_section:
-            yield from _section(f"{full_path}.*", field.spec.item.type)
+            yield from _section(f"{full_path}.*", field.spec.item.type, note=note)
 
 
 def _table(path: str, keys: Iterable[Field]) -> str:

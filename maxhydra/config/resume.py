@@ -93,7 +93,7 @@ FIXED_KEYS = (
     *("model.vocab_size", "model.prefix", "model.pattern", "model.kinds*", "model.head", "model.norm"),
     *("model.norm_eps", "model.mtp.*", "model.embedding.*", "model.logit_softcap", "model.per_layer.*"),
     *("model.dropout", "model.init_scale", "model.vision.*", "model.transfer.*", "model.dtypes.*"),
-    *("model.qk_clip", "model.hyper_connections.*", "model.multipliers.*"),
+    *("model.qk_clip", "model.hyper_connections.*", "model.multipliers.*", "model.diffusion.*"),
     *("train.seq_len", "train.ramp.*", "train.z_loss", "train.diloco.*", "optimizer.moments", "optimizer.sparsity.*"),
     *(f"data.{key}" for key in _CORPUS_KEYS),
     *("data.sources", *(f"data.sources.*.{key}" for key in _CORPUS_KEYS)),
@@ -117,7 +117,13 @@ FIXED_KEYS = (
     *("train.loss.function", "optimizer.function"),
     *("task.teacher.model", "task.teacher.overrides", "task.divergence", "task.alpha", "task.alpha_end"),
     *("task.beta_end", "task.temperature", "task.temperature_end", "task.course", "task.features.*"),
-    *("task.init_layers", "task.on_policy.fraction", "task.on_policy.max_tokens", "task.on_policy.temperature"),
+    *(
+        "task.init_layers",
+        "task.learn_to_init.*",
+        "task.on_policy.fraction",
+        "task.on_policy.max_tokens",
+        "task.on_policy.temperature",
+    ),
     *("task.on_policy.engine.cache_dtype", "task.on_policy.engine.deterministic"),
 )
 

@@ -72,6 +72,11 @@ class Condition:
 
 
 CONDITIONS = (
+    Condition(
+        ("profile.*",),
+        lambda c: c.task.name != "decode" or c.model.diffusion.block_size is None,
+        "model.diffusion.block_size=null",
+    ),
     Condition(("tracker.entity", "tracker.mode"), lambda c: "wandb" in c.tracker.backends, "tracker=wandb"),
     Condition(("tracker.uri",), lambda c: "mlflow" in c.tracker.backends, "tracker=mlflow"),
     Condition(

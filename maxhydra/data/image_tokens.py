@@ -147,20 +147,27 @@ class ImageTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, vision: Vision):
         self._tokenizer, self._ids = tokenizer, np.array([vision.placeholder_id], np.int32)
+        self._separator = vision.separator
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
     def encode_with_special_tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Tokenize the text between markers; the span of a placeholder is that of its marker."""
+        """Tokenize the text between markers; the span of a placeholder is that of its marker.
+
+        A separator is tokenized together with the text that it follows or precedes, and has no characters in its span.
+        """
         ids, spans, start = [np.array([], np.int32)], [np.zeros((0, 2), np.int64)], 0
-        for number, piece in enumerate(text.split(MARKER)):
+        pieces = text.split(MARKER)
+        for number, piece in enumerate(pieces):
+            before = self._separator if number else ""
+            after = self._separator if number < len(pieces) - 1 else ""
             if number:
                 ids.append(self._ids)
                 spans.append(np.array([[start - 1, start]], np.int64))
-            if piece:
-                piece_ids, piece_spans = self._tokenizer.encode_with_special_tokens(piece)
+            if before + piece + after:
+                piece_ids, piece_spans = self._tokenizer.encode_with_special_tokens(before + piece + after)
                 ids.append(piece_ids)
-                spans.append(piece_spans + start)
+                spans.append(np.clip(piece_spans - len(before), 0, len(piece)) + start)
             start += len(piece) + 1
         return np.concatenate(ids), np.concatenate(spans)

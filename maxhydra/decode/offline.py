@@ -182,8 +182,9 @@ def settings_fingerprint(config: Config) -> str:
     """Return a short hash of everything except the prompt that a completion depends on."""
     task, source = config.task, config.checkpoint.load_parameters
     assert isinstance(task, DecodeTask)
-    # Models without images have the fingerprint of earlier versions.
+    # Models without images and without diffusion have the fingerprint of earlier versions.
     unused = UNUSED_IN_COMPLETIONS + (("model.vision",) if config.model.vision.num_layers is None else ())
+    unused += ("model.diffusion",) if config.model.diffusion.block_size is None else ()
     model = {key: value for key, value in model_values(config).items() if not key.startswith(unused)}
     settings = {
         **model,
@@ -195,6 +196,7 @@ def settings_fingerprint(config: Config) -> str:
         "cache": task.engine.cache_dtype,
         "sampling": _sampling_values(task.sampling),
         "chat": [task.chat, task.system, task.samples, task.logprobs, config.run.seed],
+        **({} if task.denoise_steps is None else {"denoise_steps": task.denoise_steps}),
     }
     return fingerprint(original_names(settings))
 

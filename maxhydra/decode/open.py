@@ -39,7 +39,8 @@ Tree = Any
 # Tokenizer keys that change the ids of a text.
 TOKENIZER_KEYS = ("kind", "path", "bos", "eos", "add_bos")
 # Keys that may differ from the run. Unlike in convert, mtp must match: runs store the MTP layers in their checkpoints.
-FREE_KEYS = tuple(pattern for pattern in KEYS_WITHOUT_EFFECT_ON_WEIGHTS if pattern != "mtp.*")
+# So must diffusion, which decides how the weights are decoded.
+FREE_KEYS = tuple(pattern for pattern in KEYS_WITHOUT_EFFECT_ON_WEIGHTS if pattern not in ("mtp.*", "diffusion.*"))
 MAX_LISTED = 6
 
 

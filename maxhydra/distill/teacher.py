@@ -188,8 +188,8 @@ def init_from_teacher(
     student: ModelDef, teacher: ModelDef, weights: Tree, layers: Sequence[int], *, sharder: Sharder
 ) -> Tree:
     """Student weights: layer i is the teacher's layers[i]; embedding, final norm and head are the teacher's."""
-    build = _make_builder(student, teacher, layers)
-    _require_same_shapes(student.shapes, jax.eval_shape(build, teacher.shapes))
+    build = arrange_layers(student, teacher, layers)
+    require_same_shapes(student.shapes, jax.eval_shape(build, teacher.shapes))
     # The teacher may be on other devices than the student.
     return jax.device_put(jax.jit(build)(weights), sharder.tree(student.axes))
 
@@ -202,7 +202,8 @@ def check_layers(path: str, layers: Sequence[int], model: ModelDef, *, of: str) 
         raise ConfigError(Problem(path, reason, value=layers, accepted=f"0 to {last}"))
 
 
-def _make_builder(student: ModelDef, teacher: ModelDef, layers: Sequence[int]) -> Callable[[Tree], Tree]:
+def arrange_layers(student: ModelDef, teacher: ModelDef, layers: Sequence[int]) -> Callable[[Tree], Tree]:
+    """The function from the teacher's weights to those layers of them, in the places of the student's."""
     config = student.config
     if len(layers) != config.num_layers:
         reason = f"names {len(layers)} layers, but the student has model.num_layers={config.num_layers}"
@@ -243,7 +244,7 @@ def _layout(model: ModelDef) -> tuple[int, int, int]:
     return prefix, len(model.shapes.get("pattern", {})), model.config.num_layers - prefix - remainder
 
 
-def _require_same_shapes(expected: Tree, given: Tree) -> None:
+def require_same_shapes(expected: Tree, given: Tree, *, differs_in: str = "layers") -> None:
     """Reject a teacher whose arrays have other names or shapes, naming the first difference."""
     student_shapes, teacher_shapes = (
         {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in leaves}
@@ -253,7 +254,7 @@ def _require_same_shapes(expected: Tree, given: Tree) -> None:
         student, teacher = student_shapes.get(name, "missing"), teacher_shapes.get(name, "missing")
         if student != teacher:
             difference = f"{name} is {teacher} in the teacher and {student} in the student"
-            reason = f"needs a teacher that differs from the student only in its number of layers: {difference}"
+            reason = f"needs a teacher that differs from the student only in its number of {differs_in}: {difference}"
             raise ConfigError(Problem("task.init_layers", reason))
 
 

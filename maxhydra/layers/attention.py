@@ -254,7 +254,7 @@ class Attention(nnx.Module):
             return {}
         segments_BT = chunk_segments(ctx.segments, ctx.positions, self.spec.chunk)
         arrays = self._place_heads(heads, ctx)[0], keys_values.key_BSKH
-        within_BTS = ctx.keys_within_images(self.spec.window)
+        within_BTS = ctx.selected_keys(self.spec.window)
         aux = logit_statistics(*arrays, self._request(ctx), ctx, segments_BT=segments_BT, selected_BTS=within_BTS)
         if has_clip:
             request = self._request(ctx)
@@ -301,7 +301,7 @@ class Attention(nnx.Module):
         elif ctx.cache is None:
             segments = chunk_segments(ctx.segments, ctx.positions, self.spec.chunk)
             tokens = {"q_segments_BT": segments, "kv_segments_BS": segments}
-        tokens["selected_BTS"] = ctx.keys_within_images(self.spec.window)
+        tokens["selected_BTS"] = ctx.selected_keys(self.spec.window)
         tokens["sinks_N"] = None if self.sinks is None else self.sinks[...]
         k_BSKH, v_BSKH, _ = keys_values
         return attend(q_BTNH, k_BSKH, v_BSKH, self._request(ctx), ctx, kernel=self.spec.kernel, **tokens)
@@ -344,7 +344,7 @@ class Attention(nnx.Module):
 
     def _request(self, ctx: Context) -> Request:
         spec = self.spec
-        is_causal = ctx.image_groups_BT is None
+        is_causal = ctx.is_causal
         # Segments already separate the chunks; as windows they also let a backend skip the keys before them.
         has_chunk_segments = ctx.cache is None and ctx.segments is not None and spec.chunk is not None
         return Request(

@@ -46,6 +46,7 @@ def collect_statistics(is_on: bool) -> Iterator[None]:
     data_fields=[
         *("positions", "segments", "cache", "dropout_key", "rows", "layer_input", "expert_ids", "shared"),
         *("output_index", "adapters_B", "tokens", "images", "image_groups_BT", "axis_positions", "deepstack"),
+        "visible_BTS",
     ],
     meta_fields=["sharder", "is_adapted", "is_fresh", "has_statistics", "records_experts"],
 )
@@ -96,6 +97,9 @@ class Context:
     deepstack: jax.Array | None = None
     """[layers, B, T, D] features of images that are added to the residual stream after each of the first layers; read
     by the decoder, None inside a layer. None: no features."""
+    visible_BTS: jax.Array | None = None
+    """[B, T, S] keys that each query may attend to in its segment; S are the tokens of this call, or the slots of
+    a dense cache. None: attention is causal."""
     is_adapted: bool = True
     """Whether the adapter is applied; without it the model gives the outputs of its base."""
     is_fresh: bool = False
@@ -204,14 +208,19 @@ class Context:
             return "act_stream_length"
         return "act_length" if self.is_length_split else None
 
-    def keys_within_images(self, window: int | None) -> jax.Array | None:
-        """[B, T, T] keys that each query sees if tokens of an image see later ones of it; None: causal attention.
+    @property
+    def is_causal(self) -> bool:
+        """Whether no query sees a later key."""
+        return self.image_groups_BT is None and self.visible_BTS is None
 
-        Keys before the window stay hidden, also those of the same image.
+    def selected_keys(self, window: int | None) -> jax.Array | None:
+        """[B, T, S] keys that each query sees: visible_BTS, or with image groups also later tokens of its image.
+
+        None: causal attention. Keys before the window stay hidden, also those of the same image.
         """
         groups_BT = self.image_groups_BT
         if groups_BT is None:
-            return None
+            return self.visible_BTS
         query_T1, key_1T = (jnp.expand_dims(jnp.arange(groups_BT.shape[1]), axis) for axis in (1, 0))
         is_same_BTT = (groups_BT[:, :, None] == groups_BT[:, None, :]) & (groups_BT[:, :, None] > 0)
         seen_BTT = is_same_BTT | (key_1T <= query_T1)

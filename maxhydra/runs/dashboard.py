@@ -34,7 +34,6 @@ from maxhydra.runs.rerun import rerun_command
 from maxhydra.runs.rollouts import describe, find_rollouts, kinds_of, parse_query
 from maxhydra.runs.sweep import (
     Sweep,
-    is_larger_better,
     read_sweep,
     sweep_axes,
     sweep_importance,
@@ -175,9 +174,6 @@ class Dashboard:
         runs = [run for run in self.registry.runs() if run.sweep == name]
         if not runs:
             raise KeyError(name)
-        if largest is None:
-            compared, _ = query.rank_runs(self.registry, runs, metric or None, largest=False)
-            largest = is_larger_better(compared, self.registry.root / name)
         return read_sweep(self.registry, runs, title=name, metric=metric or None, largest=largest)
 
     def evaluations(self, paths: Sequence[str]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ class Rules:
     keep_best: int | None = None
     """Keep this many of the best runs of each sweep, by `metric`."""
     metric: str | None = None
-    largest: bool = False
+    largest: bool | None = None
+    """Whether larger values of the metric are better; None: by the metric."""
 
 
 def parse_duration(text: str) -> float:
@@ -53,7 +54,7 @@ def _best_of_each_sweep(registry: Registry, runs: Sequence[Run], rules: Rules) -
     sweeps: dict[str, list[Run]] = {}
     for run in runs:
         sweeps.setdefault(run.sweep, []).append(run)
-    rankings = [rank_runs(registry, members, rules.metric, largest=rules.largest)[1] for members in sweeps.values()]
+    rankings = [rank_runs(registry, members, rules.metric, largest=rules.largest).runs for members in sweeps.values()]
     return {run.id for ranking in rankings for run in ranking[: rules.keep_best]}
 
 

@@ -5,9 +5,13 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
+from maxhydra.config.schema.run import is_maximized
+from maxhydra.record.atomic_io import read_json
+from maxhydra.record.facts import SWEEP_FILE
 from maxhydra.runs.registry import STATUSES, Registry, Run
 
 _ORDERS: dict[str, Callable[[Any, Any], bool]] = {
@@ -108,13 +112,39 @@ def _rank(value: Any) -> tuple[bool, Any]:
     return (False, value) if isinstance(value, (int, float)) else (True, str(value))
 
 
-def rank_runs(registry: Registry, runs: Sequence[Run], metric: str | None, *, largest: bool) -> tuple[str, list[Run]]:
-    """Name of the metric, and the runs that have it, best first. Default metric: the objective of the runs."""
+class Ranking(NamedTuple):
+    """Runs in the order of a metric."""
+
+    metric: str
+    runs: list[Run]
+    """Those that have the metric, best first."""
+    largest: bool
+    """Whether larger values are better."""
+
+
+def rank_runs(registry: Registry, runs: Sequence[Run], metric: str | None, *, largest: bool | None = None) -> Ranking:
+    """Rank runs by a metric; default: their objective. `largest` None: see `is_larger_better`."""
     name = metric or _objective(registry, runs)
     # A configured objective may have no values yet; a metric given by the user is checked for typos.
     values: dict[int, Any] = registry.values(name, runs) if metric else {**registry.metric(name)}
     ranked = [run for run in runs if isinstance(values.get(run.id), (int, float)) and _is_known(values[run.id])]
-    return name, sorted(ranked, key=lambda run: values[run.id], reverse=largest)
+    if largest is None:
+        sweeps = {run.sweep for run in runs}
+        largest = is_larger_better(name, registry.root / sweeps.pop() if len(sweeps) == 1 else registry.root)
+    return Ranking(name, sorted(ranked, key=lambda run: values[run.id], reverse=largest), largest)
+
+
+def is_larger_better(metric: str, folder: Path) -> bool:
+    """Whether larger values of a metric are better: by the plan of a search for it, otherwise by its name."""
+    metric = metric.removesuffix(":min").removesuffix(":max")
+    try:
+        plan = read_json(folder / SWEEP_FILE)
+        objectives, directions = plan["objectives"], plan["settings"]["directions"]
+        if metric in objectives:
+            return bool(directions) and directions[objectives.index(metric)] == "maximize"
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    return is_maximized(metric)
 
 
 def _objective(registry: Registry, runs: Sequence[Run]) -> str:

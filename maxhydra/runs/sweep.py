@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra import __version__
-from maxhydra.config.schema.run import is_maximized
 from maxhydra.record import scan_metrics, series
-from maxhydra.record.atomic_io import read_json, replace_file
-from maxhydra.record.facts import SWEEP_FILE
+from maxhydra.record.atomic_io import replace_file
 from maxhydra.runs.compare import differing_keys
 from maxhydra.runs.curves import compare_charts, encode
 from maxhydra.runs.importance import MIN_RUNS, importance
@@ -80,20 +78,8 @@ class Sweep:
         return ranked.index(run) * SHADES // max(1, len(ranked)) if run.id in self.values else SHADES - 1
 
 
-def is_larger_better(metric: str, folder: Path) -> bool:
-    """Whether larger values of a metric are better: by the plan of a search for it, otherwise by its name."""
-    try:
-        plan = read_json(folder / SWEEP_FILE)
-        objectives, directions = plan["objectives"], plan["settings"]["directions"]
-        if metric in objectives:
-            return bool(directions) and directions[objectives.index(metric)] == "maximize"
-    except (OSError, ValueError, LookupError, TypeError):
-        pass
-    return is_maximized(metric)
-
-
 def write_sweep_report(
-    registry: Registry, runs: Sequence[Run], path: Path, *, title: str, metric: str | None, largest: bool
+    registry: Registry, runs: Sequence[Run], path: Path, *, title: str, metric: str | None, largest: bool | None = None
 ) -> Path:
     """Write the page from the current state on disk; runs may still be running."""
     sweep = read_sweep(registry, runs, title=title, metric=metric, largest=largest)
@@ -123,9 +109,11 @@ def sweep_page(registry: Registry, sweep: Sweep) -> str:
     return page(sweep.title, body, name="sweep", data=data)
 
 
-def read_sweep(registry: Registry, runs: Sequence[Run], *, title: str, metric: str | None, largest: bool) -> Sweep:
+def read_sweep(
+    registry: Registry, runs: Sequence[Run], *, title: str, metric: str | None, largest: bool | None
+) -> Sweep:
     """Rank the runs by a metric (None: their objective), and find the settings in which they differ."""
-    name, ranked = rank_runs(registry, runs, metric, largest=largest)
+    name, ranked, largest = rank_runs(registry, runs, metric, largest=largest)
     results = registry.values(name, ranked)
     # Pruned runs were worse than others at the same step, whatever their last value.
     ranked = sorted(ranked, key=lambda run: run.status == "pruned")

@@ -8,9 +8,11 @@ from pathlib import Path
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.tasks.inference import DecodeTask
 from maxhydra.decode.chat_cli import GenerationFailedError, chat, complete, line_reader, write_and_flush
+from maxhydra.decode.diffusion import open_diffusion_engine
 from maxhydra.decode.offline import BatchFailedError, OfflineBatch, check_distinct_files, settings_fingerprint
 from maxhydra.decode.offline_files import OutputFile, check_records, read_records
 from maxhydra.decode.open import open_engine, open_prompts
+from maxhydra.decode.request import Engine
 from maxhydra.decode.sampling_params import PromptClient, PromptEncoder, PromptError, is_chat
 from maxhydra.modelfiles import local_path
 from maxhydra.runtime.channel import broadcast, is_main
@@ -89,7 +91,11 @@ def _decode_file(job: Job, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
 @contextmanager
 def _open_client(job: Job, task: DecodeTask, prompts: PromptEncoder) -> Iterator[PromptClient]:
     profiler = Profiler(job.config.profile, job.run.path)
-    engine = open_engine(job.config, task.engine, prompts, profiler=profiler)
+    engine: Engine
+    if job.config.model.diffusion.block_size is None:
+        engine = open_engine(job.config, task.engine, prompts, profiler=profiler)
+    else:
+        engine = open_diffusion_engine(job.config, task, prompts)
     try:
         yield PromptClient(engine, prompts, task, job.config.run.seed)
     finally:

@@ -6,15 +6,24 @@ from contextlib import closing, contextmanager
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 
 from maxhydra import data
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.data import LossOn, Overlong, PackingMethod, Thinking
-from maxhydra.config.schema.tasks.distill import DistillTask
+from maxhydra.config.schema.tasks.distill import DistillTask, WeightMap
 from maxhydra.data import BatchSpec
 from maxhydra.decode.open import reject_stages
 from maxhydra.decode.sampling_params import PromptEncoder
-from maxhydra.distill.loss import TEACHER, ScheduledBatches, StudentTeacher, distillation_loss, held_out_divergence
+from maxhydra.distill.learn_to_init import learn_init
+from maxhydra.distill.loss import (
+    TEACHER,
+    ScheduledBatches,
+    StudentTeacher,
+    distillation_loss,
+    held_out_divergence,
+    values_at,
+)
 from maxhydra.distill.on_policy import OnPolicyBatches, Sampled
 from maxhydra.distill.separate_teacher import (
     Outputs,
@@ -46,7 +55,9 @@ from maxhydra.train import (
     plan_states,
     train,
 )
-from maxhydra.train.loss import LossFn, Tree
+from maxhydra.train.evaluate import split_microbatches
+from maxhydra.train.loss import Batch, LossFn, Sums, Tree
+from maxhydra.train.step import sequences_in
 
 NEEDS_DEVICES = KEEPS_RUN = TRAINS = True
 
@@ -70,10 +81,12 @@ def run(job: Job) -> Outcome:
         if teacher_devices:
             check_batches(spec, config.train, teacher.sharder)
         weights = teacher.load(task.teacher.weights)
-        if task.init_layers is not None:
+        if task.init_layers is not None and task.learn_to_init.map is WeightMap.none:
             initial = partial(
                 init_from_teacher, states.model.base, teacher.model, weights, task.init_layers, sharder=sharder
             )
+        elif task.init_layers is not None:
+            initial = partial(_learn_init, config, task, states.model.base, teacher, weights, spec, sharder)
         if not teacher_devices:
             states = plan_states(config, sharder, extra_weights={TEACHER: weights})
 
@@ -120,6 +133,38 @@ def _teacher_outputs(config: Config, task: DistillTask, teacher: OnlineTeacher) 
     if task.teacher.align:
         return logprob_outputs(Scorer(teacher.model, teacher.sharder, config.train.loss_chunk))
     return logit_outputs(teacher, task.features.teacher_layers, task.teacher.top_k)
+
+
+def _learn_init(
+    config: Config,
+    task: DistillTask,
+    student: ModelDef,
+    teacher: OnlineTeacher,
+    weights: Tree,
+    spec: BatchSpec,
+    sharder: Sharder,
+) -> Tree:
+    """Initial weights by maps that are trained on the first batches of the data."""
+    assert task.init_layers is not None
+    comparison = StudentTeacher(student, sharder, teacher, task.features, config.train.loss_chunk)
+    loss, values = distillation_loss(comparison, task), values_at(task, jnp.int32(0), config.train.steps)
+
+    def first_microbatch_loss(params: Tree, batch: Batch, key: jax.Array | None) -> Sums:
+        batch = jax.tree.map(lambda x: x[0], split_microbatches(batch, config.train.grad_accum))
+        columns = {name: jnp.full(sequences_in(batch), value, jnp.float32) for name, value in values.items()}
+        return loss(params, {**batch, **columns}, key)
+
+    with closing(data.train_loader(config.data, spec)) as loader:
+        return learn_init(
+            student,
+            teacher.model,
+            weights,
+            task.init_layers,
+            task.learn_to_init,
+            loss=first_microbatch_loss,
+            batches=(next(loader) for _ in range(task.learn_to_init.steps)),
+            sharder=sharder,
+        )
 
 
 @contextmanager

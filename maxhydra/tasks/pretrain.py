@@ -1,4 +1,4 @@
-"""Pretraining: next-token prediction on text. Read from top to bottom, this is a training run."""
+"""Pretraining on text: next-token prediction, or block diffusion. Read from top to bottom, this is a training run."""
 
 from maxhydra import data
 from maxhydra.evals.training import find_benchmarks
@@ -9,7 +9,7 @@ from maxhydra.train import (
     TrainingSetup,
     final_sample,
     held_out_likelihood,
-    next_token_loss,
+    likelihood_loss,
     plan_batches,
     plan_states,
     train,
@@ -28,7 +28,7 @@ def run(job: Job) -> Outcome:
     loader = data.train_loader(config.data, spec)
 
     states = plan_states(config, sharder)
-    loss = next_token_loss(states.model, sharder, config.train)
+    loss = likelihood_loss(states.model, sharder, config.train)
     # A step runs on one DiLoCo replica at a time, an evaluation on all devices.
     step_loss = training_loss(states.model, sharder.inside_replica(), config.train)
     training = TrainingSetup(
@@ -37,6 +37,8 @@ def run(job: Job) -> Outcome:
         spec=spec,
         batches=LoaderBatches(loader),
         evaluate=benchmarks.join(held_out_likelihood(loss, config.data, spec, config.train), states),
+        # Block diffusion runs the model on a noised and on a clean copy of each row.
+        passes=1 if config.model.diffusion.block_size is None else 2,
     )
     result = train(training, config, run=job.run, machine=job.machine)
 

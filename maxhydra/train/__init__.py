@@ -8,7 +8,8 @@ from maxhydra.train.batches import BatchSource, LoaderBatches, plan_batches
 from maxhydra.train.evaluate import held_out_likelihood, held_out_loss
 from maxhydra.train.generate import final_sample, write_sample
 from maxhydra.train.loop import TrainResult
-from maxhydra.train.loss import Scorer, map_sequence_chunks, next_token_loss, token_logprobs, training_loss
+from maxhydra.train.loss import Scorer, map_sequence_chunks, next_token_loss, token_logprobs
+from maxhydra.train.objective import likelihood_loss, training_loss
 from maxhydra.train.restore import starting_weights
 from maxhydra.train.state import StateFactory, TrainState, plan_states
 from maxhydra.train.trainer import TrainingSetup, train
@@ -24,6 +25,7 @@ __all__ = [
     "final_sample",
     "held_out_likelihood",
     "held_out_loss",
+    "likelihood_loss",
     "map_sequence_chunks",
     "next_token_loss",
     "plan_batches",

@@ -24,7 +24,8 @@ from maxhydra.sharding import Sharder
 from maxhydra.train.batches import plan_batches
 from maxhydra.train.diloco import make_diloco_step
 from maxhydra.train.executable import load_executable
-from maxhydra.train.loss import Batch, LossFn, training_loss
+from maxhydra.train.loss import Batch, LossFn
+from maxhydra.train.objective import training_loss
 from maxhydra.train.state import StateFactory, TrainState, plan_states
 from maxhydra.train.step import Metrics, StepFn, make_step, sequences_in
 

@@ -15,6 +15,7 @@ from maxhydra.data import Tokenizer, load_tokenizer
 from maxhydra.data.chat import render_prompt
 from maxhydra.layers import Context, DenseCacheSpec
 from maxhydra.model import ModelDef
+from maxhydra.model.block_decoder import BlockDecoder
 from maxhydra.runtime import signals
 from maxhydra.sharding import Sharder
 from maxhydra.train.loop import TrainResult
@@ -53,6 +54,13 @@ def write_sample(model: ModelDef, params: Tree, data: Data, sample: Sample, *, s
     first_token = text_tokenizer.pad if text_tokenizer.bos is None else text_tokenizer.bos
     prompt = _encode_prompt(data, text_tokenizer, sample.prompt) or [first_token]
     length = min(len(prompt) + sample.tokens, model.config.context_length)
+    if model.config.diffusion.block_size is not None:
+        blocks = BlockDecoder(model, params, sharder, None).blocks(
+            prompt, length, temperature=sample.temperature, seed=seed
+        )
+        generated = [token for block in blocks for token in block][: length - len(prompt)]
+        end = generated.index(text_tokenizer.eos) if text_tokenizer.eos in generated else len(generated)
+        return text_tokenizer.decode([*prompt, *generated[:end]])
     rows = sharder.num_shards("act_batch")
     replicated = sharder.sharding((None, None))
 

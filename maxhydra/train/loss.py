@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config.plug_ins import call_plug_in
 from maxhydra.config.schema.run import Train
 from maxhydra.kernels.linear_cross_entropy import LinearHead, linear_cross_entropy, token_nll_over_mesh
 from maxhydra.kernels.linear_cross_entropy.xla import is_target, logprobs_at_targets
@@ -37,16 +36,6 @@ LossFn = Callable[[Tree, Batch, jax.Array | None], Sums]
 AUX_LOSS, AUX = "side_loss", "aux"
 # Entry of AUX: sums of nll and weight by bucket of the position in the document, on steps that record statistics.
 POSITIONS = "positions"
-
-
-def training_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
-    """The loss of training steps: that of the object in train.loss, or the next-token loss."""
-    if train.loss.function is None:
-        return next_token_loss(model, sharder, train)
-    own: LossFn = call_plug_in(
-        train.loss.function, model, sharder, train, options=train.loss.options, key="train.loss.function"
-    )
-    return own
 
 
 def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:

@@ -1,6 +1,7 @@
 """Conversations with images become rows, and combinations that are not supported are rejected."""
 
 import base64
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -8,16 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from PIL import Image
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.data.image_tokens import image_ids
+from maxhydra.config.options import model_option
+from maxhydra.data.image_tokens import MARKER, ImageTokenizer, image_ids, insert_images, read_images
 from maxhydra.data.images import ProcessedImage
 from maxhydra.data.pipeline import Pipeline
 from maxhydra.data.record_types import Rejected, build_record_type
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.sources.shapes import COLOURS, make_record
+from maxhydra.data.tokenizers import load_tokenizer
+from tests.support.skips import import_optional
 
 COMMAND = ["task=sft", "model=gemma3-tiny-vision", "data=grain", "data.record_type=image_chat", "train.seq_len=48"]
 COMMAND += ["data.tokenizer.chat_template=lines", "data.max_images=2"]
@@ -33,6 +38,7 @@ def messages(*parts: Any, answer: str = "ok") -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(parts)}, {"role": "assistant", "content": answer}]
 
 
+TOKENS = {"placeholder_id": "image_token", "begin_id": "boi_token", "end_id": "eoi_token"}
 TEXT, IMAGE = {"type": "text", "text": "a"}, {"type": "image"}
 
 
@@ -49,7 +55,8 @@ def test_rows_have_tokens_and_pixels_of_images(tmp_path: Path) -> None:
     (example,) = made.encode([{"messages": messages(IMAGE, TEXT, IMAGE), "images": images}])
     row = made.row(example, 48)
     ids = image_ids(ProcessedImage(row["images"][:1], None, vision.projector.tokens), vision)
-    tokens = [256, *ids, ord("a"), *ids, ord("\n"), *b"ok", 257]
+    image = [*b"\n\n", *ids, *b"\n\n"]
+    tokens = [256, *image, ord("a"), *image, ord("\n"), *b"ok", 257]
     assert row["tokens"][: len(tokens) - 1].tolist() == tokens[:-1]
     assert row["targets"][row["weights"] > 0].tolist() == [*b"ok", 257]
     assert row["images"].shape == (2, vision.image_size, vision.image_size, 3)
@@ -159,3 +166,32 @@ def test_generated_images_show_their_answers() -> None:
             assert colours == {record["answer"]}
             checked += 1
     assert checked > 10
+
+
+def test_separators_of_images_equal_those_of_transformers(tmp_path: Path) -> None:
+    """Line breaks of the separator merge with those of the text, as in a tokenizer with a token for each number."""
+    transformers = import_optional("transformers", extra="parity")
+    backend = import_optional("transformers.models.gemma3.image_processing_pil_gemma3", extra="parity")
+    names = {"boi_token": "<begin>", "eoi_token": "<end>", "image_token": "<image>"}
+    breaks = ["\n" * count for count in range(1, 5)]
+    vocabulary = {token: id for id, token in enumerate([*"abc: ", *breaks, *names.values()])}
+    merges = [(breaks[n], "\n") for n in range(3)]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    made.add_special_tokens(list(names.values()))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, extra_special_tokens=names)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    processor = transformers.Gemma3Processor(
+        backend.Gemma3ImageProcessorPil(size={"height": 32, "width": 32}), tokenizer, image_seq_length=4
+    )
+    vision = dataclasses.replace(
+        model_option("gemma3-tiny-vision").vision,
+        **{key: vocabulary[names[name]] for key, name in TOKENS.items()},
+    )
+    overrides = ["data.tokenizer.kind=hf", f"data.tokenizer.path={tmp_path / 'tokenizer'}"]
+    tested = ImageTokenizer(load_tokenizer(compose(overrides).config.data), vision)
+    for text in ("{}a", "a: {}\nb{}c", "a\n{}\n\n{}"):
+        images = [Image.new("RGB", (9, 5))] * text.count("{}")
+        expected = processor(text=text.replace("{}", "<begin>"), images=images)["input_ids"][0]
+        found = tested.encode_with_special_tokens(text.replace("{}", MARKER))[0]
+        found, _ = insert_images(found, read_images(images, vision), vision)
+        assert found.tolist() == list(expected), text

@@ -157,7 +157,7 @@ def test_image_urls_of_chat_requests() -> None:
     prompts = PromptEncoder(data, vocab_size=320, vision=VISION)
     ids = prompts.encode_messages(parse_messages(chat(url)))
     prompt, pixels = prompts.insert_images(ids, prompts.read_images([url]))
-    assert prompt == [256, *b"look: ", *IMAGE, ord("\n")]
+    assert prompt == [256, *b"look: \n\n", *IMAGE, *b"\n\n\n"]
     assert pixels is not None and pixels.shape == (1, VISION.image_size, VISION.image_size, 3)
     np.testing.assert_allclose(pixels[0, 3, 4], [1, -1, -1 / 255], atol=1e-6)
 

@@ -300,9 +300,13 @@ def test_order_and_best(outputs):
     assert [run.path[3:] for run in ascending][:3] == [name for _, name in ranking]
 
     assert sort_runs(registry, runs, "eval/loss", descending=True)[-1].path == "alone"
-    metric, ranked = rank_runs(registry, runs, None, largest=False)
+    metric, ranked, largest = rank_runs(registry, runs, None)
+    assert not largest
     assert metric == "eval/loss" and [run.path[3:] for run in ranked] == [name for _, name in ranking]
-    assert rank_runs(registry, runs, "tokens_per_second", largest=True)[1][-1].path == "alone"
+    fastest = rank_runs(registry, runs, "tokens_per_second")
+    assert fastest.largest and fastest.runs[-1].path == "alone"
+    assert rank_runs(registry, runs, "tokens_per_second:max").runs == fastest.runs
+    assert rank_runs(registry, runs, "tokens_per_second", largest=False).runs[0].path == "alone"
 
 
 def test_all_invalid_conditions_are_reported_at_once(outputs):

@@ -64,7 +64,7 @@ class Golden:
         self.ids, self.mask = jnp.asarray(expected["ids"]), jnp.asarray(expected["mask"])
         self.positions = jnp.maximum(jnp.cumsum(self.mask, axis=1) - 1, 0)
         self.expected_logits, self.expected_loss = expected["logits"], float(expected["loss"])
-        self.expected_gradients = self._load(_with_tensors(self.source, folder / "gradients.safetensors"))
+        self.expected_gradients = self.load_tensors(folder / "gradients.safetensors")
 
     def distance(self, *, has_gradients: bool = True) -> tuple[Distance, np.ndarray]:
         """Errors relative to transformers, and our logits; without gradients, their error is zero."""
@@ -73,7 +73,7 @@ class Golden:
         if has_gradients:
             (loss, logits), gradients = jax.jit(jax.value_and_grad(self._loss, has_aux=True))(*inputs)
             # In NumPy, which needs no compilation per shape.
-            errors = _relative_errors(*jax.device_get((gradients, self.expected_gradients)))
+            errors = relative_errors(*jax.device_get((gradients, self.expected_gradients)))
         else:
             loss, logits = jax.jit(self._loss)(*inputs)
         logits = np.asarray(logits)
@@ -102,6 +102,10 @@ class Golden:
         table = find_family(self.model, self.source.table.model_type)
         write_hf(folder, self.model, InMemoryArrays(self.params), table=table, dtype=jnp.dtype("bfloat16"), extra={})
         return table
+
+    def load_tensors(self, file: Path) -> Any:
+        """The tensors of another file as a tree of weights."""
+        return self._load(_with_tensors(self.source, file))
 
     def _load(self, source: Source) -> Any:
         return stream_weights(source, self.model, shardings=single_device_shardings(self.model), dtype="float32")
@@ -137,7 +141,7 @@ def _with_tensors(source: Source, file: Path) -> Source:
     return dataclasses.replace(source, shapes=shapes, read=tensors.__getitem__)
 
 
-def _relative_errors(actual: Any, expected: Any) -> dict[str, float]:
+def relative_errors(actual: Any, expected: Any) -> dict[str, float]:
     """Weight -> largest difference relative to the largest value.
 
     The largest value may be zero, as for a router bias, or pure rounding, as for a key bias without RoPE, to which

@@ -75,7 +75,6 @@ def main(arguments: list[str]) -> int:
 def _report(plan: "SweepPlan") -> None:
     """Print the results of the finished jobs, best first; jobs that differ only in seeds are one row."""
     from maxhydra.cli.runs.browse import print_seed_groups  # noqa: PLC0415
-    from maxhydra.config.schema.run import is_maximized  # noqa: PLC0415
     from maxhydra.runs.query import rank_runs, select_runs  # noqa: PLC0415
     from maxhydra.runs.registry import Registry  # noqa: PLC0415
 
@@ -83,10 +82,7 @@ def _report(plan: "SweepPlan") -> None:
     finished = select_runs(registry, ["status=finished"])
     if not finished:
         raise ConfigError(Problem("sweep report", "no job has finished", plan.argument, hint="maxhydra sweep status"))
-    metric, _ = rank_runs(registry, finished, None, largest=False)
-    searched = dict(zip(plan.objectives, plan.directions, strict=True))
-    largest = searched.get(metric, "maximize" if is_maximized(metric) else "minimize") == "maximize"
-    _, ranked = rank_runs(registry, finished, metric, largest=largest)
+    metric, ranked, largest = rank_runs(registry, finished, None)
     print_seed_groups(registry, ranked, metric, largest=largest, limit=None, as_json=False)
 
 

@@ -27,6 +27,14 @@ def add_conditions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("conditions", nargs="*", metavar="CONDITION", help=text)
 
 
+def add_direction(parser: argparse.ArgumentParser) -> None:
+    """Add --max and --min as `largest`: True, False, or None for the direction of the metric."""
+    group = parser.add_mutually_exclusive_group()
+    text = "is better; default: by the metric"
+    group.add_argument("--max", action="store_const", const=True, dest="largest", help=f"larger {text}")
+    group.add_argument("--min", action="store_const", const=False, dest="largest", help=f"smaller {text}")
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 

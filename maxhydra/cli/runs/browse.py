@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from maxhydra.cli.runs._common import (
     add_conditions,
+    add_direction,
     add_json,
     as_facts,
     print_json,
@@ -143,7 +144,7 @@ def declare_best(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", "--metric", help="rank by its last value, or NAME:min, NAME:max; default: the runs' objective"
     )
-    parser.add_argument("--max", action="store_true", help="larger is better (default: smaller)")
+    add_direction(parser)
     parser.add_argument("-n", "--limit", type=int, default=5, help="maximum number of runs")
     parser.add_argument(
         "--seeds", action="store_true", help="average runs that differ in seeds, with the 95% confidence interval"
@@ -152,22 +153,22 @@ def declare_best(parser: argparse.ArgumentParser) -> None:
 
 
 def run_best(args: argparse.Namespace) -> int:
-    """Show the best runs and the command of the first: best [CONDITION ...] [--metric NAME] [--max] [--seeds] [--json].
+    """Show the best runs and the command of the first: best [CONDITION ...] [--metric NAME] [--seeds] [--json].
 
     maxhydra runs best sweep=lr
     maxhydra runs best sweep=lr --seeds          # mean ± interval of runs that differ only in seeds
-    maxhydra runs best model=tiny --metric tokens_per_second --max -n 3
+    maxhydra runs best model=tiny --metric tokens_per_second -n 3
     """
     registry = Registry(args.outputs)
     selected = select_runs(registry, args.conditions)
     if not selected:
         reason = "no run matches these conditions" if args.conditions else f"no runs in {args.outputs}"
         raise ConfigError(Problem("runs best", reason, " ".join(args.conditions) if args.conditions else UNSET))
-    metric, ranked = rank_runs(registry, selected, args.metric, largest=args.max)
+    metric, ranked, largest = rank_runs(registry, selected, args.metric, largest=args.largest)
     if not ranked:
         raise ConfigError(Problem(metric, "no matching run has a value of this metric yet"))
     if args.seeds:
-        print_seed_groups(registry, ranked, metric, largest=args.max, limit=max(1, args.limit), as_json=args.json)
+        print_seed_groups(registry, ranked, metric, largest=largest, limit=max(1, args.limit), as_json=args.json)
         return 0
     shown = ranked[: max(1, args.limit)]
     values = registry.values(metric, shown)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from maxhydra.cli.runs._common import (
     add_conditions,
+    add_direction,
     print_runs,
     print_warnings,
     say,
@@ -86,7 +87,7 @@ def declare_gc(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--older", metavar="TIME", help="only runs not modified for this time: 30m, 12h, 7d, 2w")
     parser.add_argument("--keep-best", type=int, metavar="N", help="keep the best N runs of each sweep")
     parser.add_argument("-m", "--metric", help="metric for --keep-best; default: the runs' objective")
-    parser.add_argument("--max", action="store_true", help="larger is better")
+    add_direction(parser)
     parser.add_argument(
         "--checkpoints", action="store_true", help="delete only checkpoints; keep config, metrics and logs"
     )
@@ -150,7 +151,7 @@ def _rules(args: argparse.Namespace) -> Rules:
     if problems:
         raise ConfigError(problems)
     older = None if args.older is None else parse_duration(args.older)
-    return Rules(statuses, older, args.keep_best, args.metric, args.max)
+    return Rules(statuses, older, args.keep_best, args.metric, args.largest)
 
 
 def _confirmed(summary: str) -> bool:

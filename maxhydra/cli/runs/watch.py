@@ -5,7 +5,7 @@ import dataclasses
 import time
 from pathlib import Path
 
-from maxhydra.cli.runs._common import add_json, print_json, print_table, print_warnings, say
+from maxhydra.cli.runs._common import add_direction, add_json, print_json, print_table, print_warnings, say
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.launch.base import CLAIM, CONSOLE
 from maxhydra.record import RunDirectory, redact_text
@@ -202,12 +202,12 @@ def run_statistics(args: argparse.Namespace) -> int:
 def declare_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", default=".", metavar="SWEEP", help="a folder of runs; default: all runs")
     parser.add_argument("-m", "--metric", help="metric that ranks the runs; default: their objective")
-    parser.add_argument("--max", action="store_true", help="larger is better")
+    add_direction(parser)
     parser.add_argument("--to", type=Path, metavar="FILE", help="output file; default: sweep.html in the folder")
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Write an HTML report of a sweep or of one run: report [SWEEP|FOLDER|RUN] [--metric NAME] [--max] [--to FILE].
+    """Write an HTML report of a sweep or of one run: report [SWEEP|FOLDER|RUN] [--metric NAME] [--to FILE].
 
     Parallel coordinates, curves, importance of the settings, the best runs with the commands to run them again, and the
     differences between their configs. The page is self-contained.
@@ -224,7 +224,7 @@ def run_report(args: argparse.Namespace) -> int:
         return 0
     path = args.to or registry.root / folder / "sweep.html"
     title = folder or registry.root.resolve().name
-    say(str(write_sweep_report(registry, runs, path, title=title, metric=args.metric, largest=args.max)))
+    say(str(write_sweep_report(registry, runs, path, title=title, metric=args.metric, largest=args.largest)))
     print_warnings(registry)
     return 0
 

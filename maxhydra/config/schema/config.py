@@ -15,6 +15,7 @@ from maxhydra.config.schema.data import CHAT_TYPES, IMAGE_TYPES, Data, PackingMe
 from maxhydra.config.schema.hardware import Hardware, Mesh
 from maxhydra.config.schema.health import Alerts, Profile, Statistics, Watchdog
 from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, MlpKind, Model, Norms, Positions
+from maxhydra.config.schema.objective import diffusion_problems
 from maxhydra.config.schema.optimizer import Optimizer, OptimizerKind
 from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantization
 from maxhydra.config.schema.reward import Environment, Reward
@@ -155,6 +156,7 @@ class Config(Schema):
         yield from self._storage_problems()
         yield from self._statistics_problems()
         yield from self._image_problems()
+        yield from diffusion_problems(self.model, task=self.task, train=self.train, mesh=self.mesh)
         is_score, name = self.model.head is Head.score, self.task.name
         if is_score and name not in SCORE_TASKS:
             reason = f"is the head of a reward model, and task={name} needs a language model"

@@ -31,6 +31,7 @@ from maxhydra.config.schema.attention import (
     Temperature,
     ValueSource,
 )
+from maxhydra.config.schema.diffusion import Diffusion
 from maxhydra.config.schema.feed_forward import (
     Activation,
     Dispatch,
@@ -201,6 +202,7 @@ class Model(Schema):
     qk_clip: float | None = option(None, gt=0)
     """QK-Clip (Kimi K2, 2025): after a training step, the query and key projections of each head whose largest
     attention logit exceeded this are scaled down, so that it would have been this. null: no clipping."""
+    diffusion: Diffusion = section(Diffusion)
     transfer: Transfer = section(Transfer)
     dtypes: Dtypes = section(Dtypes)
     remat: Remat = section(Remat)

@@ -106,6 +106,8 @@ class Vision(Schema):
     """Token before the tokens of an image; null: none."""
     end_id: int | None = option(None, ge=0)
     """Token after the tokens of an image; null: none."""
+    separator: str = ""
+    """Text before and after the tokens of each image, such as line breaks."""
 
     @property
     def token_ids(self) -> dict[str, int | None]:

@@ -110,6 +110,7 @@ def gemma3_values(settings: Settings) -> dict[str, Any]:
         "placeholder_id": settings["image_token_index"],
         "begin_id": settings["boi_token_index"],
         "end_id": settings["eoi_token_index"],
+        "separator": "\n\n",
     }
 
 

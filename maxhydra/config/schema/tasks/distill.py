@@ -7,7 +7,7 @@ from typing import ClassVar
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem, show
 from maxhydra.config.schema.decode import LARGEST, Engine
-from maxhydra.config.schema.model import Model
+from maxhydra.config.schema.model import Mixer, Model
 from maxhydra.config.schema.run import Task
 
 
@@ -107,6 +107,34 @@ class OnPolicy(Schema):
     engine: Engine = section(Engine)
 
 
+class WeightMap(Enum):
+    none = "none"
+    bilinear = "bilinear"
+    linear = "linear"
+
+
+@schema
+class LearnToInit(Schema):
+    """Learned initialization: with init_layers, the student may have other attention heads than the teacher. Its query,
+    key, value and output projections start as linear maps of the teacher's, trained before the first step with the
+    distillation loss; all other weights are the teacher's."""
+
+    map: WeightMap = WeightMap.none
+    """bilinear: a matrix for the heads and one for the head dimension, of each projection and layer; linear: one matrix
+    for all of them, with more parameters; none: the projections must have the teacher's shapes."""
+    steps: int = option(100, ge=1)
+    """Steps that train the maps, each on the first micro-batch of a batch."""
+    learning_rate: float = option(1e-3, gt=0)
+    """Learning rate of the maps, trained by Adam."""
+
+    def check(self) -> Iterator[Problem]:
+        for name in ("steps", "learning_rate"):
+            value, default = getattr(self, name), getattr(LearnToInit, name)
+            if self.map is WeightMap.none and value != default:
+                accepted = f"{default}, the default, or map=bilinear or linear"
+                yield Problem(name, "is not used with map=none", value=value, accepted=accepted)
+
+
 @schema
 class DistillTask(Task):
     """Distills a teacher's next-token distribution into a student."""
@@ -137,6 +165,7 @@ class DistillTask(Task):
     init_layers: list[int] | None = option(None, ge=0)
     """Teacher layers that initialize a new student, one per student layer, together with embedding, final norm and
     head. null: initialized as any other run."""
+    learn_to_init: LearnToInit = section(LearnToInit)
 
     def check(self) -> Iterator[Problem]:
         uses_beta = self.divergence is Divergence.jensen_shannon
@@ -147,6 +176,13 @@ class DistillTask(Task):
         if self.beta is None and self.beta_end is not None:
             yield Problem("beta_end", "is not used without beta", value=self.beta_end, accepted="null")
         yield from self._check_alignment()
+        kind = self.learn_to_init.map
+        if kind is not WeightMap.none and self.init_layers is None:
+            reason, hint = "needs the layers of the teacher", "set task.init_layers"
+            yield Problem("learn_to_init.map", reason, value=kind, accepted="none", hint=hint)
+        if kind is not WeightMap.none and self.teacher.devices:
+            reason = "is not supported with a teacher on its own devices"
+            yield Problem("learn_to_init.map", reason, value=kind, accepted="none, or teacher.devices=0")
         if self.teacher.weights is None:
             if self.features.loss is not FeatureLoss.none:
                 reason = "needs the teacher's activations, which are not in the data"
@@ -183,6 +219,10 @@ class DistillTask(Task):
         return "task.teacher.devices", self.teacher.devices
 
     def check_model(self, model: Model) -> Iterator[Problem]:
+        mixers = {model.kinds[name].mixer for name in (*model.prefix, *model.pattern) if name in model.kinds}
+        if self.learn_to_init.map is not WeightMap.none and mixers != {Mixer.attention}:
+            reason = "is only supported with layers of mixer=attention"
+            yield Problem("learn_to_init.map", reason, value=self.learn_to_init.map, accepted="none")
         for problem in (*self.on_policy.engine.check_model(model), *self.on_policy.engine.check_one_group()):
             yield problem.under("on_policy")
         if (self.teacher.top_k or 0) > model.vocab_size:

@@ -43,6 +43,9 @@ class DecodeTask(Task):
     """task.output: write each token's log-probability and those of the n most likely tokens. null: write neither."""
     progress: Progress = Progress.auto
     """task.input: bar, lines or none; auto: a bar on a terminal, otherwise lines."""
+    denoise_steps: int | None = option(None, ge=1)
+    """model.diffusion: denoising steps per block, at most model.diffusion.block_size. Each step unmasks the tokens of
+    the highest probability. null: one token per step."""
     sampling: Sampling = section(Sampling)
     engine: Engine = section(Engine)
 
@@ -72,6 +75,16 @@ class DecodeTask(Task):
 
     def check_model(self, model: Model) -> Iterator[Problem]:
         yield from self.engine.check_model(model)
+        size = model.diffusion.block_size
+        if self.denoise_steps is not None and (size is None or self.denoise_steps > size):
+            reason = (
+                "needs model.diffusion.block_size" if size is None else f"exceeds model.diffusion.block_size={size}"
+            )
+            accepted = "null" if size is None else f"1 to {size}, or null"
+            yield Problem("denoise_steps", reason, value=self.denoise_steps, accepted=accepted)
+        if size is not None and self.logprobs is not None:
+            reason = "is not supported with model.diffusion.block_size"
+            yield Problem("logprobs", reason, value=self.logprobs, accepted="null")
 
 
 LORA_DEFAULTS: dict[str, Any] = {"slots": 8, "max_rank": 16, "targets": ["attention/", "mlp/"]}
