@@ -167,7 +167,7 @@ class VisionTower(nnx.Module):
         """
         assert ctx.images is not None
         B, count, *pixels = ctx.images.shape
-        features_IND = self(ctx.images.reshape(B * count, *pixels), _image_context(ctx), wrap)
+        features_IND = self(ctx.images.reshape(B * count, *pixels), ctx.for_encoder(B * count), wrap)
         features_BND = features_IND.reshape(B, -1, features_IND.shape[-1])
         is_image_BT = tokens_BT == self.spec.placeholder_id
         x_BTD = replace_placeholders(x_BTD, features_BND, is_image_BT)
@@ -196,17 +196,3 @@ def _image_groups(is_image_BT: jax.Array) -> jax.Array:
     """[B, T] number of the run of placeholders that a token is part of; 0 for other tokens."""
     before_BT = jnp.pad(is_image_BT, ((0, 0), (1, 0)))[:, :-1]
     return jnp.where(is_image_BT, jnp.cumsum(is_image_BT & ~before_BT, axis=1), 0)
-
-
-def _image_context(ctx: Context) -> Context:
-    """The context of the encoder: images are a separate batch, without a cache, dropout and adapters by row."""
-    assert ctx.images is not None
-    B, count = ctx.images.shape[:2]
-    return Context(
-        positions=jnp.zeros((B * count, 1), jnp.int32),
-        segments=None,
-        sharder=ctx.sharder,
-        cache=None,
-        dropout_key=None,
-        is_adapted=ctx.is_adapted,
-    )

@@ -30,6 +30,7 @@ from maxhydra.config.schema.attention import (
     Temperature,
     ValueSource,
 )
+from maxhydra.config.schema.audio import Audio
 from maxhydra.config.schema.feed_forward import (
     Activation,
     Dispatch,
@@ -64,6 +65,7 @@ __all__ = [
     "Attention",
     "AttentionBackend",
     "AttentionBias",
+    "Audio",
     "Delta",
     "DeltaBackend",
     "Dispatch",
@@ -204,6 +206,7 @@ class Model(Schema):
     expert_parallel: ExpertParallel = section(ExpertParallel)
     kernels: ModelKernels = section(ModelKernels)
     vision: Vision = section(Vision)
+    audio: Audio = section(Audio)
     path: str | None = None
     """model=from_hf: Hugging Face folder, or repository ORG/NAME[@REVISION] on the hub, whose config.json defines the
     model. Weights and tokenizer are loaded from it, unless checkpoint.load_parameters or data.tokenizer is set."""
@@ -262,7 +265,7 @@ class Model(Schema):
         if self.embedding.positions is Positions.sinusoidal and self.emb_dim % 2:
             reason = "is odd, but sinusoidal positions are pairs of sine and cosine"
             yield Problem("emb_dim", reason, value=self.emb_dim, accepted="an even number")
-        yield from self._check_vision()
+        yield from self._check_encoders()
         if not self.pattern and len(self.prefix) != self.num_layers:
             yield Problem(
                 "pattern",
@@ -313,28 +316,29 @@ class Model(Schema):
                 reason = "bounds the attention logits and undoes qk_clip"
                 yield Problem(f"kinds.{name}.attention.qk_norm", reason, value=norm.value, accepted="none")
 
-    def _check_vision(self) -> Iterator[Problem]:
-        """Placeholders are tokens of the vocabulary, and mechanisms that look up tokens again see no images."""
-        if self.vision.num_layers is None:
-            return
-        for name in ("placeholder_id", "begin_id", "end_id"):
-            value = getattr(self.vision, name)
-            if value is not None and value >= self.vocab_size:
-                reason = f"is not in the vocabulary of {self.vocab_size} tokens"
-                yield Problem(f"vision.{name}", reason, value=value, accepted=f"0 to {self.vocab_size - 1}")
+    def _check_encoders(self) -> Iterator[Problem]:
+        """Placeholders are tokens of the vocabulary, and mechanisms that look up tokens again see no other media."""
         kinds = {name: self.kinds[name] for name in {*self.prefix, *self.pattern} if name in self.kinds}
-        for name, kind in kinds.items() if self.vision.bidirectional else ():
-            if kind.mixer is not Mixer.attention or kind.attention.chunk is not None:
-                reason = f"requires mixer=attention without chunks, which model.kinds.{name} does not have"
-                yield Problem("vision.bidirectional", reason, value=True, accepted="false")
         conflicts = {"per_layer.dim": self.per_layer.dim is not None, "mtp.depth": self.mtp.depth > 0}
         for name, kind in kinds.items():
             conflicts[f"kinds.{name}.attention.moba"] = kind.attention.moba.block_size is not None
             conflicts[f"kinds.{name}.engram"] = bool(kind.engram.vocab_sizes)
-        for name, is_used in conflicts.items():
-            if is_used:
+            is_plain = kind.mixer is Mixer.attention and kind.attention.chunk is None
+            if self.vision.num_layers is not None and self.vision.bidirectional and not is_plain:
+                reason = f"requires mixer=attention without chunks, which model.kinds.{name} does not have"
+                yield Problem("vision.bidirectional", reason, value=True, accepted="false")
+        encoders: dict[str, Vision | Audio] = {"vision": self.vision, "audio": self.audio}
+        for path, encoder in encoders.items():
+            if encoder.num_layers is None:
+                continue
+            for name in ("placeholder_id", "begin_id", "end_id"):
+                value = getattr(encoder, name)
+                if value is not None and value >= self.vocab_size:
+                    reason = f"is not in the vocabulary of {self.vocab_size} tokens"
+                    yield Problem(f"{path}.{name}", reason, value=value, accepted=f"0 to {self.vocab_size - 1}")
+            for name in (name for name, is_used in conflicts.items() if is_used):
                 reason = f"is not supported together with model.{name}"
-                yield Problem("vision.num_layers", reason, value=self.vision.num_layers, accepted="null")
+                yield Problem(f"{path}.num_layers", reason, value=encoder.num_layers, accepted="null")
 
     def _check_shared(self) -> Iterator[Problem]:
         """Shared keys and values must come from a kind in the prefix with the same KV heads."""
