@@ -41,28 +41,30 @@ def image_ids(vision: Vision) -> list[int]:
     return [*begin, *[vision.placeholder_id] * vision.projector.tokens, *end]
 
 
-def with_markers(messages: Any) -> Any:
-    """Messages whose content is text: text parts joined, image parts as MARKER.
+def with_markers(messages: Any, parts: Sequence[str] = IMAGE_PARTS, marker: str = MARKER) -> Any:
+    """Messages whose content is text: text parts joined, parts of media as the marker.
 
     Values that are not messages are returned unchanged; the chat template rejects them.
     """
     if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
         return messages
-    return [{**message, "content": _text(message.get("content"))} for message in messages]
+    return [{**message, "content": _text(message.get("content"), parts, marker)} for message in messages]
 
 
-def _text(content: Any) -> Any:
+def _text(content: Any, parts: Sequence[str], marker: str) -> Any:
     if isinstance(content, (str, bytes)) or not isinstance(content, Sequence):
         return content
     texts: list[Any] = []
     for part in content:
         values = part if isinstance(part, Mapping) else {"text": part}
-        texts.append(MARKER if values.get("type") in IMAGE_PARTS else values.get("text"))
+        texts.append(marker if values.get("type") in parts else values.get("text"))
     return "".join(texts) if all(isinstance(text, str) for text in texts) else content
 
 
 class ImageTokenizer:
     """A tokenizer that replaces markers in rendered conversations by the tokens of an image."""
+
+    marker = MARKER
 
     def __init__(self, tokenizer: Tokenizer, vision: Vision):
         self._tokenizer, self._ids = tokenizer, np.array(image_ids(vision), np.int32)
@@ -73,7 +75,7 @@ class ImageTokenizer:
     def encode_with_special_tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Tokenize the text between markers; the span of an image's tokens is that of its marker."""
         ids, spans, start = [], [], 0
-        for number, piece in enumerate(text.split(MARKER)):
+        for number, piece in enumerate(text.split(self.marker)):
             if number:
                 ids.append(self._ids)
                 spans.append(np.tile(np.array([[start - 1, start]], np.int64), (len(self._ids), 1)))

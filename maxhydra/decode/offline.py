@@ -182,8 +182,9 @@ def settings_fingerprint(config: Config) -> str:
     """Return a short hash of everything except the prompt that a completion depends on."""
     task, source = config.task, config.checkpoint.load_parameters
     assert isinstance(task, DecodeTask)
-    # Models without images have the fingerprint of earlier versions.
-    unused = UNUSED_IN_COMPLETIONS + (("model.vision",) if config.model.vision.num_layers is None else ())
+    # Models without images and audio have the fingerprint of earlier versions.
+    encoders = {"model.vision": config.model.vision, "model.audio": config.model.audio}
+    unused = UNUSED_IN_COMPLETIONS + tuple(path for path, section in encoders.items() if section.num_layers is None)
     model = {key: value for key, value in model_values(config).items() if not key.startswith(unused)}
     settings = {
         **model,

@@ -47,7 +47,7 @@ class ImageChat(Chat):
         pixels = self._pixels(document, images)
         if isinstance(pixels, Rejected):
             return pixels
-        document = self._fit(_without_image_loss(document, self.vision))
+        document = fit_conversation(without_loss_on(self.vision.placeholder_id, document), self.data, self.seq_len)
         return document if isinstance(document, Rejected) else Example(document, pixels)
 
     def _pixels(self, document: Document, images: Any) -> Any:
@@ -67,23 +67,22 @@ class ImageChat(Chat):
             return Rejected(str(error))
         return pixels
 
-    def _fit(self, document: Document) -> Any:
-        """Keep the beginning of a conversation that is longer than a row, or reject it."""
-        fitting = fit_document(document, self.data, self.seq_len, start=lambda _: 0)
-        if fitting is document or isinstance(fitting, Rejected) or has_loss(fitting):
-            return fitting
-        return Rejected("has no text of the assistant within train.seq_len")
-
     def row(self, example: Any, seq_len: int) -> Row:
         return {**padded_columns(example.document, seq_len), "images": example.images}
 
 
-def _without_image_loss(document: Document, vision: Vision) -> Document:
-    """The document without loss on the tokens of images, which a model never has to generate."""
+def without_loss_on(placeholder: int | None, document: Document) -> Document:
+    """The document without loss on placeholders of media, which a model never has to generate."""
     assert document.weights is not None
-    return dataclasses.replace(
-        document, weights=np.where(document.tokens == vision.placeholder_id, 0, document.weights)
-    )
+    return dataclasses.replace(document, weights=np.where(document.tokens == placeholder, 0, document.weights))
+
+
+def fit_conversation(document: Document, data: Data, seq_len: int) -> Any:
+    """Keep the beginning of a conversation that is longer than a row, or reject it."""
+    fitting = fit_document(document, data, seq_len, start=lambda _: 0)
+    if fitting is document or isinstance(fitting, Rejected) or has_loss(fitting):
+        return fitting
+    return Rejected("has no text of the assistant within train.seq_len")
 
 
 def build(corpus: Corpus, data: Data, seq_len: int, vision: Vision | None = None) -> ImageChat:
