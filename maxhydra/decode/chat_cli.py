@@ -20,9 +20,11 @@ class GenerationFailedError(Exception):
 def complete(client: PromptClient, prompt: str, write: Callable[[str], None]) -> None:
     """Stream the completion of one prompt; several samples follow each other, each under a header line."""
     try:
-        requests = client.requests(client.encode(prompt), client.task.sampling, number=0)
-        images = client.prompts.read_images(client.task.images)
-        handles = [client.engine.submit(dataclasses.replace(request, images=images)) for request in requests]
+        prompts = client.prompts
+        media = {"images": prompts.read_images(client.task.images), "audio": prompts.read_audio(client.task.audios)}
+        ids = prompts.with_audio_tokens(client.encode(prompt), media["audio"])
+        requests = client.requests(ids, client.task.sampling, number=0)
+        handles = [client.engine.submit(dataclasses.replace(request, **media)) for request in requests]
     except (PromptError, RequestRejectedError) as error:
         raise ConfigError(Problem("task.prompt", str(error))) from None
     for number, handle in enumerate(handles, start=1):

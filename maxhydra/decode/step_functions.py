@@ -15,7 +15,7 @@ from maxhydra.decode.sampler import SampledTokens, SamplingFeatures, greedy_toke
 from maxhydra.decode.slot_state import SlotState, sample_slots
 from maxhydra.decode.step_inputs import HEAD, StepInputs, StepShape, advance
 from maxhydra.decode.weight_layout import WeightLayout
-from maxhydra.layers import Context, PageTable
+from maxhydra.layers import AudioClips, Context, PageTable
 from maxhydra.sharding import Sharder
 
 Tree = Any
@@ -83,12 +83,14 @@ def make_forward(
         last_token_N: jax.Array,
         inputs_BC: jax.Array,
         images: jax.Array | None = None,
+        audio: AudioClips | None = None,
     ) -> Forwarded:
         params, inputs = weights.used(layout), StepInputs.unpack(inputs_BC, pages=shape.pages)
         adapters_B = weights.adapters_of(inputs.rows.slots_B)
         tokens_BT = inputs.tokens_BT[:, : shape.tokens] if shape.is_prefill else last_token_N[inputs.rows.slots_B, None]
         positions_BT = inputs.positions(shape.tokens)
-        hidden_BTD, cache, experts = hidden(params, cache, tokens_BT, positions_BT, inputs.rows, adapters_B, images)
+        args = (params, cache, tokens_BT, positions_BT, inputs.rows, adapters_B)
+        hidden_BTD, cache, experts = hidden(*args, images, audio)
         scores = None
         if shape.is_scored:
             scores = score_prompts(layout.model, params, hidden_BTD, inputs.tokens_BT[:, 1:], sharder)
@@ -117,6 +119,7 @@ def make_hidden(
         rows: PageTable,
         adapters_B: jax.Array | None,
         images: jax.Array | None = None,
+        audio: AudioClips | None = None,
     ) -> tuple[jax.Array, Tree, jax.Array | None]:
         is_token_BT = positions_BT >= 0
         context = Context(
@@ -128,6 +131,7 @@ def make_hidden(
             rows=rows,
             adapters_B=adapters_B,
             images=images,
+            audio=audio,
             output_index=jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0) if is_last_only else None,
             is_fresh=shape.is_fresh,
             records_experts=records_experts,

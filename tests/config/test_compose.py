@@ -45,6 +45,7 @@ def by_hydra(overrides: list[str]) -> Config:
 NEEDS = {
     ("data", "grain"): ["data.path=."],
     ("data", "shapes"): ["model=micro-vision"],
+    ("data", "tones"): ["model=micro-audio"],
     ("data", "hf"): ["data.name=someone/dataset"],
     ("data", "mixture"): ["+data.sources={one: {source: demo}}"],
     ("data", "olmo"): ["data.path=pyproject.toml"],

@@ -68,29 +68,22 @@ def text_decoder(
     """
 
     def to_model(settings: Settings) -> dict[str, Any]:
-        text_settings = reduce(lambda section, key: section[key], config_keys, settings)
-        tied = {key: settings[key] for key in ("tie_word_embeddings",) if key in settings}
-        has_vision = vision is not None and settings.get("vision_config") is not None
-        images = {"vision": vision.to_values(settings)} if vision is not None and has_vision else {}
         owner = reduce(lambda section, key: section[key], config_keys[:-1], settings)
-        has_audio = audio is not None and owner.get("audio_config") is not None
-        clips = {"audio": audio.to_values(owner)} if audio is not None and has_audio else {}
-        return {**table.to_model({**tied, **text_settings}), **images, **clips}
+        tied = {key: settings[key] for key in ("tie_word_embeddings",) if key in settings}
+        text_values = table.to_model({**tied, **owner[config_keys[-1]]})
+        return {**text_values, **_encoder_values(owner, vision, audio)}
 
     def rename(name: str) -> str:
         return body + name.removeprefix(BODY) if name.startswith(BODY) else prefix + name
 
     def to_settings(model: config.Model) -> Settings | None:
         text_settings = table.to_settings(model)
-        has_vision = vision is not None and model.vision.num_layers is not None
-        has_audio = audio is not None and model.audio.num_layers is not None
-        if text_settings is None or len(config_keys) > 1 or not (has_vision or has_audio):
+        encoder_settings = _encoder_settings(model, vision, audio)
+        if text_settings is None or len(config_keys) > 1 or not encoder_settings:
             return None
-        (text_key,) = config_keys
         tied = {"tie_word_embeddings": model.head is config.Head.tied}
-        settings = {**tied, text_key: {"model_type": text_type or table.model_type, **text_settings}}
-        settings |= vision.to_settings(model.vision) if vision is not None and has_vision else {}
-        return settings | (audio.to_settings(model) if audio is not None and has_audio else {})
+        text_settings = {"model_type": text_type or table.model_type, **text_settings}
+        return {**tied, config_keys[0]: text_settings, **encoder_settings}
 
     def rename_rows(rows: tuple[Weight, ...]) -> tuple[Weight, ...]:
         return tuple(dataclasses.replace(row, hf=rename(row.hf), gguf="") for row in rows)
@@ -110,6 +103,26 @@ def text_decoder(
         audio_layer=audio.layer if audio else (),
         renamed=vision.renamed if vision else {},
     )
+
+
+def _encoder_values(owner: Settings, vision: Vision | None, audio: Audio | None) -> dict[str, Any]:
+    """Sections `vision` and `audio` of our model, for the encoders that the section around the text settings has."""
+    values = {}
+    if vision is not None and owner.get("vision_config") is not None:
+        values["vision"] = vision.to_values(owner)
+    if audio is not None and owner.get("audio_config") is not None:
+        values["audio"] = audio.to_values(owner)
+    return values
+
+
+def _encoder_settings(model: config.Model, vision: Vision | None, audio: Audio | None) -> Settings:
+    """Settings of the encoders that a model has."""
+    settings: Settings = {}
+    if vision is not None and model.vision.num_layers is not None:
+        settings = {**settings, **vision.to_settings(model.vision)}
+    if audio is not None and model.audio.num_layers is not None:
+        settings = {**settings, **audio.to_settings(model)}
+    return settings
 
 
 # Defaults of keys that the published files of Gemma 3 omit.

@@ -6,7 +6,7 @@ every marker by one placeholder, with the tokens around it; it repeats once the 
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,12 +56,21 @@ def _extractor(bands: int, rate: int, hop: int, length: int) -> CenteredPower:
     return CenteredPower(feature_size=bands, sampling_rate=rate, hop_length=hop, n_fft=length)
 
 
-def stack_clips(clips: Sequence[np.ndarray], *, count: int, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Frames [count, frames, bands] and lengths [count] of clips, padded with zeros to `shape`."""
+class Clips(NamedTuple):
+    """Audio clips of one sequence."""
+
+    frames: np.ndarray
+    """[clips, frames, bands] float32, zeros after the end of each clip."""
+    lengths: np.ndarray
+    """[clips] int32 frames of each clip."""
+
+
+def stack_clips(clips: Sequence[np.ndarray], *, count: int, shape: tuple[int, int]) -> Clips:
+    """Pad each of the clips to `shape`, and their number to `count`."""
     stacked, lengths = np.zeros((count, *shape), np.float32), np.zeros(count, np.int32)
     for index, clip in enumerate(clips):
         stacked[index, : len(clip)], lengths[index] = clip, len(clip)
-    return stacked, lengths
+    return Clips(stacked, lengths)
 
 
 class ClipTokenizer(ImageTokenizer):
@@ -74,14 +83,14 @@ class ClipTokenizer(ImageTokenizer):
         self._tokenizer, self._ids = tokenizer, np.array([id for id in ids if id is not None], np.int32)
 
 
-def placeholder_counts(tokens: np.ndarray, clips: Sequence[np.ndarray], audio: Audio) -> np.ndarray:
-    """How often each token repeats: placeholders as often as their clip has tokens.
+def placeholder_counts(tokens: np.ndarray, lengths: Sequence[int], audio: Audio) -> np.ndarray:
+    """How often each token repeats: placeholders as often as their clip, of this many frames, has tokens.
 
     Raises MediaError unless there is one placeholder for each clip.
     """
     is_placeholder = tokens == audio.placeholder_id
-    if (count := int(np.count_nonzero(is_placeholder))) != len(clips):
-        raise MediaError("messages", f"has {len(clips)} audio clips, but {count} audio parts in its messages")
+    if (count := int(np.count_nonzero(is_placeholder))) != len(lengths):
+        raise MediaError("messages", f"has {len(lengths)} audio clips, but {count} audio parts in its messages")
     counts = np.ones(len(tokens), np.int64)
-    counts[is_placeholder] = [audio.num_tokens(len(clip)) for clip in clips]
+    counts[is_placeholder] = [audio.num_tokens(length) for length in lengths]
     return counts

@@ -16,6 +16,7 @@ from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.data.audio.tokens import (
     AUDIO_PARTS,
     CLIP_MARKER,
+    Clips,
     ClipTokenizer,
     clip_frames,
     placeholder_counts,
@@ -34,11 +35,10 @@ from maxhydra.data.tokenizers import load_tokenizer
 
 
 class Example(NamedTuple):
-    """A conversation with the frames [clips, frames, bands] of its clips, and their lengths."""
+    """A conversation with its clips."""
 
     document: Document
-    frames: np.ndarray
-    lengths: np.ndarray
+    clips: Clips
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,20 +67,20 @@ class AudioChat(Chat):
         if isinstance(document, Rejected):
             return document
         length = self.audio.num_frames(self.data.max_seconds)
-        return Example(document, *stack_clips(frames, count=self.data.max_clips, shape=(length, self.audio.num_bands)))
+        return Example(document, stack_clips(frames, count=self.data.max_clips, shape=(length, self.audio.num_bands)))
 
     def _expand(self, document: Document, frames: list[np.ndarray]) -> Document:
         """The document with as many placeholders as its clips have tokens, without loss on them."""
         assert document.weights is not None
-        counts = placeholder_counts(document.tokens, frames, self.audio)
+        counts = placeholder_counts(document.tokens, [len(clip) for clip in frames], self.audio)
         document = dataclasses.replace(
             document, tokens=np.repeat(document.tokens, counts), weights=np.repeat(document.weights, counts)
         )
         return without_loss_on(self.audio.placeholder_id, document)
 
     def row(self, example: Any, seq_len: int) -> Row:
-        columns = padded_columns(example.document, seq_len)
-        return {**columns, "audio": example.frames, "audio_lengths": example.lengths}
+        frames, lengths = example.clips
+        return {**padded_columns(example.document, seq_len), "audio": frames, "audio_lengths": lengths}
 
 
 def build(corpus: Corpus, data: Data, seq_len: int, audio: Audio | None = None) -> AudioChat:

@@ -19,6 +19,7 @@ from maxhydra.decode.openai_server.http11 import HttpError
 from maxhydra.decode.openai_server.messages import (
     Message,
     Tools,
+    parse_audios,
     parse_images,
     parse_messages,
     parse_tool_choice,
@@ -102,6 +103,8 @@ class CompletionRequest:
     """Calls of a turn that are returned; None: all."""
     images: list[str] = dataclasses.field(default_factory=list)
     """Data URLs of the images of the messages, in order."""
+    audios: list[str] = dataclasses.field(default_factory=list)
+    """Data URLs of the audio clips of the messages, in order."""
 
     @property
     def sequences(self) -> int:
@@ -188,6 +191,7 @@ def _parse_request(values: dict[str, Any], defaults: ServerDefaults, *, is_chat:
         is_call_required=bool(calls_grammar),
         max_calls=None if get_typed(given, "parallel_tool_calls", bool, True) else 1,
         images=parse_images(given) if is_chat else [],
+        audios=parse_audios(given) if is_chat else [],
     )
     if options and not request.stream:
         raise bad_field("stream_options", "requires stream=true")

@@ -239,11 +239,11 @@ class Service:
                 prompts = encode_prompts(request, self._prompts, limit)
             else:
                 prompts = await self._in_thread(lambda: encode_prompts(request, self._prompts, limit))
-            if request.grammar or request.images:
+            if request.grammar or request.images or request.audios:
                 # Compiling a grammar may take a second, and decoding an image too.
-                await self._in_thread(lambda: self._submit(request, prompts, queue))
+                prompts = await self._in_thread(lambda: self._submit(request, prompts, queue))
             else:
-                self._submit(request, prompts, queue)
+                prompts = self._submit(request, prompts, queue)
         finally:
             self._num_sequences -= count - len(queue.handles)
         builder = ResponseBuilder(
@@ -274,11 +274,17 @@ class Service:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _submit(self, request: CompletionRequest, prompts: Sequence[list[int]], queue: DeltaQueue) -> None:
+    def _submit(
+        self, request: CompletionRequest, prompts: Sequence[list[int]], queue: DeltaQueue
+    ) -> Sequence[list[int]]:
+        """Submit the prompts; return them with all tokens of their media."""
         try:
-            images = self._prompts.read_images(request.images)
+            images, audio = self._prompts.read_images(request.images), self._prompts.read_audio(request.audios)
+            prompts = [self._prompts.with_audio_tokens(prompt, audio) for prompt in prompts] if audio else prompts
         except PromptError as error:
-            raise bad_field("messages", f"has an invalid image: {error}") from None
+            raise bad_field(
+                "messages", f"has an invalid {'audio clip' if request.audios else 'image'}: {error}"
+            ) from None
         for prompt in prompts:
             number, self._num_prompts = self._num_prompts, self._num_prompts + 1
             engine_requests = make_requests(
@@ -297,6 +303,7 @@ class Service:
                 "names_special": self._turns.has_parts(request),
                 "prompt_logprobs": request.logprobs if request.echo else None,
                 "images": images,
+                "audio": audio,
             }
             for engine_request in engine_requests:
                 try:
@@ -312,6 +319,7 @@ class Service:
                     queue.cancel()
                     self._require_engine()
                     raise bad_field("messages" if request.is_chat else "prompt", f"is invalid: {error}") from None
+        return prompts
 
     def _on_finish(self, delta: Delta) -> None:
         """Count a finished sequence; the last one that was not cancelled determines the health of the engine."""
