@@ -3,7 +3,7 @@
 from typing import Any
 
 from maxhydra.config.schema import model as config
-from maxhydra.config.schema.audio import NUM_CONVOLUTIONS
+from maxhydra.config.schema.audio import NUM_CONVOLUTIONS, halve
 from maxhydra.convert.hf_config import activation, activation_setting
 from maxhydra.convert.name_table import Settings, UnsupportedError, Weight
 
@@ -50,7 +50,7 @@ def to_values(settings: Settings) -> dict[str, Any]:
     width = settings["text_config"]["hidden_size"]
     if (out := encoder.get("output_dim", width)) != width:
         raise UnsupportedError(f"audio_config.output_dim={out} (supported: text_config.hidden_size={width})")
-    if config.Audio(chunk_frames=frames).chunk_tokens != CHUNK_TOKENS:
+    if halve(frames, NUM_CONVOLUTIONS) != CHUNK_TOKENS:
         raise UnsupportedError(f"audio_config.n_window={encoder['n_window']} (supported: 49 to 52)")
     return {
         **{key: encoder[hf_key] for key, hf_key in SIZES.items()},

@@ -134,7 +134,8 @@ def _rows_of(table: Table, owner: Keys) -> tuple[Weight, ...]:
     """Rows of the layers of decoder or encoders, or of parameters outside of layers."""
     if not owner:
         return (*table.non_layer, SCORE)
-    return {VISION_LAYERS: table.vision_layer, AUDIO_LAYERS: table.audio_layer}.get(owner, table.layer)
+    encoders: dict[Keys, tuple[Weight, ...]] = {VISION_LAYERS: table.vision_layer, AUDIO_LAYERS: table.audio_layer}
+    return encoders.get(owner, table.layer)
 
 
 def _has_params(shapes: Mapping[str, Shape], row: Weight) -> bool:

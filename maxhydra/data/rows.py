@@ -39,8 +39,13 @@ class RowSpec:
         """The rows of a training run."""
         seed = config.run.seed if config.run.data_seed is None else config.run.data_seed
         model = config.model
-        media = {"vision": model.vision, "audio": model.audio}
-        return cls(seq_len=config.train.seq_len, vocab_size=model.vocab_size, seed=seed, **media)
+        return cls(
+            seq_len=config.train.seq_len,
+            vocab_size=model.vocab_size,
+            seed=seed,
+            vision=model.vision,
+            audio=model.audio,
+        )
 
 
 NO_COLUMNS: Mapping[str, np.ndarray] = {}

@@ -20,11 +20,12 @@ class GenerationFailedError(Exception):
 def complete(client: PromptClient, prompt: str, write: Callable[[str], None]) -> None:
     """Stream the completion of one prompt; several samples follow each other, each under a header line."""
     try:
-        prompts = client.prompts
-        media = {"images": prompts.read_images(client.task.images), "audio": prompts.read_audio(client.task.audios)}
-        ids = prompts.with_audio_tokens(client.encode(prompt), media["audio"])
-        requests = client.requests(ids, client.task.sampling, number=0)
-        handles = [client.engine.submit(dataclasses.replace(request, **media)) for request in requests]
+        prompts, task = client.prompts, client.task
+        images, audio = prompts.read_images(task.images), prompts.read_audio(task.audios)
+        ids = prompts.with_audio_tokens(client.encode(prompt), audio)
+        requests = client.requests(ids, task.sampling, number=0)
+        made = [dataclasses.replace(request, images=images, audio=audio) for request in requests]
+        handles = [client.engine.submit(request) for request in made]
     except (PromptError, RequestRejectedError) as error:
         raise ConfigError(Problem("task.prompt", str(error))) from None
     for number, handle in enumerate(handles, start=1):

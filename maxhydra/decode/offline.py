@@ -183,7 +183,7 @@ def settings_fingerprint(config: Config) -> str:
     task, source = config.task, config.checkpoint.load_parameters
     assert isinstance(task, DecodeTask)
     # Models without images and audio have the fingerprint of earlier versions.
-    encoders = {"model.vision": config.model.vision, "model.audio": config.model.audio}
+    encoders: dict[str, Any] = {"model.vision": config.model.vision, "model.audio": config.model.audio}
     unused = UNUSED_IN_COMPLETIONS + tuple(path for path, section in encoders.items() if section.num_layers is None)
     model = {key: value for key, value in model_values(config).items() if not key.startswith(unused)}
     settings = {

@@ -9,6 +9,7 @@ B batch, T tokens, D residual stream.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,10 +89,10 @@ class AudioSpec:
 
 
 class WindowLayer(EncoderLayer):
-    """x + attention(norm(x)), then x + mlp(norm(x)), over the tokens of a window."""
+    """The layer of an image encoder, over the tokens of a window."""
 
-    def __call__(self, x_WPE: jax.Array, segments_WP: jax.Array, ctx: Context) -> jax.Array:
-        """`segments_WP`: 0 for padding, which tokens do not attend to."""
+    def attend_within(self, x_WPE: jax.Array, segments_WP: jax.Array, ctx: Context) -> jax.Array:
+        """x + attention(norm(x)), then x + mlp(norm(x)). `segments_WP`: 0 for padding, which tokens do not see."""
         normed_WPE = self.attention_norm(x_WPE)
         heads = [projection(normed_WPE, ctx) for projection in (self.query, self.key, self.value)]
         heads = [ctx.constrain(each, "act_batch", None, "act_heads", None) for each in heads]
@@ -103,8 +104,10 @@ class WindowLayer(EncoderLayer):
             softcap=None,
             softmax_dtype=self.spec.dtypes.softmax.name,
         )
-        segments = {"q_segments_BT": segments_WP, "kv_segments_BS": segments_WP}
-        x_WPE = x_WPE + self.out(attend(*heads, request, ctx, kernel=self.spec.kernel, **segments), ctx)
+        segments: dict[str, Any] = {"q_segments_BT": segments_WP, "kv_segments_BS": segments_WP}
+        q_WPAH, k_WPAH, v_WPAH = heads
+        attended_WPAH = attend(q_WPAH, k_WPAH, v_WPAH, request, ctx, kernel=self.spec.kernel, **segments)
+        x_WPE = x_WPE + self.out(attended_WPAH, ctx)
         return x_WPE + self.mlp(self.mlp_norm(x_WPE), ctx).out_BTD
 
 
@@ -151,7 +154,8 @@ class AudioTower(nnx.Module):
         channels = (1, *[C] * (NUM_CONVOLUTIONS - 1))
         self.convolutions = nnx.Dict({str(i): Convolution(spec, count, make) for i, count in enumerate(channels)})
         self.chunks = make.projection("chunks", (C, bands), (E,), (None, None, "embed"), scale=spec.init_scale)
-        self.layers = WindowLayer(spec, make.stacked(spec.num_layers).below("audio"))
+        layer_spec: Any = spec  # has all fields that a layer reads
+        self.layers = WindowLayer(layer_spec, make.stacked(spec.num_layers).below("audio"))
         self.norm = LayerNorm(E, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
         self.projector = AudioProjector(spec, make.below("projector"))
 
@@ -188,7 +192,7 @@ class AudioTower(nnx.Module):
         graphdef, weights = nnx.split(self.layers)
 
         def run(weights: nnx.State, x_WPE: jax.Array, ctx: Context) -> jax.Array:
-            return nnx.merge(graphdef, weights)(x_WPE, segments_WP, ctx)
+            return nnx.merge(graphdef, weights).attend_within(x_WPE, segments_WP, ctx)
 
         wrapped = wrap(run)
         x_WPE = jax.lax.scan(lambda x_WPE, layer: (wrapped(layer, x_WPE, encoder_ctx), None), x_WPE, weights)[0]

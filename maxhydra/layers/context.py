@@ -44,9 +44,9 @@ def collect_statistics(is_on: bool) -> Iterator[None]:
 class AudioClips(NamedTuple):
     """Audio clips of each row, in the order of their placeholders, then padding."""
 
-    frames: jax.Array
+    frames: Any
     """[B, clips, frames, bands] log-mel frames."""
-    lengths: jax.Array
+    lengths: Any
     """[B, clips] frames of each clip, followed by padding; 0 for padding clips."""
 
 

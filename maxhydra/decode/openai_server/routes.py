@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -274,9 +274,7 @@ class Service:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _submit(
-        self, request: CompletionRequest, prompts: Sequence[list[int]], queue: DeltaQueue
-    ) -> Sequence[list[int]]:
+    def _submit(self, request: CompletionRequest, prompts: list[list[int]], queue: DeltaQueue) -> list[list[int]]:
         """Submit the prompts; return them with all tokens of their media."""
         try:
             images, audio = self._prompts.read_images(request.images), self._prompts.read_audio(request.audios)
