@@ -47,7 +47,7 @@ def hidden(tokens: Any, frames: np.ndarray, lengths: Any) -> np.ndarray:
 
 @pytest.mark.slow
 def test_clips_do_not_depend_on_padding_and_neighbours() -> None:
-    """Two clips of one row, one shorter than a chunk and one over two windows, as in rows of their own."""
+    """Two clips of one row, one shorter than a chunk and one over two windows, as in separate rows."""
     lengths = [AUDIO.chunk_frames - 5, AUDIO.chunk_frames * AUDIO.window_chunks + 3]
     counts = [AUDIO.num_tokens(length) for length in lengths]
     frames = np.random.default_rng(0).normal(size=(2, 100, AUDIO.num_bands)).astype(np.float32)
@@ -55,9 +55,9 @@ def test_clips_do_not_depend_on_padding_and_neighbours() -> None:
     alone = [hidden([row], frames[None, [i], : lengths[i]], [[lengths[i]]]) for i, row in enumerate(rows)]
     size = max(map(len, rows))
     padded = [[*row, *[0] * (size - len(row))] for row in rows]
-    together = hidden(padded, frames[:, None], [[length] for length in lengths])
+    batched = hidden(padded, frames[:, None], [[length] for length in lengths])
     for i, row in enumerate(rows):
-        np.testing.assert_allclose(together[i, : len(row)], alone[i][0], atol=1e-5)
+        np.testing.assert_allclose(batched[i, : len(row)], alone[i][0], atol=1e-5)
     # In one row the second clip has other tokens before it; the tokens of the first are the same.
     both = hidden([[*rows[0], *rows[1]]], frames[None], [lengths])
     np.testing.assert_allclose(both[0, : len(rows[0])], alone[0][0], atol=1e-5)
@@ -102,7 +102,7 @@ def test_adapters_reach_the_encoder_by_name() -> None:
         ("model.audio.emb_dim=65", "is odd"),
         ("model.audio.placeholder_id=320", "is not in the vocabulary"),
         ("model.audio.placeholder_id=null", "is needed by models with an audio encoder"),
-        ("model.mtp.depth=1", "is not supported together with model.mtp.depth"),
+        ("model.mtp.depth=1", "is not supported batched with model.mtp.depth"),
     ],
 )
 def test_sizes_that_do_not_fit(override: str, reason: str) -> None:
