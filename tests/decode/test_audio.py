@@ -4,6 +4,7 @@ import base64
 import io
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.options import model_option
 from maxhydra.config.schema.decode import Engine as EngineConfig
@@ -18,11 +20,12 @@ from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.data.audio.tokens import Clips, stack_clips
 from maxhydra.data.tokenizers.byte import ByteTokenizer
+from maxhydra.decode.chat_cli import complete
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.openai_server.http11 import HttpError
 from maxhydra.decode.openai_server.messages import parse_audios, parse_messages
 from maxhydra.decode.request import Request, RequestRejectedError
-from maxhydra.decode.sampling_params import PromptEncoder, PromptError, make_requests
+from maxhydra.decode.sampling_params import PromptClient, PromptEncoder, PromptError, make_requests
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh
@@ -139,7 +142,23 @@ def test_audio_of_chat_requests() -> None:
     assert prompts.with_audio_tokens(ids, audio) == [256, *b"hear: ", *tokens(0), ord("\n")]
 
 
-def test_bad_audio_of_chat_requests(tmp_path: Any) -> None:
+@pytest.mark.slow
+def test_files_of_task_audios(engine: Engine, tmp_path: Path) -> None:
+    """task.audios are the clips before the text of task.prompt."""
+    (tmp_path / "a.wav").write_bytes(base64.b64decode(wav()))
+    audios = f"task.audios=[{tmp_path / 'a.wav'}]"
+    sampling = ["task.sampling.max_tokens=5", "task.sampling.temperature=0", "task.sampling.ignore_eos=true"]
+    task = compose(["task=decode", "task.prompt=hi", audios, *sampling]).config.task
+    prompts, texts = encoder(audio=AUDIO), list[str]()
+    complete(PromptClient(engine, prompts, task, seed=0), "hi", texts.append)
+    audio = prompts.read_audio([str(tmp_path / "a.wav")])
+    expected = engine.submit(request([256, *tokens(0), *b"hi", ord("\n")], audio)).result()
+    assert "".join(texts).rstrip("\n") == expected.text.rstrip("\n")
+    with pytest.raises(ConfigError, match="requires a prompt that is a message of a chat"):
+        compose(["task=decode", audios])
+
+
+def test_bad_audio_of_chat_requests(tmp_path: Path) -> None:
     for clip, reason in (
         (7, "without data"),
         ({"data": 7, "format": "wav"}, "without data"),

@@ -102,7 +102,7 @@ def test_adapters_reach_the_encoder_by_name() -> None:
         ("model.audio.emb_dim=65", "is odd"),
         ("model.audio.placeholder_id=320", "is not in the vocabulary"),
         ("model.audio.placeholder_id=null", "is needed by models with an audio encoder"),
-        ("model.mtp.depth=1", "is not supported batched with model.mtp.depth"),
+        ("model.mtp.depth=1", "is not supported together with model.mtp.depth"),
     ],
 )
 def test_sizes_that_do_not_fit(override: str, reason: str) -> None:
