@@ -13,9 +13,10 @@ from typing import Any
 from maxhydra.config.errors import UNSET, Problem
 from maxhydra.config.plug_ins import is_plug_in
 from maxhydra.config.registry import modules
+from maxhydra.config.schema.audio import Audio
 from maxhydra.config.schema.checkpoint import SaveMode
 from maxhydra.config.schema.config import DESCRIBING_TASKS, ENGINE_TASKS, NEXT_TOKEN_TASKS, TRAINING_TASKS, Config
-from maxhydra.config.schema.data import IMAGE_TYPES, READY_ROWS, Corpus, PackingMethod
+from maxhydra.config.schema.data import AUDIO_TYPES, IMAGE_TYPES, READY_ROWS, Corpus, PackingMethod
 from maxhydra.config.schema.kernels import AttentionBackend
 from maxhydra.config.schema.model import Dtype
 from maxhydra.config.schema.quantization import QuantizationKind
@@ -24,7 +25,7 @@ from maxhydra.config.schema.run import unlogged_metric
 from maxhydra.config.schema.vision import Vision
 from maxhydra.record.redact import redact_config
 
-VISION_FIELDS = [field.name for field in dataclasses.fields(Vision)]
+VISION_FIELDS, AUDIO_FIELDS = ([field.name for field in dataclasses.fields(kind)] for kind in (Vision, Audio))
 MEASURING_TASKS = ("bench", "tune")
 # Tasks whose command contains the config of a training run.
 OF_TRAINING = (*TRAINING_TASKS, *MEASURING_TASKS, *DESCRIBING_TASKS)
@@ -163,9 +164,19 @@ CONDITIONS = (
         "model.vision.max_patches",
     ),
     Condition(
+        tuple(f"model.audio.{field}*" for field in AUDIO_FIELDS if field != "num_layers"),
+        lambda c: c.model.audio.num_layers is not None,
+        "model.audio.num_layers",
+    ),
+    Condition(
         ("data.max_images",),
         lambda c: any(corpus.record_type in IMAGE_TYPES for corpus in c.data.corpora().values()),
         f"data.record_type={' or '.join(IMAGE_TYPES)}",
+    ),
+    Condition(
+        ("data.max_clips", "data.max_seconds"),
+        lambda c: any(corpus.record_type in AUDIO_TYPES for corpus in c.data.corpora().values()),
+        "data.record_type=audio_chat",
     ),
     Condition(("data.weights*", "data.temperature"), lambda c: c.data.source == "mixture", "data=mixture"),
     Condition(("data.temperature",), lambda c: not c.data.weights, "data.weights={}, which it replaces"),
@@ -197,7 +208,7 @@ SOURCES = {
     "repetition_filter": ("olmo",),
     "digits": ("arithmetic",),
     "operators": ("arithmetic",),
-    "problems": ("arithmetic", "reasoning_gym", "shapes"),
+    "problems": ("arithmetic", "reasoning_gym", "shapes", "tones"),
     "columns": ("grain", "hf", "tfds", "c4_mlperf"),
     "formatting": ("grain", "hf", "tfds", "arithmetic", "reasoning_gym"),
 }

@@ -20,6 +20,12 @@ def _vision_values(key: str, folder: str) -> dict[str, Any]:
     return hf_vision_section(key, folder)
 
 
+def _audio_values(key: str, folder: str) -> dict[str, Any]:
+    from maxhydra.convert.hf_config import hf_audio_section  # noqa: PLC0415
+
+    return hf_audio_section(key, folder)
+
+
 def _run_values(key: str, folder: str) -> dict[str, Any]:
     from maxhydra.convert.hf_config import hf_run_section  # noqa: PLC0415
 
@@ -29,4 +35,5 @@ def _run_values(key: str, folder: str) -> dict[str, Any]:
 # hf_config is imported when the option is chosen: `maxhydra --help` must not wait for the tables of all model families.
 register_option_source("model/from_hf", _model_values)
 register_option_source("model/from_hf_vision", _vision_values)
+register_option_source("model/from_hf_audio", _audio_values)
 register_option_source("recipe/from_hf", _run_values)

@@ -39,6 +39,8 @@ def require_same(source: Source, model: config.Model) -> None:
     if model.vision.num_layers is None:
         # The text decoder of a multimodal model.
         file_model = dataclasses.replace(file_model, vision=model.vision)
+    if model.audio.num_layers is None:
+        file_model = dataclasses.replace(file_model, audio=model.audio)
     problems = list(source.check(model))
     if not is_same(file_model, model):
         problems += _differences(file_model, model, source.location)

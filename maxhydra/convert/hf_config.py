@@ -34,17 +34,26 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 def hf_model_section(key: str, location: str) -> dict[str, Any]:
     """The `model` section described by a Hugging Face folder, of a multimodal one the text decoder."""
     values = _model_values(key, location)
-    return {"model": {name: value for name, value in values.items() if name != "vision"}}
+    return {"model": {name: value for name, value in values.items() if name not in ("vision", "audio")}}
 
 
 def hf_vision_section(key: str, location: str) -> dict[str, Any]:
     """The section `model.vision` described by a Hugging Face folder."""
+    accepted = "a folder of Gemma 3, Llama 4 or Qwen3-VL"
+    return _encoder_section("vision", key, location, missing="image", accepted=accepted)
+
+
+def hf_audio_section(key: str, location: str) -> dict[str, Any]:
+    """The section `model.audio` described by a Hugging Face folder."""
+    return _encoder_section("audio", key, location, missing="audio", accepted="a folder of Qwen3-Omni")
+
+
+def _encoder_section(name: str, key: str, location: str, *, missing: str, accepted: str) -> dict[str, Any]:
     values = _model_values(key, location)
-    if "vision" not in values:
-        reason, hint = "has no image encoder of a supported kind", "choose model=from_hf"
-        accepted = "a folder of Gemma 3, Llama 4 or Qwen3-VL"
+    if name not in values:
+        reason, hint = f"has no {missing} encoder of a supported kind", "choose model=from_hf"
         raise ConfigError(Problem(key, reason, value=location, accepted=accepted, hint=hint))
-    return {"model": {"vision": values["vision"]}}
+    return {"model": {name: values[name]}}
 
 
 def _model_values(key: str, location: str) -> dict[str, Any]:

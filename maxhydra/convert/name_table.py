@@ -139,6 +139,8 @@ class Table:
     gguf: Gguf | None = None
     vision_layer: tuple[Weight, ...] = ()
     """Rows of the layers of the image encoder."""
+    audio_layer: tuple[Weight, ...] = ()
+    """Rows of the layers of the audio encoder."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Prefix of tensor names in files of some versions of transformers -> the prefix in this table; with a leading dot,
     a part of the name anywhere."""

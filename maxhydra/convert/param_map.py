@@ -19,8 +19,8 @@ Shape = tuple[int, ...]
 Keys = tuple[str, ...]
 # Sections of the parameter tree whose next key is the index of a layer.
 LAYERED = ("prefix", "pattern", "remainder", "mtp")
-# Section of the stacked layers of the image encoder.
-VISION_LAYERS = ("vision", "layers")
+# Sections of the stacked layers of the image encoder and the audio encoder.
+VISION_LAYERS, AUDIO_LAYERS = ENCODER_LAYERS = (("vision", "layers"), ("audio", "layers"))
 
 
 class TensorLayout:
@@ -132,10 +132,11 @@ def unmapped_params(table: Table, model: ModelDef) -> list[str]:
 
 
 def _rows_of(table: Table, owner: Keys) -> tuple[Weight, ...]:
-    """Rows of the layers of decoder or image encoder, or of parameters outside of layers."""
+    """Rows of the layers of decoder or encoders, or of parameters outside of layers."""
     if not owner:
         return (*table.non_layer, SCORE)
-    return table.vision_layer if owner == VISION_LAYERS else table.layer
+    encoders: dict[Keys, tuple[Weight, ...]] = {VISION_LAYERS: table.vision_layer, AUDIO_LAYERS: table.audio_layer}
+    return encoders.get(owner, table.layer)
 
 
 def _has_params(shapes: Mapping[str, Shape], row: Weight) -> bool:
@@ -149,13 +150,13 @@ def _shapes_by_owner(model: ModelDef) -> dict[Keys, dict[str, Shape]]:
     shapes: dict[Keys, dict[str, Shape]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.shapes):
         keys = _keys(path)
-        owner = keys[:2] if keys[0] in LAYERED or keys[:2] == VISION_LAYERS else ()
+        owner = keys[:2] if keys[0] in LAYERED or keys[:2] in ENCODER_LAYERS else ()
         shapes.setdefault(owner, {})["/".join(keys[len(owner) :])] = leaf.shape
     return shapes
 
 
 def _map_row(row: Weight, owner: Keys, shapes: Mapping[str, Shape], model: ModelDef) -> ParamMapping:
-    is_stacked = owner[:1] == ("pattern",) or owner == VISION_LAYERS
+    is_stacked = owner[:1] == ("pattern",) or owner in ENCODER_LAYERS
     first_shape = shapes[row.paths[0]]
     outer = 1 if is_stacked else 0
     experts = first_shape[outer] if row.is_by_expert else None
@@ -177,7 +178,7 @@ def _layer_numbers(owner: Keys, stack_size: int, model: ModelDef) -> tuple[int |
     """Numbers of the layers that a parameter holds; MTP layers are numbered after the last decoder layer."""
     if not owner:
         return (None,)
-    if owner == VISION_LAYERS:
+    if owner in ENCODER_LAYERS:
         return tuple(range(stack_size))
     section, position, count = owner[0], int(owner[1]), model.config.num_layers
     if section == "pattern":

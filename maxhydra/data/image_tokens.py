@@ -122,28 +122,30 @@ def join_pixels(images: Sequence[ProcessedImage]) -> np.ndarray | None:
     return np.concatenate([image.pixels for image in images]) if images else None
 
 
-def with_markers(messages: Any) -> Any:
-    """Messages whose content is text: text parts joined, image parts as MARKER.
+def with_markers(messages: Any, parts: Sequence[str] = IMAGE_PARTS, marker: str = MARKER) -> Any:
+    """Messages whose content is text: text parts joined, parts of media as the marker.
 
     Values that are not messages are returned unchanged; the chat template rejects them.
     """
     if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
         return messages
-    return [{**message, "content": _text(message.get("content"))} for message in messages]
+    return [{**message, "content": _text(message.get("content"), parts, marker)} for message in messages]
 
 
-def _text(content: Any) -> Any:
+def _text(content: Any, parts: Sequence[str], marker: str) -> Any:
     if isinstance(content, (str, bytes)) or not isinstance(content, Sequence):
         return content
     texts: list[Any] = []
     for part in content:
         values = part if isinstance(part, Mapping) else {"text": part}
-        texts.append(MARKER if values.get("type") in IMAGE_PARTS else values.get("text"))
+        texts.append(marker if values.get("type") in parts else values.get("text"))
     return "".join(texts) if all(isinstance(text, str) for text in texts) else content
 
 
 class ImageTokenizer:
     """A tokenizer of rendered conversations that replaces each marker by one placeholder; see `insert_images`."""
+
+    marker = MARKER
 
     def __init__(self, tokenizer: Tokenizer, vision: Vision):
         self._tokenizer, self._ids = tokenizer, np.array([vision.placeholder_id], np.int32)
@@ -158,13 +160,13 @@ class ImageTokenizer:
         A separator is tokenized together with the text that it follows or precedes, and has no characters in its span.
         """
         ids, spans, start = [np.array([], np.int32)], [np.zeros((0, 2), np.int64)], 0
-        pieces = text.split(MARKER)
+        pieces = text.split(self.marker)
         for number, piece in enumerate(pieces):
             before = self._separator if number else ""
             after = self._separator if number < len(pieces) - 1 else ""
             if number:
                 ids.append(self._ids)
-                spans.append(np.array([[start - 1, start]], np.int64))
+                spans.append(np.tile(np.array([[start - 1, start]], np.int64), (len(self._ids), 1)))
             if before + piece + after:
                 piece_ids, piece_spans = self._tokenizer.encode_with_special_tokens(before + piece + after)
                 ids.append(piece_ids)

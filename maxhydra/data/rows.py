@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.schema.audio import Audio
 from maxhydra.config.schema.vision import Vision
 from maxhydra.data.packing import PackingPlan
 
@@ -30,13 +31,21 @@ class RowSpec:
     seed: int
     vision: Vision | None = None
     """Images that the model takes; None: none."""
+    audio: Audio | None = None
+    """Audio that the model takes; None: none."""
 
     @classmethod
     def of(cls, config: Config) -> "RowSpec":
         """The rows of a training run."""
         seed = config.run.seed if config.run.data_seed is None else config.run.data_seed
         model = config.model
-        return cls(seq_len=config.train.seq_len, vocab_size=model.vocab_size, seed=seed, vision=model.vision)
+        return cls(
+            seq_len=config.train.seq_len,
+            vocab_size=model.vocab_size,
+            seed=seed,
+            vision=model.vision,
+            audio=model.audio,
+        )
 
 
 NO_COLUMNS: Mapping[str, np.ndarray] = {}

@@ -20,10 +20,11 @@ class GenerationFailedError(Exception):
 def complete(client: PromptClient, prompt: str, write: Callable[[str], None]) -> None:
     """Stream the completion of one prompt; several samples follow each other, each under a header line."""
     try:
-        images = client.prompts.read_images(client.task.images)
-        ids, pixels = client.prompts.insert_images(client.encode(prompt), images)
-        requests = client.requests(ids, client.task.sampling, number=0)
-        handles = [client.engine.submit(dataclasses.replace(request, images=pixels)) for request in requests]
+        prompts, task = client.prompts, client.task
+        media = prompts.insert_media(client.encode(prompt), images=task.images, audios=task.audios)
+        requests = client.requests(media.prompt, task.sampling, number=0)
+        made = [dataclasses.replace(request, images=media.images, audio=media.audio) for request in requests]
+        handles = [client.engine.submit(request) for request in made]
     except (PromptError, RequestRejectedError) as error:
         raise ConfigError(Problem("task.prompt", str(error))) from None
     for number, handle in enumerate(handles, start=1):

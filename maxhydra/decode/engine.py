@@ -25,6 +25,7 @@ from maxhydra.config.schema.decode import Pooling
 from maxhydra.config.schema.run import Progress
 from maxhydra.data import Tokenizer
 from maxhydra.decode.adapters import AdapterLimits, AdapterTable, LoadedAdapter
+from maxhydra.decode.audio_limits import AudioLimits
 from maxhydra.decode.grammar import GrammarCompiler
 from maxhydra.decode.image_limits import ImageLimits
 from maxhydra.decode.inbox import Inbox
@@ -99,6 +100,7 @@ class Engine:
 
         self._inbox = Inbox(self._make_sequence)
         self._images = ImageLimits(model.config, chunk, config.cache_dtype, self._inbox.is_shared)
+        self._audio = AudioLimits(model.config, chunk, self._inbox.is_shared)
         self._failure = ""
         if config.warm_up:
             self._warm_up()
@@ -134,6 +136,7 @@ class Engine:
     def _make_sequence(self, request: Request) -> Sequence:
         self._reject_if(find_problem(request, vocab_size=self._vocab_size, max_logprobs=MAX_LOGPROBS))
         self._reject_if(self._images.find_problem(request))
+        self._reject_if(self._audio.find_problem(request))
         length, limit = len(request.prompt), self._max_context
         if length >= limit:
             self._reject_if(

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
-from maxhydra.decode.request import Request, RequestRejectedError
+from maxhydra.decode.request import MEDIA, Request, RequestRejectedError
 from maxhydra.decode.sequence import Sequence
 from maxhydra.runtime.channel import Channel, ChannelClosedError, is_main
 
 T = TypeVar("T")
 Updates = Iterable[Callable[[], None]]
-# Fields that are sent to other processes; requests with images are rejected if there are any.
-REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(Request) if field.name != "images")
+# Fields that are sent to other processes; requests with images or audio are rejected if there are any.
+REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(Request) if field.name not in MEDIA)
 
 
 class Turn(NamedTuple):

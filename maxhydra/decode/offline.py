@@ -182,8 +182,9 @@ def settings_fingerprint(config: Config) -> str:
     """Return a short hash of everything except the prompt that a completion depends on."""
     task, source = config.task, config.checkpoint.load_parameters
     assert isinstance(task, DecodeTask)
-    # Models without images and without diffusion have the fingerprint of earlier versions.
-    unused = UNUSED_IN_COMPLETIONS + (("model.vision",) if config.model.vision.num_layers is None else ())
+    # Models without images, audio and diffusion have the fingerprint of earlier versions.
+    encoders: dict[str, Any] = {"model.vision": config.model.vision, "model.audio": config.model.audio}
+    unused = UNUSED_IN_COMPLETIONS + tuple(path for path, section in encoders.items() if section.num_layers is None)
     unused += ("model.diffusion",) if config.model.diffusion.block_size is None else ()
     model = {key: value for key, value in model_values(config).items() if not key.startswith(unused)}
     settings = {

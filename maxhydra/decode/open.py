@@ -119,7 +119,8 @@ log = logging.getLogger("maxhydra")
 def open_prompts(config: Config) -> PromptEncoder:
     """Check everything that needs no weights, then load the tokenizer."""
     check_weights_source(config)
-    return PromptEncoder(config.data, vocab_size=config.model.vocab_size, vision=config.model.vision)
+    model = config.model
+    return PromptEncoder(config.data, vocab_size=model.vocab_size, vision=model.vision, audio=model.audio)
 
 
 def check_weights_source(config: Config) -> None:

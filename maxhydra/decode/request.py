@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from maxhydra.data.audio.tokens import Clips
+
 # Maximum number of tokens with a logit bias; OpenAI's API accepts 300.
 MAX_BIAS = 512
 
@@ -45,6 +47,12 @@ class Request:
     """What the completion must match, as made by a function of grammar.py; empty: anything."""
     images: np.ndarray | None = dataclasses.field(default=None, compare=False)
     """[images, *model.vision.image_shape] images of the prompt or their tiles, in order; None: no images."""
+    audio: Clips | None = dataclasses.field(default=None, compare=False)
+    """Frames [clips, frames, bands] of the audio clips of the prompt and their lengths [clips]; None: no audio."""
+
+
+# Fields of a request that are arrays; the last ones.
+MEDIA = ("images", "audio")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ from maxhydra.decode.step_functions import Forwarded, MultiStepKey
 from maxhydra.decode.step_inputs import (
     Buckets,
     StepShape,
+    audio_inputs,
     decode_inputs,
     image_inputs,
     prefill_inputs,
@@ -216,7 +217,7 @@ class Runner:
             if chunk.is_last:
                 self.set_controls(chunk.place, chunk.sequence)
         inputs_BC = prefill_inputs(rows, shape, self.programs.padding_slot)
-        output = self._forward(shape, inputs_BC, image_inputs(rows, shape))
+        output = self._forward(shape, inputs_BC, image_inputs(rows, shape), audio_inputs(rows, shape))
         first_tokens = self._sample(completed, output) if any(completed) else None
         records: list[PendingExperts | PendingScores] = []
         if output.experts_BTLK is not None:
@@ -305,8 +306,8 @@ class Runner:
         if sequence.has_penalty or sequence.request.logit_bias:
             self._slot_state = set_controls(self._slot_state, place.slot, sequence.request)
 
-    def _forward(self, shape: StepShape, inputs_BC: np.ndarray, images: np.ndarray | None = None) -> Forwarded:
-        output = self.programs.forward(shape, self._weights, self._cache, self._slot_state, inputs_BC, images)
+    def _forward(self, shape: StepShape, inputs_BC: np.ndarray, *media: Any) -> Forwarded:
+        output = self.programs.forward(shape, self._weights, self._cache, self._slot_state, inputs_BC, *media)
         self._cache = output.cache
         return output
 

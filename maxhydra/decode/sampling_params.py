@@ -12,18 +12,20 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.errors import did_you_mean
 from maxhydra.config.fields import FieldType, fields
+from maxhydra.config.schema.audio import Audio
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.tasks.inference import Chat, DecodeTask
 from maxhydra.config.schema.vision import Vision
 from maxhydra.data import load_tokenizer
+from maxhydra.data.audio.tokens import CLIP_MARKER, Clips, ClipTokenizer, clip_frames, placeholder_counts, stack_clips
 from maxhydra.data.chat import ChatTemplate, ChatTemplateError, Tools, compile_chat_template
 from maxhydra.data.image_tokens import MARKER, ImageTokenizer, insert_images, join_pixels, read_images
 from maxhydra.data.images import ProcessedImage
@@ -33,20 +35,35 @@ from maxhydra.decode.request import Engine, Request
 
 log = logging.getLogger("maxhydra")
 
+# Length of an audio clip in a prompt.
+MAX_CLIP_SECONDS = 600.0
+
 
 class PromptError(ValueError):
     """A prompt that cannot be encoded; the message says why."""
 
 
+class MediaPrompt(NamedTuple):
+    """A prompt with the tokens of its images and audio clips."""
+
+    prompt: list[int]
+    images: np.ndarray | None
+    """[images, *model.vision.image_shape], or None without images."""
+    audio: Clips | None
+
+
 class PromptEncoder:
     """Encodes prompts with the tokenizer and chat template of a run. Thread-safe."""
 
-    def __init__(self, data: Data, *, vocab_size: int, vision: Vision | None = None):
+    def __init__(self, data: Data, *, vocab_size: int, vision: Vision | None = None, audio: Audio | None = None):
         self.data, self.vocab_size = data, vocab_size
         self.vision = None if vision is None or vision.num_layers is None else vision
         """Images that the model takes; None: none."""
+        self.audio = None if audio is None or audio.num_layers is None else audio
+        """Audio that the model takes; None: none."""
         self.tokenizer = load_tokenizer(data)
-        self._chat_tokenizer = ImageTokenizer(self.tokenizer, self.vision) if self.vision else self.tokenizer
+        with_clips: Any = ClipTokenizer(self.tokenizer, self.audio) if self.audio else self.tokenizer
+        self._chat_tokenizer = ImageTokenizer(with_clips, self.vision) if self.vision else with_clips
         if self.tokenizer.vocab_size > vocab_size:
             reason = (
                 f"is smaller than the {self.tokenizer.vocab_size} tokens of data.tokenizer.kind={data.tokenizer.kind}"
@@ -119,6 +136,36 @@ class PromptEncoder:
         except MediaError as error:
             raise PromptError(str(error)) from None
         return ids.tolist(), join_pixels(images)
+
+    def read_audio(self, clips: Sequence[Any]) -> Clips | None:
+        """Frames and lengths of clips, which are paths or data URLs; None without clips."""
+        if not clips:
+            return None
+        if self.audio is None:
+            raise PromptError("the model takes no audio: choose one with model.audio")
+        try:
+            frames = [clip_frames(clip, self.audio, max_seconds=MAX_CLIP_SECONDS) for clip in clips]
+        except MediaError as error:
+            raise PromptError(str(error)) from None
+        shape = (max(map(len, frames)), self.audio.num_bands)
+        return stack_clips(frames, count=len(frames), shape=shape)
+
+    def with_audio_tokens(self, prompt: Sequence[int], audio: Clips | None) -> list[int]:
+        """The prompt with as many placeholders as each of its clips has tokens."""
+        if self.audio is None or audio is None:
+            return list(prompt)
+        ids = np.array(prompt)
+        try:
+            repeated: list[int] = np.repeat(ids, placeholder_counts(ids, audio.lengths.tolist(), self.audio)).tolist()
+        except MediaError as error:
+            raise PromptError(str(error)) from None
+        return repeated
+
+    def insert_media(self, prompt: list[int], *, images: Sequence[Any], audios: Sequence[Any]) -> MediaPrompt:
+        """Read images and audio clips, which are paths or data URLs, and insert their tokens into the prompt."""
+        prompt, pixels = self.insert_images(prompt, self.read_images(images))
+        audio = self.read_audio(audios)
+        return MediaPrompt(self.with_audio_tokens(prompt, audio), pixels, audio)
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:
         longest = self.tokenizer.max_token_bytes
@@ -294,7 +341,7 @@ class PromptClient:
         """Encode a prompt: as a user message in a chat, otherwise as plain text."""
         if not self.is_chat:
             return self.prompts.encode_text(prompt)
-        content = MARKER * len(self.task.images) + prompt
+        content = MARKER * len(self.task.images) + CLIP_MARKER * len(self.task.audios) + prompt
         return self.prompts.encode_messages([*self.initial_messages(), {"role": "user", "content": content}])
 
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:

@@ -169,7 +169,7 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         """Add full pages to the prefix cache: those whose tokens the host knows and whose KV cache is computed."""
         assert sequence.prefill_place is not None
-        if sequence.num_images:
+        if sequence.has_media:
             return
         num_known = min(sequence.num_computed, len(sequence.tokens))
         self.prefill_capacity.publish(sequence.prefill_place, sequence.tokens, num_known)

@@ -15,7 +15,7 @@ from maxhydra.decode.adapters import LoadedAdapter
 from maxhydra.decode.detokenize import Detokenizer, StopMatcher
 from maxhydra.decode.grammar import Constraint
 from maxhydra.decode.page_pool import Place
-from maxhydra.decode.request import MAX_BIAS, Delta, Handle, Request, TokenLogprob
+from maxhydra.decode.request import MAX_BIAS, MEDIA, Delta, Handle, Request, TokenLogprob
 
 NOT_FINITE = "the model's logits are NaN or infinite: its weights are corrupt or overflow their dtype"
 
@@ -91,9 +91,13 @@ class Sequence:
         return 0 if self.request.images is None else len(self.request.images)
 
     @property
+    def has_media(self) -> bool:
+        return any(getattr(self.request, name) is not None for name in MEDIA)
+
+    @property
     def is_alone(self) -> bool:
         """Whether the prompt is computed as a whole and shares no pages, for which its tokens alone do not suffice."""
-        return self.is_scored or self.num_images > 0
+        return self.is_scored or self.has_media
 
     @property
     def has_filters(self) -> bool:
@@ -218,8 +222,8 @@ def find_problem(request: Request, *, vocab_size: int, max_logprobs: int) -> str
     return _find_sampling_problem(SAMPLING_VALUES(request), max_logprobs)
 
 
-# All fields between the prompt, the first, and the images, the last.
-SAMPLING_VALUES = attrgetter(*(field.name for field in dataclasses.fields(Request)[1:-1]))
+# All fields between the prompt, the first, and the media, the last.
+SAMPLING_VALUES = attrgetter(*(field.name for field in dataclasses.fields(Request)[1 : -len(MEDIA)]))
 
 
 @lru_cache

@@ -15,7 +15,7 @@ from maxhydra.decode.sampler import SampledTokens, SamplingFeatures, greedy_toke
 from maxhydra.decode.slot_state import SlotState, sample_slots
 from maxhydra.decode.step_inputs import HEAD, StepInputs, StepShape, advance
 from maxhydra.decode.weight_layout import WeightLayout
-from maxhydra.layers import Context, PageTable
+from maxhydra.layers import AudioClips, Context, PageTable
 from maxhydra.sharding import Sharder
 
 Tree = Any
@@ -83,13 +83,14 @@ def make_forward(
         last_token_N: jax.Array,
         inputs_BC: jax.Array,
         images: jax.Array | None = None,
+        audio: AudioClips | None = None,
     ) -> Forwarded:
         params, inputs = weights.used(layout), StepInputs.unpack(inputs_BC, pages=shape.pages)
         adapters_B = weights.adapters_of(inputs.rows.slots_B)
         tokens_BT = inputs.tokens_BT[:, : shape.tokens] if shape.is_prefill else last_token_N[inputs.rows.slots_B, None]
         positions_BT = inputs.positions(shape.tokens)
         row_inputs = inputs.rows, inputs.lag_B, adapters_B
-        hidden_BTD, cache, experts = hidden(params, cache, tokens_BT, positions_BT, *row_inputs, images)
+        hidden_BTD, cache, experts = hidden(params, cache, tokens_BT, positions_BT, *row_inputs, images, audio)
         scores = None
         if shape.is_scored:
             scores = score_prompts(layout.model, params, hidden_BTD, inputs.tokens_BT[:, 1:], sharder)
@@ -119,6 +120,7 @@ def make_hidden(
         lag_B: jax.Array,
         adapters_B: jax.Array | None,
         images: jax.Array | None = None,
+        audio: AudioClips | None = None,
     ) -> tuple[jax.Array, Tree, jax.Array | None]:
         is_token_BT = positions_BT >= 0
         # The positions of a prompt with images are those of its tokens and images.
@@ -133,6 +135,7 @@ def make_hidden(
             adapters_B=adapters_B,
             images=images,
             axis_positions=(positions_BT - lag_B[:, None])[:, :, None] if is_behind else None,
+            audio=audio,
             output_index=jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0) if is_last_only else None,
             is_fresh=shape.is_fresh,
             records_experts=records_experts,

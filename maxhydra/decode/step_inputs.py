@@ -29,7 +29,7 @@ from maxhydra.decode.page_pool import Place
 from maxhydra.decode.sampler import SamplingArrays, SamplingFeatures
 from maxhydra.decode.scheduler import PrefillChunk
 from maxhydra.decode.sequence import Sequence
-from maxhydra.layers import PageTable
+from maxhydra.layers import AudioClips, PageTable
 
 # Tokens of the smallest context bucket: below that, attention is too small a part of a step to pay for another program.
 MIN_CONTEXT = 128
@@ -65,11 +65,15 @@ class StepShape:
     """Prefill: log-probabilities of the prompt's tokens are computed."""
     images: int = 0
     """Prefill: images per row."""
+    clips: int = 0
+    """Prefill: audio clips per row."""
+    frames: int = 0
+    """Prefill: frames per audio clip."""
 
     def covers(self, other: "StepShape") -> bool:
         """Return True if a program of this shape can run a batch of the other."""
         fits = self.rows >= other.rows and self.tokens >= other.tokens and self.pages >= other.pages
-        names = ("is_prefill", "is_scored", "images")
+        names = ("is_prefill", "is_scored", "images", "clips", "frames")
         is_same = all(getattr(self, name) == getattr(other, name) for name in names)
         return is_same and fits and (other.is_fresh or not self.is_fresh)
 
@@ -145,14 +149,17 @@ class Buckets:
             rows = next(size for size in (*self._prefill_rows(tokens), rows) if size >= self.groups * count)
         is_scored = any(chunk.sequence.is_scored for chunk in chunks)
         images = max(chunk.sequence.num_images for chunk in chunks)
-        images = power_of_two(images) if images else 0
-        return StepShape(rows, tokens, pages, is_prefill=True, is_fresh=is_fresh, is_scored=is_scored, images=images)
+        audio = [chunk.sequence.request.audio for chunk in chunks]
+        sizes = [clips.frames.shape[:2] for clips in audio if clips is not None]
+        counts = (images, *(max(size, default=0) for size in zip(*sizes, strict=True))) if sizes else (images, 0, 0)
+        media = dict(zip(("images", "clips", "frames"), (power_of_two(n) if n else 0 for n in counts), strict=True))
+        return StepShape(rows, tokens, pages, is_prefill=True, is_fresh=is_fresh, is_scored=is_scored, **media)
 
     def split_prefill(self, chunks: List[PrefillChunk]) -> list[List[PrefillChunk]]:
-        """Split chunks into calls: prompts with images separately, and few rows together for long contexts."""
-        with_images = [chunk for chunk in chunks if chunk.sequence.num_images]
-        text = [chunk for chunk in chunks if not chunk.sequence.num_images] if with_images else chunks
-        return [*(self._split_text(text) if text else ()), *([with_images] if with_images else ())]
+        """Split chunks into calls: prompts with media separately, and few rows together for long contexts."""
+        with_media = [chunk for chunk in chunks if chunk.sequence.has_media]
+        text = [chunk for chunk in chunks if not chunk.sequence.has_media] if with_media else chunks
+        return [*(self._split_text(text) if text else ()), *([with_media] if with_media else ())]
 
     def _split_text(self, chunks: List[PrefillChunk]) -> list[List[PrefillChunk]]:
         if not self.is_coarse or all(chunk.start == 0 for chunk in chunks):
@@ -307,6 +314,21 @@ def image_inputs(rows: List[PrefillChunk | None], shape: StepShape) -> np.ndarra
         if pixels is not None:
             stacked[row, : len(pixels)] = pixels
     return stacked
+
+
+def audio_inputs(rows: List[PrefillChunk | None], shape: StepShape) -> AudioClips | None:
+    """Audio clips of a prefill call, of length 0 for clips that a row does not have."""
+    audio = [None if chunk is None else chunk.sequence.request.audio for chunk in rows]
+    first = next((clips for clips in audio if clips is not None), None)
+    if first is None:
+        return None
+    frames = np.zeros((shape.rows, shape.clips, shape.frames, first.frames.shape[2]), np.float32)
+    lengths = np.zeros((shape.rows, shape.clips), np.int32)
+    for row, clips in enumerate(audio):
+        if clips is not None:
+            count, longest = clips.frames.shape[:2]
+            frames[row, :count, :longest], lengths[row, :count] = clips
+    return AudioClips(frames, lengths)
 
 
 def decode_inputs(rows: List[Sequence | None], shape: StepShape, padding_slot: int) -> np.ndarray:

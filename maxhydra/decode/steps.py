@@ -14,6 +14,7 @@ pages per row.
 import dataclasses
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ from maxhydra.decode.step_functions import (
 )
 from maxhydra.decode.step_inputs import HEAD, StepShape, num_columns
 from maxhydra.decode.weight_layout import WeightLayout
-from maxhydra.layers import PagedCacheSpec
+from maxhydra.layers import AudioClips, PagedCacheSpec
 from maxhydra.sharding import Sharder
 
 Tree = Any
@@ -156,9 +157,10 @@ class CompiledSteps:
         slot_state: SlotState,
         inputs_BC: np.ndarray,
         images: np.ndarray | None = None,
+        audio: AudioClips | None = None,
     ) -> Forwarded:
-        """Run the model on the inputs, and on the images of a shape that has some."""
-        more = [] if images is None else [images]
+        """Run the model on the inputs, and on the images and audio of a shape that has some."""
+        more = [] if images is None and audio is None else [images, audio]
         forwarded: Forwarded = self._forwards.get(shape)(weights, cache, slot_state.last_token_N, inputs_BC, *more)
         return forwarded
 
@@ -217,11 +219,19 @@ class CompiledSteps:
         options: dict[str, str | bool] | None = {"xla_gpu_enable_command_buffer": ""} if is_long else None
         inputs = self._abstract_inputs(shape.rows, num_columns(shape))
         last_token = self._abstract_slots().last_token_N
-        image_shape = shape.rows, shape.images, *self._model.config.vision.image_shape
-        pixels = jax.ShapeDtypeStruct(image_shape, jnp.float32, sharding=self.replicated)
-        images = [pixels] if shape.images else []
-        lowered = jitted.lower(self._abstract_weights, self._abstract_caches, last_token, inputs, *images)
+        lowered = jitted.lower(self._abstract_weights, self._abstract_caches, last_token, inputs, *self._media(shape))
         return lowered.compile(compiler_options=options)
+
+    def _media(self, shape: StepShape) -> tuple[Any, ...]:
+        """Abstract images and audio of a shape; none for one of text alone."""
+        if not shape.images and not shape.clips:
+            return ()
+        config, array = self._model.config, partial(jax.ShapeDtypeStruct, sharding=self.replicated)
+        rows, image_shape = shape.rows, config.vision.image_shape
+        pixels = array((rows, shape.images, *image_shape), jnp.float32) if shape.images else None
+        frames = array((rows, shape.clips, shape.frames, config.audio.num_bands), jnp.float32)
+        audio = AudioClips(frames, array((rows, shape.clips), jnp.int32)) if shape.clips else None
+        return pixels, audio
 
     def _compile_sample(self, key: SampleKey) -> Program:
         config = self._model.config

@@ -1,7 +1,8 @@
 """Building blocks of transformer layers: attention variants, feed-forwards, norms, embeddings, caches."""
 
 from maxhydra.layers.attention import Attention, AttentionSpec
-from maxhydra.layers.context import Context
+from maxhydra.layers.audio import AudioSpec, AudioTower
+from maxhydra.layers.context import AudioClips, Context
 from maxhydra.layers.embedding import (
     Embedding,
     Head,
@@ -37,6 +38,9 @@ from maxhydra.layers.vision import VisionSpec
 __all__ = [
     "Attention",
     "AttentionSpec",
+    "AudioClips",
+    "AudioSpec",
+    "AudioTower",
     "AuxOutputs",
     "Cache",
     "CacheSpec",

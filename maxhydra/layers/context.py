@@ -23,8 +23,8 @@ from maxhydra.sharding import LogicalAxes, Sharder
 # Name of the chosen experts: an aux output of a mixture of experts, [B, T, K], and a column of a training batch,
 # [B, T, L, K].
 EXPERTS = "experts"
-# Name of the pixels of images: a column of a training batch.
-IMAGES = "images"
+# Names of the pixels of images, of the log-mel frames of audio clips and of their lengths: columns of a training batch.
+IMAGES, AUDIO, AUDIO_LENGTHS = "images", "audio", "audio_lengths"
 _collects_statistics: ContextVar[bool] = ContextVar("collects_statistics", default=False)
 
 
@@ -41,11 +41,20 @@ def collect_statistics(is_on: bool) -> Iterator[None]:
         _collects_statistics.reset(token)
 
 
+class AudioClips(NamedTuple):
+    """Audio clips of each row, in the order of their placeholders, then padding."""
+
+    frames: Any
+    """[B, clips, frames, bands] log-mel frames."""
+    lengths: Any
+    """[B, clips] frames of each clip, followed by padding; 0 for padding clips."""
+
+
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=[
         *("positions", "segments", "cache", "dropout_key", "rows", "layer_input", "expert_ids", "shared"),
-        *("output_index", "adapters_B", "tokens", "images", "image_groups_BT", "axis_positions", "deepstack"),
+        *("output_index", "adapters_B", "tokens", "images", "image_groups_BT", "axis_positions", "deepstack", "audio"),
         "visible_BTS",
     ],
     meta_fields=["sharder", "is_adapted", "is_fresh", "has_statistics", "records_experts"],
@@ -100,6 +109,8 @@ class Context:
     visible_BTS: jax.Array | None = None
     """[B, T, S] keys that each query may attend to in its segment; S are the tokens of this call, or the slots of
     a dense cache. None: attention is causal."""
+    audio: AudioClips | None = None
+    """Audio clips of each row; read by the decoder, None inside a layer. None: no audio."""
     is_adapted: bool = True
     """Whether the adapter is applied; without it the model gives the outputs of its base."""
     is_fresh: bool = False
@@ -128,8 +139,20 @@ class Context:
             dropout_key=key,
             expert_ids=None if expert_ids is None else jnp.moveaxis(expert_ids, 2, 0),
             images=batch.get(IMAGES),
+            audio=AudioClips(batch[AUDIO], batch[AUDIO_LENGTHS]) if AUDIO in batch else None,
             is_adapted=is_adapted,
             has_statistics=_collects_statistics.get(),
+        )
+
+    def for_encoder(self, rows: int) -> "Context":
+        """The context of an encoder of other media: a separate batch, without cache, dropout and adapters by row."""
+        return Context(
+            positions=jnp.zeros((rows, 1), jnp.int32),
+            segments=None,
+            sharder=self.sharder,
+            cache=None,
+            dropout_key=None,
+            is_adapted=self.is_adapted,
         )
 
     @property

@@ -14,10 +14,11 @@ from flax import nnx
 
 from maxhydra.layers.context import Context
 from maxhydra.layers.embedding import replace_placeholders
+from maxhydra.layers.encoder import Wrap, run_layers
 from maxhydra.layers.image_positions import ImagePlaces
 from maxhydra.layers.norm import LayerNorm
 from maxhydra.layers.params import ParamBuilder
-from maxhydra.layers.vision import Projector, VisionSpec, VisionTower, Wrap, image_context, image_groups
+from maxhydra.layers.vision import Projector, VisionSpec, VisionTower, image_groups
 
 # Segments of patches in attention.
 REAL, PADDING = 1, 2
@@ -42,7 +43,7 @@ class PatchTower(VisionTower):
         assert ctx.images is not None
         spec = self.spec
         B, count, P, size = ctx.images.shape
-        features = self.features(ctx.images.reshape(B * count, P, size), image_context(ctx), wrap)
+        features = self.features(ctx.images.reshape(B * count, P, size), ctx.for_encoder(B * count), wrap)
         sizes_BI2 = jnp.max(ctx.images[..., :2], axis=2).astype(jnp.int32) // spec.block_size
         shared = len(tokens_BT) // B
         is_image_BT = (tokens_BT == spec.placeholder_id) | (tokens_BT == spec.video_id)
@@ -78,10 +79,10 @@ class PatchTower(VisionTower):
         x_IPE = x_IPE if self.pre_norm is None else self.pre_norm(x_IPE)
         outputs, start = [], 0
         for number, layer in enumerate(spec.deepstack):
-            x_IPE = self.run_layers(x_IPE, positions_IP2, ctx, wrap, layers=(start, layer + 1))
+            x_IPE = run_layers(self.layers, x_IPE, positions_IP2, ctx, wrap, layers=(start, layer + 1))
             outputs.append(self.deepstack[str(number)].project(self._pool(x_IPE), ctx))
             start = layer + 1
-        x_IPE = self.run_layers(x_IPE, positions_IP2, ctx, wrap, layers=(start, spec.num_layers))
+        x_IPE = run_layers(self.layers, x_IPE, positions_IP2, ctx, wrap, layers=(start, spec.num_layers))
         return [self.projector.project(self._pool(self.norm(x_IPE)), ctx), *outputs]
 
     def _pool(self, x_IPE: jax.Array) -> jax.Array:

@@ -3,14 +3,12 @@
 The encoder is a vision transformer with learned positions (Dosovitskiy et al., 2021; SigLIP, Zhai et al., 2023), and
 optionally a class token and two-dimensional RoPE. Its layers are stacked and scanned like those of the decoder. I
 images, P patches of an image and its class token, S patches along a side, N tokens of an image, B batch, T tokens, D
-residual stream, E width of the encoder, A attention heads of size H.
+residual stream, E width of the encoder.
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,33 +16,24 @@ import numpy as np
 from flax import nnx
 
 from maxhydra.config.schema import model as config
-from maxhydra.kernels.attention import Request
-from maxhydra.layers.attention import attend
-from maxhydra.layers.context import Context, KernelChoice
+from maxhydra.layers.context import Context
 from maxhydra.layers.embedding import replace_placeholders
-from maxhydra.layers.mlp import Mlp, MlpSpec, apply_activation
+from maxhydra.layers.encoder import EncoderLayer, EncoderSpec, Wrap, encoder_values, run_layers
+from maxhydra.layers.mlp import apply_activation
 from maxhydra.layers.norm import LayerNorm, Norm, RMSNorm
-from maxhydra.layers.params import Dtypes, ParamBuilder
-from maxhydra.layers.rope import rotate_2d
+from maxhydra.layers.params import ParamBuilder
 
 CHANNELS = 3
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class VisionSpec:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionSpec(EncoderSpec):
     """Sizes and options of encoder and projector, resolved from the config."""
 
-    num_layers: int
     patch_size: int
     patch_rows: int
-    emb_dim: int
-    num_heads: int
-    mlp: MlpSpec
-    norm_eps: float
     has_patch_bias: bool
     has_class_token: bool
-    rope_theta: float | None
     has_pre_norm: bool
     pooling: config.Pooling
     has_projector_norm: bool
@@ -62,13 +51,8 @@ class VisionSpec:
     has_axis_positions: bool
     """Whether RoPE of the decoder has positions of time, row and column."""
     is_bidirectional: bool
-    placeholder_id: int
-    out_dim: int
-    init_scale: float
     is_centered: bool
     """Whether the scale of the projector's norm is stored minus one."""
-    kernel: KernelChoice
-    dtypes: Dtypes
 
     @classmethod
     def of(cls, model: config.Model) -> "VisionSpec | None":
@@ -76,25 +60,10 @@ class VisionSpec:
         section = model.vision
         if section.num_layers is None:
             return None
-        assert section.placeholder_id is not None
-        mlp = MlpSpec(
-            emb_dim=section.emb_dim,
-            dim=section.mlp_dim,
-            is_gated=False,
-            activation=section.activation,
-            has_bias=True,
-            init_scale=model.init_scale,
-            out_scale=model.init_scale * (2 * section.num_layers) ** -0.5,
-            dtypes=Dtypes.of(model.dtypes),
-        )
         return cls(
-            num_layers=section.num_layers,
+            **encoder_values(section, model),
             patch_size=section.patch_size,
             patch_rows=section.patch_rows,
-            emb_dim=section.emb_dim,
-            num_heads=section.num_heads,
-            mlp=mlp,
-            norm_eps=section.norm_eps,
             has_patch_bias=section.patch_bias,
             has_class_token=section.class_token,
             rope_theta=section.rope_theta,
@@ -111,12 +80,7 @@ class VisionSpec:
             video_id=section.video_id,
             has_axis_positions=model.has_axis_positions,
             is_bidirectional=section.bidirectional,
-            placeholder_id=section.placeholder_id,
-            out_dim=model.emb_dim,
-            init_scale=model.init_scale,
             is_centered=model.norm is config.Norm.rms_plus_one,
-            kernel=KernelChoice(model.kernels.attention.value, model.kernels.sizes("attention")),
-            dtypes=Dtypes.of(model.dtypes),
         )
 
     @property
@@ -139,43 +103,6 @@ class VisionSpec:
     def block_size(self) -> int:
         """Rows and columns of the patches of a token."""
         return self.patch_rows // self.token_rows
-
-
-class EncoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), over all patches of an image."""
-
-    def __init__(self, spec: VisionSpec, make: ParamBuilder):
-        self.spec = spec
-        E, A = spec.emb_dim, spec.num_heads
-        H, attention = E // A, make.below("attention")
-        inner, axes = partial(attention.projection, has_bias=True), ("embed", "heads", "head_dim")
-        norm = partial(LayerNorm, E, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
-        self.attention_norm, self.mlp_norm = norm(), norm()
-        self.query = inner("query", (E,), (A, H), axes, scale=spec.init_scale)
-        self.key = inner("key", (E,), (A, H), axes, scale=spec.init_scale)
-        self.value = inner("value", (E,), (A, H), axes, scale=spec.init_scale)
-        self.out = inner("out", (A, H), (E,), ("heads", "head_dim", "embed"), scale=spec.mlp.out_scale)
-        self.mlp = Mlp(spec.mlp, make.below("mlp"))
-
-    def __call__(self, x_IPE: jax.Array, positions_IP2: jax.Array, ctx: Context) -> jax.Array:
-        normed_IPE = self.attention_norm(x_IPE)
-        heads = [projection(normed_IPE, ctx) for projection in (self.query, self.key, self.value)]
-        if self.spec.rope_theta is not None:
-            heads[:2] = (rotate_2d(each, positions_IP2, self.spec.rope_theta) for each in heads[:2])
-        heads = [ctx.constrain(each, "act_batch", None, "act_heads", None) for each in heads]
-        request = Request(
-            scale=heads[0].shape[-1] ** -0.5,
-            causal=False,
-            window=None,
-            chunk=None,
-            softcap=None,
-            softmax_dtype=self.spec.dtypes.softmax.name,
-        )
-        q_IPAH, k_IPAH, v_IPAH = heads
-        tokens: dict[str, Any] = {"q_segments_BT": ctx.segments, "kv_segments_BS": ctx.segments}
-        attended_IPAH = attend(q_IPAH, k_IPAH, v_IPAH, request, ctx, kernel=self.spec.kernel, **tokens)
-        x_IPE = x_IPE + self.out(attended_IPAH, ctx)
-        return x_IPE + self.mlp(self.mlp_norm(x_IPE), ctx).out_BTD
 
 
 class Projector(nnx.Module):
@@ -239,7 +166,7 @@ class VisionTower(nnx.Module):
         """
         assert ctx.images is not None
         B, count, *pixels = ctx.images.shape
-        features_IND = self(ctx.images.reshape(B * count, *pixels), image_context(ctx), wrap)
+        features_IND = self(ctx.images.reshape(B * count, *pixels), ctx.for_encoder(B * count), wrap)
         features_BND = features_IND.reshape(B, -1, features_IND.shape[-1])
         features_BND = jnp.repeat(features_BND, len(tokens_BT) // B, axis=0)
         is_image_BT = tokens_BT == self.spec.placeholder_id
@@ -260,22 +187,8 @@ class VisionTower(nnx.Module):
         x_IPE = x_IPE + self.positions[...].astype(x_IPE.dtype)
         x_IPE = x_IPE if self.pre_norm is None else self.pre_norm(x_IPE)
         positions_1P2 = jnp.asarray(_coordinates(spec))
-        x_IPE = self.run_layers(x_IPE, positions_1P2, ctx, wrap, layers=(0, spec.num_layers))
+        x_IPE = run_layers(self.layers, x_IPE, positions_1P2, ctx, wrap)
         return self.projector(self.norm(x_IPE)[:, : S * S], ctx)
-
-    def run_layers(
-        self, x_IPE: jax.Array, positions_IP2: jax.Array, ctx: Context, wrap: Wrap, *, layers: tuple[int, int]
-    ) -> jax.Array:
-        """Run the layers from the first up to, but not including, the second of `layers`."""
-        graphdef, weights = nnx.split(self.layers)
-        if layers != (0, self.spec.num_layers):
-            weights = jax.tree.map(lambda weight: weight[slice(*layers)], weights)
-
-        def run(weights: nnx.State, x_IPE: jax.Array, ctx: Context) -> jax.Array:
-            return nnx.merge(graphdef, weights)(x_IPE, positions_IP2, ctx)
-
-        wrapped = wrap(run)
-        return jax.lax.scan(lambda x_IPE, layer: (wrapped(layer, x_IPE, ctx), None), x_IPE, weights)[0]
 
 
 def _coordinates(spec: VisionSpec) -> np.ndarray:
@@ -288,17 +201,3 @@ def image_groups(is_image_BT: jax.Array) -> jax.Array:
     """[B, T] number of the run of placeholders that a token is part of; 0 for other tokens."""
     before_BT = jnp.pad(is_image_BT, ((0, 0), (1, 0)))[:, :-1]
     return jnp.where(is_image_BT, jnp.cumsum(is_image_BT & ~before_BT, axis=1), 0)
-
-
-def image_context(ctx: Context) -> Context:
-    """The context of the encoder: images are a separate batch, without a cache, dropout and adapters by row."""
-    assert ctx.images is not None
-    B, count = ctx.images.shape[:2]
-    return Context(
-        positions=jnp.zeros((B * count, 1), jnp.int32),
-        segments=None,
-        sharder=ctx.sharder,
-        cache=None,
-        dropout_key=None,
-        is_adapted=ctx.is_adapted,
-    )

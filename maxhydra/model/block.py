@@ -355,3 +355,12 @@ def _with_fused_attention(policy: Callable[..., Any]) -> Callable[..., Any]:
         return is_attention or policy(primitive, *args, **params)
 
     return is_saveable
+
+
+def is_cast(weight: nnx.Variable) -> bool:
+    """Whether a weight is used in the compute dtype.
+
+    Vectors (norms), matrices marked as wide (routers) and quantized weights are used in the dtype they are stored in.
+    """
+    layer_axes = [name for name in weight.get_metadata("axes") if name != "layers"]
+    return isinstance(weight, nnx.Param) and len(layer_axes) > 1 and not weight.get_metadata("is_wide", False)

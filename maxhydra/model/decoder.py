@@ -19,6 +19,8 @@ from flax import nnx
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import (
+    AudioSpec,
+    AudioTower,
     Cache,
     CacheSpec,
     Context,
@@ -42,9 +44,9 @@ from maxhydra.layers import (
 from maxhydra.layers.hyper_connections import HyperSpec, expand_streams, sum_streams
 from maxhydra.layers.patch_tower import build_vision_tower
 from maxhydra.layers.weight_sampler import Sizes
-from maxhydra.model.block import Block, BlockSpec, Mtp, Remat
+from maxhydra.model.block import Block, BlockSpec, Mtp, Remat, is_cast
 from maxhydra.model.fused_block import NormHandoff, block_class, embed_with_norm
-from maxhydra.model.pattern import Pattern, Repetitions, StackOutput, cache_view, merge_view
+from maxhydra.model.pattern import Pattern, Repetitions, StackOutput, by_layer, cache_view, merge_view
 from maxhydra.model.pipeline import check_stages, run_pipeline, shard_over_embed
 from maxhydra.sharding import Sharder
 
@@ -70,6 +72,7 @@ class DecoderSpec:
     per_layer: PerLayerSpec | None
     hyper: HyperSpec | None
     vision: VisionSpec | None
+    audio: AudioSpec | None
     is_tied: bool
     has_score: bool
     """Whether the head is that of a reward model."""
@@ -103,6 +106,7 @@ class DecoderSpec:
             per_layer=PerLayerSpec.of(model),
             hyper=HyperSpec.of(model),
             vision=VisionSpec.of(model),
+            audio=AudioSpec.of(model),
             is_tied=model.head is config.Head.tied,
             has_score=model.head is config.Head.score,
             norm=NormSpec.of(model),
@@ -174,6 +178,7 @@ class Decoder(nnx.Module):
         self.score = ScoreHead(spec.vocabulary, make) if spec.has_score else None
         scale = spec.vocabulary.init_scale
         self.vision = build_vision_tower(spec.vision, make.below("vision"))
+        self.audio = None if spec.audio is None else AudioTower(spec.audio, make.below("audio"))
         self.mtp = _numbered([Mtp(block, make.below("mtp"), scale=scale) for block in spec.mtp])
 
     def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep_layers: bool, mtp_hidden: bool) -> ModelOutput:
@@ -205,15 +210,20 @@ class Decoder(nnx.Module):
         return _numbered([block_class(spec, self.spec.matmul_spec)(spec, make.below(spec.name)) for spec in specs])
 
     def _embed(self, tokens_BT: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array | None, Context]:
-        """Embeddings of tokens and images, the first layer's norm of them if fused, and the context of the layers."""
-        if ctx.images is None:
+        """Embeddings of tokens and media, the first layer's norm of them if fused, and the context of the layers."""
+        if ctx.images is None and ctx.audio is None:
             if (fused := embed_with_norm(self.embedding, tokens_BT, _in_order(self.prefix), ctx)) is not None:
                 return *fused, ctx
             x_BTD = self.embedding(tokens_BT, ctx.positions, ctx)
         else:
-            assert self.vision is not None
+            x_BTD = self.embedding(tokens_BT, ctx.positions, ctx)
             wrap = functools.partial(self.spec.remat.wrap, in_loop=True)
-            x_BTD, ctx = self.vision.embed(self.embedding(tokens_BT, ctx.positions, ctx), tokens_BT, ctx, wrap)
+            if ctx.images is not None:
+                assert self.vision is not None
+                x_BTD, ctx = self.vision.embed(x_BTD, tokens_BT, ctx, wrap)
+            if ctx.audio is not None:
+                assert self.audio is not None
+                x_BTD, ctx = self.audio.embed(x_BTD, tokens_BT, ctx, wrap)
         return ctx.constrain_stream(expand_streams(x_BTD, self.spec.hyper)), None, ctx
 
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
@@ -250,7 +260,7 @@ class Decoder(nnx.Module):
     def cast_weights(self) -> set[tuple[str, ...]]:
         """Paths of the weights that blocks use in the compute dtype."""
         weights = ((path, weight) for path, weight in nnx.to_flat_state(nnx.state(self)) if path[0] in BLOCKS)
-        return {path for path, weight in weights if _is_cast(weight)}
+        return {path for path, weight in weights if is_cast(weight)}
 
     def _map_blocks(self, function: Callable[[Block, int], Any]) -> dict[str, list[Any]]:
         """Apply a function to every block and its number of layers."""
@@ -291,7 +301,7 @@ class Decoder(nnx.Module):
             new_caches.append(merge_view(cache, out.cache))
             layer_outputs.append(x_BTD)
             aux.append(out.aux)
-        return StackOutput(x_BTD, new_caches, layer_outputs, _by_layer(aux), ctx)
+        return StackOutput(x_BTD, new_caches, layer_outputs, by_layer(aux), ctx)
 
     def _run_function(self, graphdef: Any, method: Callable[..., Any], *, is_cached: bool) -> Callable[..., Any]:
         """A block outside of the scan as a function; equal blocks of a forward pass with a cache are traced once."""
@@ -315,7 +325,7 @@ class Decoder(nnx.Module):
             x_BTD = out.x_BTD
             outputs.append(x_BTD)
             aux.append(out.aux)
-        return StackOutput(x_BTD, [], outputs, _by_layer(aux), ctx)
+        return StackOutput(x_BTD, [], outputs, by_layer(aux), ctx)
 
     def _split(self, block: Block) -> tuple[Any, nnx.State]:
         """The graph definition of a block, and its weights, with matrices in the compute dtype.
@@ -326,7 +336,7 @@ class Decoder(nnx.Module):
         graphdef, weights = nnx.split(block)
 
         def cast(weight: nnx.Variable) -> nnx.Variable:
-            return weight.replace(weight[...].astype(self.spec.dtypes.compute)) if _is_cast(weight) else weight
+            return weight.replace(weight[...].astype(self.spec.dtypes.compute)) if is_cast(weight) else weight
 
         return graphdef, jax.tree.map(cast, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
@@ -350,7 +360,7 @@ class Decoder(nnx.Module):
         else:
             out = pattern.scan(x_BTD, ctx, caches, repetitions)
         layer_outputs = [outputs[index] for index in range(spec.repetitions) for outputs in out.layer_outputs]
-        return StackOutput(out.x_BTD, out.caches, layer_outputs, _by_layer(out.aux), ctx)
+        return StackOutput(out.x_BTD, out.caches, layer_outputs, by_layer(out.aux), ctx)
 
     def _pattern_inputs(self, ctx: Context) -> Any:
         """Layer inputs of the pattern's layers, [repetitions, positions, B, T, ...]."""
@@ -360,20 +370,6 @@ class Decoder(nnx.Module):
             return x[first : first + repetitions * positions].reshape(repetitions, positions, *x.shape[1:])
 
         return jax.tree.map(stack, ctx.layer_inputs)
-
-
-def _is_cast(weight: nnx.Variable) -> bool:
-    """Whether a weight is used in the compute dtype.
-
-    Vectors (norms), matrices marked as wide (routers) and quantized weights are used in the dtype they are stored in.
-    """
-    layer_axes = [name for name in weight.get_metadata("axes") if name != "layers"]
-    return isinstance(weight, nnx.Param) and len(layer_axes) > 1 and not weight.get_metadata("is_wide", False)
-
-
-def _by_layer(aux: list[Any]) -> dict[str, Any]:
-    """Aux outputs under the layer's key in the parameter tree; only layers that have any."""
-    return {str(index): outputs for index, outputs in enumerate(aux) if outputs}
 
 
 def _as_function(graphdef: Any, method: Callable[..., Any] = operator.call) -> Callable[..., Any]:

@@ -202,4 +202,4 @@ def _low_rank_update(a: jax.Array, b: jax.Array, *, stacked: bool) -> jax.Array:
 
 
 def _is_stacked(keys: tuple[str, ...]) -> bool:
-    return keys[0] == "pattern" or keys[:2] == ("vision", "layers")
+    return keys[0] == "pattern" or keys[:2] in (("vision", "layers"), ("audio", "layers"))

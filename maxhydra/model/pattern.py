@@ -89,3 +89,8 @@ def cache_view(cache: Cache | None, index: jax.Array | int) -> Any:
 def merge_view(cache: Cache | None, view: Any) -> Cache | None:
     """The cache with one layer's part updated; None without a cache."""
     return None if cache is None else cache.with_layer(view)
+
+
+def by_layer(aux: list[Any]) -> dict[str, Any]:
+    """Aux outputs under the layer's key in the parameter tree; only layers that have any."""
+    return {str(index): outputs for index, outputs in enumerate(aux) if outputs}

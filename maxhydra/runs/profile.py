@@ -32,7 +32,7 @@ _CONTROL = {"while", "body", "cond", "closed_call", "checkpoint", "rematted_comp
 # Named scopes of the model and the training step.
 SCOPES = {
     *("embedding", "per_layer", "norm", "attention", "mla", "indexer", "delta", "convolution", "mlp", "moe", "router"),
-    *("ssm", "loss", "logprobs", "update", "vision", "engram", "hyper_connection"),
+    *("ssm", "loss", "logprobs", "update", "vision", "audio", "engram", "hyper_connection"),
 }
 Event = dict[str, Any]
 Interval = tuple[float, float]

@@ -1,9 +1,10 @@
 """task=decode: completions of one prompt or a file of prompts, or a chat at the terminal."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.tasks.inference import DecodeTask
@@ -32,20 +33,22 @@ def run(job: Job) -> Outcome:
         raise ConfigError(Problem("task.prompt", reason, value=None, hint=hint))
     prompts = open_prompts(config)
     # Raises early if a chat template is required and missing.
-    if not is_chat(task, prompts) and task.images:
-        reason, hint = "requires a chat template, and the tokenizer has none", "set data.tokenizer.chat_template"
-        raise ConfigError(Problem("task.images", reason, value=task.images, hint=hint))
-    _read_images(task, prompts)
+    has_template = is_chat(task, prompts)
+    for name, read in {"images": prompts.read_images, "audios": prompts.read_audio}.items():
+        _check_media(f"task.{name}", getattr(task, name), read, has_template=has_template)
     outcome = _complete(job, task, prompts) if is_main() else _follow(config, task, prompts)
     return Outcome(*broadcast([outcome.status, outcome.reason]))
 
 
-def _read_images(task: DecodeTask, prompts: PromptEncoder) -> None:
-    """Raise ConfigError for images that cannot be read, before weights are loaded."""
+def _check_media(key: str, files: list[str], read: Callable[[list[str]], Any], *, has_template: bool) -> None:
+    """Raise ConfigError for files that cannot be read, before weights are loaded."""
+    if files and not has_template:
+        reason, hint = "requires a chat template, and the tokenizer has none", "set data.tokenizer.chat_template"
+        raise ConfigError(Problem(key, reason, value=files, hint=hint))
     try:
-        prompts.read_images(task.images)
+        read(files)
     except PromptError as error:
-        raise ConfigError(Problem("task.images", str(error), value=task.images)) from None
+        raise ConfigError(Problem(key, str(error), value=files)) from None
 
 
 def _follow(config: Config, task: DecodeTask, prompts: PromptEncoder) -> Outcome:

@@ -5,7 +5,7 @@ import re
 import numpy as np
 
 from maxhydra.config import Config
-from maxhydra.config.schema.data import IMAGE_TYPES
+from maxhydra.config.schema.data import AUDIO_TYPES, IMAGE_TYPES
 from maxhydra.layers.params import depth_ratio, width_ratio
 from maxhydra.model import split_trainable
 from maxhydra.model.lora import ADAPTER, CONSTANT, UNDECAYED
@@ -20,11 +20,13 @@ LAST = re.compile(r"/(attention/out|mlp/down)/")
 def path_rules(config: Config, decoder: ModelDef) -> PathRules:
     """The rules of a config. Layers that the loss does not use are not decayed, so that they do not change."""
     ratio = config.adapter.b_rate_ratio
-    has_images = any(corpus.record_type in IMAGE_TYPES for corpus in config.data.corpora().values())
+    types = {corpus.record_type for corpus in config.data.corpora().values()}
+    unused = {"^mtp/": not config.task.trains_mtp, "^vision/": types.isdisjoint(IMAGE_TYPES)}
+    unused["^audio/"] = types.isdisjoint(AUDIO_TYPES)
     rates, transferred = _layer_rates(config, decoder), _transfer_rates(config, decoder)
     return PathRules(
         constant=CONSTANT,
-        undecayed=[*UNDECAYED, *([] if config.task.trains_mtp else ["^mtp/"]), *([] if has_images else ["^vision/"])],
+        undecayed=[*UNDECAYED, *(path for path, is_unused in unused.items() if is_unused)],
         rate_ratios={} if ratio == 1 else {f"/{ADAPTER}/b$": ratio},
         rates_by_path={path: rates.get(path, 1.0) * transferred.get(path, 1.0) for path in {**rates, **transferred}},
         # Learning rate times weight decay is the same for all sizes.

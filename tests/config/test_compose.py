@@ -45,6 +45,7 @@ def by_hydra(overrides: list[str]) -> Config:
 NEEDS = {
     ("data", "grain"): ["data.path=."],
     ("data", "shapes"): ["model=micro-vision"],
+    ("data", "tones"): ["model=micro-audio"],
     ("data", "hf"): ["data.name=someone/dataset"],
     ("data", "mixture"): ["+data.sources={one: {source: demo}}"],
     ("data", "olmo"): ["data.path=pyproject.toml"],
@@ -52,6 +53,7 @@ NEEDS = {
     ("data", "reasoning_gym"): ["data.name=chain_sum"],
     ("model", "from_hf"): [f"model.path={Path(__file__).parents[1] / 'parity' / 'golden' / 'llama'}"],
     ("model", "from_hf_vision"): [f"model.path={Path(__file__).parent / 'gemma3_vision'}"],
+    ("model", "from_hf_audio"): [f"model.path={Path(__file__).parent / 'omni_audio'}"],
     ("environment", "openenv"): ["environment.url=http://localhost:8000"],
     ("environment", "verifiers"): ["environment.function=math:sqrt"],
     ("optimizer/schedule", "wsd_s"): ["optimizer.schedule.restarts=[150]", "optimizer.schedule.decay_steps=50"],

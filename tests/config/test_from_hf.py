@@ -12,7 +12,7 @@ import pytest
 import maxhydra.convert  # noqa: F401  registers model=from_hf
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import Composer, compose
-from maxhydra.config.schema.model import Vision
+from maxhydra.config.schema.model import Audio, Vision
 from maxhydra.config.serialize import from_yaml, to_yaml
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
@@ -38,6 +38,15 @@ def test_images_of_a_multimodal_folder_are_an_option_of_their_own() -> None:
     assert (vision.vision.num_layers, vision.vision.projector.tokens, vision.vision.placeholder_id) == (2, 9, 62)
     text = error_message("model=from_hf_vision", f"model.path={GOLDEN / 'llama'}")
     assert "has no image encoder of a supported kind" in text and "choose model=from_hf" in text
+
+
+def test_audio_of_a_multimodal_folder_is_an_option_of_its_own() -> None:
+    folder = Path(__file__).parent / "omni_audio"
+    audio = compose(["model=from_hf_audio", f"model.path={folder}", SHORT]).config.model
+    assert composed(folder, SHORT).model == dataclasses.replace(audio, audio=Audio())
+    assert (audio.audio.num_layers, audio.audio.window_chunks, audio.audio.placeholder_id) == (2, 2, 62)
+    text = error_message("model=from_hf_audio", f"model.path={GOLDEN / 'llama'}")
+    assert "has no audio encoder of a supported kind" in text and "choose model=from_hf" in text
 
 
 def test_the_folder_defines_the_model_and_the_command_line_overrides_it() -> None:

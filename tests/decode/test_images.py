@@ -182,7 +182,7 @@ def test_bad_image_urls(tmp_path) -> None:
     for url in ("https://example.com/a.png", "file:///etc/passwd", "/etc/passwd", "data:text/html;base64,AA"):
         with pytest.raises(HttpError, match="URLs are not fetched"):
             parse_images(chat(url))
-    with pytest.raises(HttpError, match="text or image_url"):
+    with pytest.raises(HttpError, match="text, image_url"):
         parse_messages(chat(7))
     prompts = PromptEncoder(compose(["data.tokenizer.chat_template=lines"]).config.data, vocab_size=320, vision=VISION)
     for value, reason in (

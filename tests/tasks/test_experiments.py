@@ -60,6 +60,7 @@ INSTEAD["calculator_sft"] = ["model.context_length=128", "train.seq_len=112", "t
 INSTEAD["calculator_grpo"] = INSTEAD["calculator_sft"]
 # Images take more tokens than the sequences of the others have.
 INSTEAD["shapes_sft"] = ["train.seq_len=48"]
+INSTEAD["tones_sft"] = ["train.seq_len=32"]
 # A run of another experiment that one begins with.
 BEFORE = re.compile(r"(?:\$\{run\.outputs\}|=outputs)/([\w.-]+)")
 

@@ -10,8 +10,9 @@ from fnmatch import fnmatch
 
 from maxhydra.config.declare import MAX_PARAMETERS, Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
+from maxhydra.config.schema.audio import Audio
 from maxhydra.config.schema.checkpoint import Checkpoint
-from maxhydra.config.schema.data import CHAT_TYPES, IMAGE_TYPES, Data, PackingMethod
+from maxhydra.config.schema.data import AUDIO_TYPES, CHAT_TYPES, IMAGE_TYPES, Data, PackingMethod
 from maxhydra.config.schema.hardware import Hardware, Mesh
 from maxhydra.config.schema.health import Alerts, Profile, Statistics, Watchdog
 from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, MlpKind, Model, Norms, Positions
@@ -30,6 +31,7 @@ from maxhydra.config.schema.run import (
     Tracker,
     Train,
 )
+from maxhydra.config.schema.vision import Vision
 from maxhydra.record.storage import is_remote
 
 # Tasks whose batches do not depend on the weights, so that each replica can train on its own rows of them.
@@ -54,16 +56,16 @@ def parameter_estimate(model: Model) -> int:
         (1 + (model.head is Head.separate)) * model.vocab_size * model.emb_dim
         + (model.embedding.positions is Positions.learned) * model.context_length * model.emb_dim
         + (model.per_layer.dim or 0) * model.num_layers * model.vocab_size
-        + _vision_estimate(model)
+        + _encoder_estimate(model.vision, model.emb_dim)
+        + _encoder_estimate(model.audio, model.emb_dim)
         + sum(count * _kind_estimate(model, model.kinds[name]) for name, count in Counter(model.layer_kinds()).items())
     )
 
 
-def _vision_estimate(model: Model) -> int:
-    """Estimated weights of the image encoder."""
-    vision = model.vision
-    layer = vision.emb_dim * (4 * vision.emb_dim + 2 * vision.mlp_dim)
-    return (vision.num_layers or 0) * layer + (vision.num_layers is not None) * vision.emb_dim * model.emb_dim
+def _encoder_estimate(encoder: Vision | Audio, width: int) -> int:
+    """Estimated weights of an image or audio encoder."""
+    layer = encoder.emb_dim * (4 * encoder.emb_dim + 2 * encoder.mlp_dim)
+    return (encoder.num_layers or 0) * layer + (encoder.num_layers is not None) * encoder.emb_dim * width
 
 
 def _kind_estimate(model: Model, kind: Kind) -> int:
@@ -155,7 +157,7 @@ class Config(Schema):
         yield from self._benchmark_problems()
         yield from self._storage_problems()
         yield from self._statistics_problems()
-        yield from self._image_problems()
+        yield from self._media_problems()
         yield from diffusion_problems(self.model, task=self.task, train=self.train, mesh=self.mesh)
         is_score, name = self.model.head is Head.score, self.task.name
         if is_score and name not in SCORE_TASKS:
@@ -287,29 +289,30 @@ class Config(Schema):
                 reason = "is not supported with train.evals, which decodes on the mesh"
                 yield Problem(path, reason, value=size, accepted="1, or train.evals.tasks=[]")
 
-    def _image_problems(self) -> Iterator[Problem]:
-        """Data with images needs a model, a task and a mesh that take them."""
-        types = {corpus.record_type for corpus in self.data.corpora().values()} & {*IMAGE_TYPES}
+    def _media_problems(self) -> Iterator[Problem]:
+        """Data with images or audio needs a model, a task and a mesh that take them."""
+        types = {corpus.record_type for corpus in self.data.corpora().values()} & {*IMAGE_TYPES, *AUDIO_TYPES}
         if not types or self.task.name not in (*TRAINING_TASKS, *DESCRIBING_TASKS):
             return
-        name = types.pop()
-        if self.model.vision.num_layers is None:
-            reason, hint = "needs a model that takes images", "choose one with model.vision, such as model=micro-vision"
-            yield Problem("data.record_type", reason, value=name, hint=hint)
+        name = min(types)
+        media, encoder = ("images", "vision") if name in IMAGE_TYPES else ("audio", "audio")
+        if getattr(self.model, encoder).num_layers is None:
+            hint = f"choose one with model.{encoder}, such as model=micro-{encoder}"
+            yield Problem("data.record_type", f"needs a model that takes {media}", value=name, hint=hint)
         tasks = NEXT_TOKEN_TASKS if name in CHAT_TYPES else ("dpo",)
         if self.task.name not in (*tasks, *DESCRIBING_TASKS):
             reason = f"is not supported by task={self.task.name}"
             yield Problem("data.record_type", reason, value=name, accepted=f"task={', '.join(tasks)}")
         methods = [PackingMethod.auto, PackingMethod.none]
-        methods += [PackingMethod.first_fit, PackingMethod.best_fit] if name in CHAT_TYPES else []
+        methods += [PackingMethod.first_fit, PackingMethod.best_fit] if name == "image_chat" else []
         if (method := self.data.packing.method) not in methods:
             reason, accepted = f"is not supported by data.record_type={name}", ", ".join(each.value for each in methods)
             yield Problem("data.packing.method", reason, value=method.value, accepted=accepted)
         for path in ("mesh.stage", "mesh.sequence", "mesh.dcn.stage", "mesh.dcn.sequence"):
             section = self.mesh.dcn if "dcn" in path else self.mesh
             if (size := getattr(section, path.rpartition(".")[2])) != 1:
-                reason = "is not supported with images, which are not split along layers or sequences"
-                yield Problem(path, reason, value=size, accepted="1, or data without images")
+                reason = f"is not supported with {media}, which are not split along layers or sequences"
+                yield Problem(path, reason, value=size, accepted=f"1, or data without {media}")
 
     def _profile_problems(self) -> Iterator[Problem]:
         """Training steps and engines are profiled; tasks that plan or compile a training run accept its config."""

@@ -60,7 +60,7 @@ NAMED = {"tfds": BUILDER, "c4_mlperf": BUILDER, "reasoning_gym": "a task, such a
 
 # Sources that read files, and sources that need neither files nor a name.
 FILES = ("text", "grain", "olmo")
-UNNAMED = ("demo", "synthetic", "arithmetic", "shapes", "mixture")
+UNNAMED = ("demo", "synthetic", "arithmetic", "shapes", "tones", "mixture")
 
 # Sources that do not use a field which names data. Ignoring it would silently train or evaluate on other data.
 UNUSED = {
@@ -83,6 +83,7 @@ ROLES = {
     "tokens": ("tokens",),
     "chat": ("messages", "tools"),
     "image_chat": ("messages", "images"),
+    "audio_chat": ("messages", "audios"),
     "preference": ("prompt", "chosen", "rejected", "margin"),
     "image_preference": ("prompt", "chosen", "rejected", "margin", "images"),
     "labeled": ("prompt", "completion", "label"),
@@ -91,9 +92,9 @@ ROLES = {
     "teacher": ("tokens", "teacher_ids", "teacher_logits"),
 }
 
-# Record types whose rows have images, and those that are conversations.
-IMAGE_TYPES = ("image_chat", "image_preference")
-CHAT_TYPES = ("chat", "image_chat")
+# Record types whose rows have images, those whose rows have audio, and those that are conversations.
+IMAGE_TYPES, AUDIO_TYPES = ("image_chat", "image_preference"), ("audio_chat",)
+CHAT_TYPES = ("chat", "image_chat", "audio_chat")
 
 
 class FileFormat(Enum):
@@ -112,7 +113,7 @@ class Corpus(Schema):
     """demo: plays of Shakespeare, included in the package; text: your own UTF-8 files; grain: files of records; hf:
     Hugging Face datasets; tfds: TensorFlow Datasets builds; c4_mlperf: C4 as MLPerf uses it; olmo: token shards
     with an index; arithmetic: generated problems with answers; reasoning_gym: generated problems of its tasks;
-    shapes: generated images with questions; synthetic: random tokens; mixture: several of these;
+    shapes, tones: generated images or tones with questions; synthetic: random tokens; mixture: several of these;
     package.module:function: a source of yours, called as function(corpus, data, spec) with its options."""
     options: Options = section(Options)
     path: str | None = None
@@ -149,13 +150,13 @@ class Corpus(Schema):
     """arithmetic: a subset of + - *."""
     problems: int | None = option(None, ge=2)
     """arithmetic: problems to train on; null: all except the held-out ones. reasoning_gym: problems to generate, of
-    which eval_fraction is held out; null: 100,000. shapes: images to generate, likewise; null: 20,000."""
+    which eval_fraction is held out; null: 100,000. shapes, tones: examples to generate, likewise; null: 20,000."""
     eval_fraction: float = option(0.05, gt=0, lt=1)
     """Fraction at the end that is held out for evaluation, if no eval files or split are given."""
     record_type: str = option("text", one_of="maxhydra.data.record_types")
-    """Content of a record: text; tokens; chat (messages, loss on the assistant's turns); image_chat
-    (messages with images); preference (chosen, rejected); image_preference (the same with images);
-    labeled (prompt, completion, label); prompts (prompt, answer); teacher (tokens with a teacher's top logits)."""
+    """Content of a record: text; tokens; chat (messages, loss on the assistant's turns); image_chat and audio_chat
+    (messages with images or audio); preference (chosen, rejected); image_preference (the same with images); labeled
+    (prompt, completion, label); prompts (prompt, answer); teacher (tokens with a teacher's top logits)."""
     columns: dict[str, str] = option({})
     """Column names that differ from the role, such as text: content."""
     formatting: str | None = option(None, plug_in=PlugInUse.worker)
@@ -285,6 +286,10 @@ class Data(Corpus):
     on it, mask keeps it without loss, drop removes it."""
     max_images: int = option(1, ge=1, le=1024)
     """Record types with images: most images of a sequence, packed or not; records with more are invalid."""
+    max_clips: int = option(1, ge=1, le=1024)
+    """record_type=audio_chat: audio clips of a sequence, as data.max_images."""
+    max_seconds: float = option(30.0, gt=0, le=3600)
+    """record_type=audio_chat: length of a clip; shorter ones are padded, records with longer ones are invalid."""
     shuffle: bool = True
     """Shuffle records in a new order each epoch, seeded by run.data_seed or run.seed; false keeps their order."""
     streams: int | None = option(None, ge=1)

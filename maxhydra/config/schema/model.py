@@ -31,7 +31,9 @@ from maxhydra.config.schema.attention import (
     Temperature,
     ValueSource,
 )
+from maxhydra.config.schema.audio import Audio
 from maxhydra.config.schema.diffusion import Diffusion
+from maxhydra.config.schema.encoders import encoder_problems
 from maxhydra.config.schema.feed_forward import (
     Activation,
     Dispatch,
@@ -67,6 +69,7 @@ __all__ = [
     "Attention",
     "AttentionBackend",
     "AttentionBias",
+    "Audio",
     "Convolution",
     "Delta",
     "DeltaBackend",
@@ -212,6 +215,7 @@ class Model(Schema):
     expert_parallel: ExpertParallel = section(ExpertParallel)
     kernels: ModelKernels = section(ModelKernels)
     vision: Vision = section(Vision)
+    audio: Audio = section(Audio)
     path: str | None = None
     """model=from_hf: Hugging Face folder, or repository ORG/NAME[@REVISION] on the hub, whose config.json defines the
     model. Weights and tokenizer are loaded from it, unless checkpoint.load_parameters or data.tokenizer is set."""
@@ -281,7 +285,7 @@ class Model(Schema):
         if self.embedding.positions is Positions.sinusoidal and self.emb_dim % 2:
             reason = "is odd, but sinusoidal positions are pairs of sine and cosine"
             yield Problem("emb_dim", reason, value=self.emb_dim, accepted="an even number")
-        yield from self._check_vision()
+        yield from self._check_encoders()
         if not self.pattern and len(self.prefix) != self.num_layers:
             yield Problem(
                 "pattern",
@@ -332,31 +336,15 @@ class Model(Schema):
                 reason = "bounds the attention logits and undoes qk_clip"
                 yield Problem(f"kinds.{name}.attention.qk_norm", reason, value=norm.value, accepted="none")
 
-    def _check_vision(self) -> Iterator[Problem]:
-        """Placeholders are tokens of the vocabulary, and mechanisms that look up tokens again see no images."""
-        if self.vision.num_layers is None:
-            return
-        for name, value in self.vision.token_ids.items():
-            if value is not None and value >= self.vocab_size:
-                reason = f"is not in the vocabulary of {self.vocab_size} tokens"
-                yield Problem(f"vision.{name}", reason, value=value, accepted=f"0 to {self.vocab_size - 1}")
+    def _check_encoders(self) -> Iterator[Problem]:
         kinds = {name: self.kinds[name] for name in {*self.prefix, *self.pattern} if name in self.kinds}
-        for name, kind in kinds.items() if self.vision.bidirectional else ():
-            if kind.mixer is not Mixer.attention or kind.attention.chunk is not None:
-                reason = f"requires mixer=attention without chunks, which model.kinds.{name} does not have"
-                yield Problem("vision.bidirectional", reason, value=True, accepted="false")
         conflicts = {"per_layer.dim": self.per_layer.dim is not None, "mtp.depth": self.mtp.depth > 0}
         if len(layers := self.vision.deepstack) > len(self.prefix) or len(layers) >= self.num_layers:
             reason = f"needs as many layers in model.prefix, which has {len(self.prefix)}"
             yield Problem("vision.deepstack", reason, value=layers, hint="move the first layers to model.prefix")
         conflicts["hyper_connections.streams"] = bool(layers) and self.hyper_connections.streams > 1
-        for name, kind in kinds.items():
-            conflicts[f"kinds.{name}.attention.moba"] = kind.attention.moba.block_size is not None
-            conflicts[f"kinds.{name}.engram"] = bool(kind.engram.vocab_sizes)
-        for name, is_used in conflicts.items():
-            if is_used:
-                reason = f"is not supported together with model.{name}"
-                yield Problem("vision.num_layers", reason, value=self.vision.num_layers, accepted="null")
+        encoders = self.vision, self.audio
+        yield from encoder_problems(*encoders, vocab_size=self.vocab_size, kinds=kinds, conflicts=conflicts)
 
     def _check_shared(self) -> Iterator[Problem]:
         """Shared keys and values must come from a kind in the prefix with the same KV heads."""

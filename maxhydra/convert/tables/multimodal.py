@@ -1,6 +1,7 @@
 """Multimodal checkpoints of families whose text decoder has a table.
 
-Images are supported where the table has a `Vision`; of the other modalities nothing is loaded.
+Images are supported where the table has a `Vision`, audio where it has an `Audio`; of the other modalities nothing is
+loaded.
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ from functools import reduce
 from typing import Any
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert import llama4_vision, qwen_vision, siglip
+from maxhydra.convert import audio_encoder, llama4_vision, qwen_vision, siglip
 from maxhydra.convert.name_table import Settings, Table, Weight
 from maxhydra.convert.tables import gemma, gemma4, llama4, mistral, qwen, qwen3_next
 
@@ -35,6 +36,18 @@ class Vision:
     """Inverse of `change_decoder`, from and to the contents of config.json."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Audio:
+    """Audio encoder and projector of a multimodal family."""
+
+    layer: tuple[Weight, ...]
+    non_layer: tuple[Weight, ...]
+    to_values: Callable[[Settings], dict[str, Any]]
+    """Converts the section around the text settings to the values of our `model.audio` section."""
+    to_settings: Callable[[config.Model], Settings]
+    """Inverse of `to_values`."""
+
+
 def text_decoder(
     table: Table,
     *,
@@ -45,36 +58,41 @@ def text_decoder(
     prefix: str,
     ignored: tuple[str, ...],
     vision: Vision | None = None,
+    audio: Audio | None = None,
+    text_type: str | None = None,
 ) -> Table:
     """Return the table of a multimodal model, from that of its text decoder.
 
-    Without `vision` it is import-only, since the other modalities would be missing from an export.
+    Without `vision` and `audio` it is import-only, since the other modalities would be missing from an export.
 
     config_keys: path of the text settings in config.json.
     body: replaces BODY in tensor names. prefix: precedes all other tensor names.
-    ignored: patterns of tensors of the other modalities.
+    ignored: patterns of tensors of the other modalities. text_type: `model_type` of the text settings, if it is not
+    that of the text decoder's own files.
     """
 
     def to_model(settings: Settings) -> dict[str, Any]:
-        text_settings = reduce(lambda section, key: section[key], config_keys, settings)
+        owner = reduce(lambda section, key: section[key], config_keys[:-1], settings)
         tied = {key: settings[key] for key in ("tie_word_embeddings",) if key in settings}
-        has_vision = settings.get("vision_config") is not None
-        values = table.to_model({**tied, **text_settings})
-        if vision is None or not has_vision:
-            return values
-        return vision.change_decoder({**values, "vision": vision.to_values(settings)}, settings)
+        values = table.to_model({**tied, **owner[config_keys[-1]]})
+        encoders = _encoder_values(owner, vision, audio)
+        values = {**values, **encoders}
+        return vision.change_decoder(values, settings) if vision is not None and "vision" in encoders else values
 
     def rename(name: str) -> str:
         return body + name.removeprefix(BODY) if name.startswith(BODY) else prefix + name
 
     def to_settings(model: config.Model) -> Settings | None:
         text_settings = table.to_settings(model)
-        if vision is None or model.vision.num_layers is None or text_settings is None:
+        encoder_settings = _encoder_settings(model, vision, audio)
+        if text_settings is None or len(config_keys) > 1 or not encoder_settings:
             return None
-        (text_key,) = config_keys
         tied = {"tie_word_embeddings": model.head is config.Head.tied}
-        settings = {text_key: {"model_type": table.model_type, **text_settings}, **vision.to_settings(model.vision)}
-        return vision.change_settings({"model_type": model_type, **tied, **settings}, model)
+        text_settings = {"model_type": text_type or table.model_type, **text_settings}
+        settings = {**tied, config_keys[0]: text_settings, **encoder_settings}
+        if vision is None or model.vision.num_layers is None:
+            return settings
+        return vision.change_settings({"model_type": model_type, **settings}, model)
 
     def rename_rows(rows: tuple[Weight, ...]) -> tuple[Weight, ...]:
         return tuple(dataclasses.replace(row, hf=rename(row.hf), gguf="") for row in rows)
@@ -82,13 +100,38 @@ def text_decoder(
     return Table(
         hf_types={model_type: architecture},
         layer=rename_rows(table.layer),
-        non_layer=rename_rows(table.non_layer) + (vision.non_layer if vision else ()),
+        non_layer=(
+            *rename_rows(table.non_layer),
+            *(vision.non_layer if vision else ()),
+            *(audio.non_layer if audio else ()),
+        ),
         to_model=to_model,
         to_settings=to_settings,
         ignored=(*ignored, *map(rename, table.ignored)),
         vision_layer=vision.layer if vision else (),
+        audio_layer=audio.layer if audio else (),
         renamed=vision.renamed if vision else {},
     )
+
+
+def _encoder_values(owner: Settings, vision: Vision | None, audio: Audio | None) -> dict[str, Any]:
+    """Sections `vision` and `audio` of our model, for the encoders that the section around the text settings has."""
+    values = {}
+    if vision is not None and owner.get("vision_config") is not None:
+        values["vision"] = vision.to_values(owner)
+    if audio is not None and owner.get("audio_config") is not None:
+        values["audio"] = audio.to_values(owner)
+    return values
+
+
+def _encoder_settings(model: config.Model, vision: Vision | None, audio: Audio | None) -> Settings:
+    """Settings of the encoders that a model has."""
+    settings: Settings = {}
+    if vision is not None and model.vision.num_layers is not None:
+        settings = {**settings, **vision.to_settings(model.vision)}
+    if audio is not None and model.audio.num_layers is not None:
+        settings = {**settings, **audio.to_settings(model)}
+    return settings
 
 
 # Defaults of keys that the published files of Gemma 3 omit.
@@ -153,6 +196,21 @@ QWEN3_VISION = Vision(
     change_decoder=qwen_vision.change_decoder,
     change_settings=qwen_vision.change_settings,
 )
+
+
+def omni_audio(prefix: str) -> Audio:
+    """The audio encoder of Qwen3-Omni; `prefix` precedes the thinker's tensor names."""
+    tower = f"{prefix}audio_tower."
+    return Audio(
+        layer=audio_encoder.layer_rows(tower),
+        non_layer=audio_encoder.other_rows(tower),
+        to_values=audio_encoder.to_values,
+        to_settings=lambda model: {**audio_encoder.to_settings(model), "vision_config": NO_IMAGES},
+    )
+
+
+# The thinker of transformers always has an image encoder. An export describes one without layers.
+NO_IMAGES = {"depth": 0, "deepstack_visual_indexes": [], "hidden_size": 2, "num_heads": 1, "num_position_embeddings": 1}
 
 TABLES = (
     # Gemma 3 (2025): text and images.
@@ -237,7 +295,19 @@ TABLES = (
         prefix="",
         ignored=("model.visual.*",),
     ),
-    # Qwen3-Omni (Qwen Team, 2025): the thinker's text decoder. Its 3D rotary positions are equal for text tokens.
+    # Qwen3-Omni (Qwen Team, 2025): text and audio of the thinker, which is exported alone. The three axes of its rotary
+    # positions are equal for tokens of text and audio.
+    text_decoder(
+        qwen.QWEN3_MOE,
+        model_type="qwen3_omni_moe_thinker",
+        architecture="Qwen3OmniMoeThinkerForConditionalGeneration",
+        config_keys=("text_config",),
+        body="model.",
+        prefix="",
+        ignored=("visual.*", "model.visual.*", "audio_tower.*"),
+        audio=omni_audio(""),
+        text_type="qwen3_omni_moe_text",
+    ),
     text_decoder(
         qwen.QWEN3_MOE,
         model_type="qwen3_omni_moe",
@@ -246,5 +316,6 @@ TABLES = (
         body="thinker.model.",
         prefix="thinker.",
         ignored=("thinker.visual.*", "thinker.audio_tower.*", "talker.*", "code2wav.*"),
+        audio=omni_audio("thinker."),
     ),
 )

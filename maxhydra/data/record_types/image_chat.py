@@ -61,13 +61,18 @@ class ImageChat(Chat):
         """
         if self.packs and document.num_targets > self.seq_len:
             return Rejected(f"has {len(document.tokens)} tokens, more than train.seq_len={self.seq_len}")
-        fitting = fit_document(document, self.data, self.seq_len, start=lambda _: 0)
-        if fitting is document or isinstance(fitting, Rejected) or has_loss(fitting):
-            return fitting
-        return Rejected("has no text of the assistant within train.seq_len")
+        return fit_conversation(document, self.data, self.seq_len)
 
     def row(self, example: Any, seq_len: int) -> Row:
         return {**padded_columns(example.document, seq_len), "images": example.images}
+
+
+def fit_conversation(document: Document, data: Data, seq_len: int) -> Any:
+    """Keep the beginning of a conversation that is longer than a row, or reject it."""
+    fitting = fit_document(document, data, seq_len, start=lambda _: 0)
+    if fitting is document or isinstance(fitting, Rejected) or has_loss(fitting):
+        return fitting
+    return Rejected("has no text of the assistant within train.seq_len")
 
 
 def build(corpus: Corpus, data: Data, seq_len: int, vision: Vision | None = None) -> ImageChat:

@@ -4,12 +4,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from maxhydra.data.audio.tokens import CLIP_MARKER
 from maxhydra.data.image_tokens import MARKER
 from maxhydra.decode.grammar import GrammarError, json_grammar
 from maxhydra.decode.openai_server.fields import bad_field, get_typed
 
 DATA_URL = "data:image/"
-MAX_MESSAGES, MAX_TOOLS, MAX_IMAGES = 4096, 512, 64
+MAX_MESSAGES, MAX_TOOLS, MAX_IMAGES, MAX_CLIPS = 4096, 512, 64, 64
+AUDIO_FORMATS = ("wav", "flac")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # Keys of a message besides role and content; the last two are those that reasoning models return.
 KEYS = {"assistant": ("tool_calls", "name", "reasoning_content", "refusal"), "tool": ("tool_call_id", "name")}
@@ -51,7 +53,7 @@ def _parse_message(path: str, message: Any) -> Message:
 
 
 def _parse_content(path: str, content: Any) -> str:
-    """Return the text of a message, given as a string or a list of text and image parts; images are MARKER."""
+    """Return the text of a message, given as a string or a list of text and media parts, which become markers."""
     if isinstance(content, str):
         return content
     parts: list[Any] = content if isinstance(content, list) else [None]
@@ -62,8 +64,10 @@ def _parse_part(path: str, part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "image_url" and _image_url(part) is not None:
         return MARKER
+    if kind == "input_audio":
+        return CLIP_MARKER
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise bad_field(path, "is neither a string nor a list of parts of type text or image_url")
+        raise bad_field(path, "is neither a string nor a list of parts of type text, image_url or input_audio")
     return str(part["text"])
 
 
@@ -87,6 +91,25 @@ def parse_images(given: Mapping[str, Any]) -> list[str]:
             urls.append(url)
     if len(urls) > MAX_IMAGES:
         raise bad_field("messages", f"has {len(urls)} images; accepted: at most {MAX_IMAGES}")
+    return urls
+
+
+def parse_audios(given: Mapping[str, Any]) -> list[str]:
+    """Return the audio clips of all messages as data URLs, in order."""
+    urls: list[str] = []
+    for number, message in enumerate(given["messages"]):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if part.get("type") != "input_audio":
+                continue
+            path, clip = f"messages[{number}].content", part.get("input_audio")
+            if not isinstance(clip, dict) or not isinstance(clip.get("data"), str):
+                raise bad_field(path, "has an input_audio without data, the base64 of a file")
+            if clip.get("format") not in AUDIO_FORMATS:
+                raise bad_field(path, f"has an input_audio of another format; accepted: {', '.join(AUDIO_FORMATS)}")
+            urls.append(f"data:audio/{clip['format']};base64,{clip['data']}")
+    if len(urls) > MAX_CLIPS:
+        raise bad_field("messages", f"has {len(urls)} audio clips; accepted: at most {MAX_CLIPS}")
     return urls
 
 

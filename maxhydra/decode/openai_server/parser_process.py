@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from maxhydra.config import ConfigError
+from maxhydra.config.schema.audio import Audio
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.vision import Vision
@@ -42,7 +43,7 @@ class ParserProcess:
 
     def __init__(self, prompts: PromptEncoder, defaults: ServerDefaults):
         self._settings = _Settings(
-            prompts.data, prompts.vocab_size, prompts.vision, defaults, _files_digest(prompts.data)
+            prompts.data, prompts.vocab_size, prompts.vision, prompts.audio, defaults, _files_digest(prompts.data)
         )
         self._pending = 0
         self._thread = ThreadPoolExecutor(1, "parser")
@@ -131,6 +132,7 @@ class _Settings:
     data: Data
     vocab_size: int
     vision: Vision | None
+    audio: Audio | None
     defaults: ServerDefaults
     files: str
     """Digest of the tokenizer's files when the server read them."""
@@ -150,7 +152,8 @@ def _serve(pipe: Connection, settings: _Settings) -> None:
     os.nice(NICENESS)
     limit_memory(MEMORY)
     try:
-        encoder = PromptEncoder(settings.data, vocab_size=settings.vocab_size, vision=settings.vision)
+        media: dict[str, Any] = {"vision": settings.vision, "audio": settings.audio}
+        encoder = PromptEncoder(settings.data, vocab_size=settings.vocab_size, **media)
         if encoder.has_template:
             _ = encoder.template
         is_same = _files_digest(settings.data) == settings.files

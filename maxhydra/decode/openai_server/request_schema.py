@@ -19,6 +19,7 @@ from maxhydra.decode.openai_server.http11 import HttpError
 from maxhydra.decode.openai_server.messages import (
     Message,
     Tools,
+    parse_audios,
     parse_images,
     parse_messages,
     parse_tool_choice,
@@ -26,7 +27,7 @@ from maxhydra.decode.openai_server.messages import (
 )
 from maxhydra.decode.openai_server.structured_output import STRUCTURED_FIELDS, parse_grammar
 from maxhydra.decode.request import MAX_BIAS
-from maxhydra.decode.sampling_params import PromptEncoder, PromptError, SettingError, with_overrides
+from maxhydra.decode.sampling_params import MediaPrompt, PromptEncoder, PromptError, SettingError, with_overrides
 
 # Fields that map to the sampling parameter of the same name (the last four are extensions of OpenAI's API).
 OPENAI_FIELDS = ("temperature", "top_p", "seed", "frequency_penalty", "presence_penalty")
@@ -102,6 +103,8 @@ class CompletionRequest:
     """Calls of a turn that are returned; None: all."""
     images: list[str] = dataclasses.field(default_factory=list)
     """Data URLs of the images of the messages, in order."""
+    audios: list[str] = dataclasses.field(default_factory=list)
+    """Data URLs of the audio clips of the messages, in order."""
 
     @property
     def sequences(self) -> int:
@@ -134,16 +137,13 @@ def encode_prompts(request: CompletionRequest, encoder: PromptEncoder, max_conte
     return encode_with("messages" if request.is_chat else "prompt", encode)
 
 
-def insert_images(
-    request: CompletionRequest, prompts: Sequence[list[int]], encoder: PromptEncoder
-) -> tuple[list[list[int]], np.ndarray | None]:
-    """The prompt of a chat with the tokens of its images, and their pixels; HttpError names the invalid field."""
+def insert_media(request: CompletionRequest, prompts: Sequence[list[int]], encoder: PromptEncoder) -> MediaPrompt:
+    """The prompt of a chat with the tokens of its images and audio clips; HttpError names the invalid field."""
     (prompt,) = prompts
     try:
-        prompt, pixels = encoder.insert_images(prompt, encoder.read_images(request.images))
+        return encoder.insert_media(prompt, images=request.images, audios=request.audios)
     except PromptError as error:
-        raise bad_field("messages", f"has an invalid image: {error}") from None
-    return [prompt], pixels
+        raise bad_field("messages", f"has an invalid {'audio clip' if request.audios else 'image'}: {error}") from None
 
 
 def encode_with(field: str, encode: Callable[[], T]) -> T:
@@ -200,6 +200,7 @@ def _parse_request(values: dict[str, Any], defaults: ServerDefaults, *, is_chat:
         is_call_required=bool(calls_grammar),
         max_calls=None if get_typed(given, "parallel_tool_calls", bool, True) else 1,
         images=parse_images(given) if is_chat else [],
+        audios=parse_audios(given) if is_chat else [],
     )
     if options and not request.stream:
         raise bad_field("stream_options", "requires stream=true")

@@ -3,15 +3,13 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from importlib import resources
 from typing import Any, TypeVar
 from urllib.parse import unquote
-
-import numpy as np
 
 from maxhydra.decode.grammar import GrammarError
 from maxhydra.decode.openai_server.access import Access
@@ -27,7 +25,7 @@ from maxhydra.decode.openai_server.request_schema import (
     CompletionRequest,
     ServerDefaults,
     encode_prompts,
-    insert_images,
+    insert_media,
     parse,
 )
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder, echo_prompt
@@ -35,7 +33,7 @@ from maxhydra.decode.openai_server.responses_api import to_chat_request, to_resp
 from maxhydra.decode.openai_server.responses_stream import ResponseStream
 from maxhydra.decode.openai_server.tokenize import detokenize, tokenize
 from maxhydra.decode.request import Completion, Delta, Engine, RequestRejectedError, UnknownAdapterError
-from maxhydra.decode.sampling_params import PromptEncoder, make_requests
+from maxhydra.decode.sampling_params import MediaPrompt, PromptEncoder, make_requests
 from maxhydra.runtime.profiler import Profiler
 
 T = TypeVar("T")
@@ -242,14 +240,15 @@ class Service:
                 prompts = encode_prompts(request, self._prompts, limit)
             else:
                 prompts = await self._in_thread(lambda: encode_prompts(request, self._prompts, limit))
-            pixels = None
-            if request.images:
+            media = None
+            if request.images or request.audios:
                 # Decoding an image may take a second, and compiling a grammar too.
-                prompts, pixels = await self._in_thread(partial(insert_images, request, prompts, self._prompts))
+                media = await self._in_thread(partial(insert_media, request, prompts, self._prompts))
+                prompts = [media.prompt]
             if request.grammar:
-                await self._in_thread(lambda: self._submit(request, prompts, pixels, queue))
+                await self._in_thread(lambda: self._submit(request, prompts, media, queue))
             else:
-                self._submit(request, prompts, pixels, queue)
+                self._submit(request, prompts, media, queue)
         finally:
             self._num_sequences -= count - len(queue.handles)
         builder = ResponseBuilder(
@@ -281,7 +280,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def _submit(
-        self, request: CompletionRequest, prompts: Sequence[list[int]], pixels: np.ndarray | None, queue: DeltaQueue
+        self, request: CompletionRequest, prompts: list[list[int]], media: MediaPrompt | None, queue: DeltaQueue
     ) -> None:
         for prompt in prompts:
             number, self._num_prompts = self._num_prompts, self._num_prompts + 1
@@ -300,7 +299,8 @@ class Service:
                 "grammar": request.grammar,
                 "names_special": self._turns.has_parts(request),
                 "prompt_logprobs": request.logprobs if request.echo else None,
-                "images": pixels,
+                "images": None if media is None else media.images,
+                "audio": None if media is None else media.audio,
             }
             for engine_request in engine_requests:
                 try:

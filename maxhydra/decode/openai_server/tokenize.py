@@ -4,7 +4,7 @@ from typing import Any
 
 from maxhydra.config import ConfigError
 from maxhydra.decode.openai_server.fields import bad_field
-from maxhydra.decode.openai_server.messages import parse_images, parse_messages, parse_tools
+from maxhydra.decode.openai_server.messages import parse_audios, parse_images, parse_messages, parse_tools
 from maxhydra.decode.openai_server.request_schema import ServerDefaults, parse_object
 from maxhydra.decode.sampling_params import PromptEncoder, PromptError
 
@@ -15,7 +15,7 @@ def tokenize(body: bytes, prompts: PromptEncoder, defaults: ServerDefaults) -> d
     try:
         if "messages" in given:
             ids = prompts.encode_messages(parse_messages(given), tools=parse_tools(given))
-            ids, _ = prompts.insert_images(ids, prompts.read_images(parse_images(given)))
+            ids = prompts.insert_media(ids, images=parse_images(given), audios=parse_audios(given)).prompt
         elif isinstance(given.get("prompt"), str):
             ids = prompts.encode_text(given["prompt"])
         else:

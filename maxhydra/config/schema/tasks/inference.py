@@ -27,6 +27,8 @@ class DecodeTask(Task):
     """Prompt to complete; with a chat template, the user message to reply to."""
     images: list[str] = option([])
     """Files of images before the text of task.prompt, for models with model.vision."""
+    audios: list[str] = option([])
+    """WAV and FLAC files before the text of task.prompt, for models with model.audio."""
     input: str | None = None
     """JSON Lines file of prompts; each record has `prompt` or `messages`, and optionally `id` and `sampling` (overrides
     of task.sampling for this record)."""
@@ -53,9 +55,10 @@ class DecodeTask(Task):
         if self.prompt is not None and self.input is not None:
             reason = "cannot be combined with task.input"
             yield Problem("prompt", reason, value=self.prompt, hint="remove one of the two")
-        if self.images and (self.prompt is None or self.chat is Chat.off):
-            hint = "set task.prompt, and leave task.chat=auto"
-            yield Problem("images", "requires a prompt that is a message of a chat", value=self.images, hint=hint)
+        for name, files in {"images": self.images, "audios": self.audios}.items():
+            if files and (self.prompt is None or self.chat is Chat.off):
+                hint = "set task.prompt, and leave task.chat=auto"
+                yield Problem(name, "requires a prompt that is a message of a chat", value=files, hint=hint)
         if (self.input is None) != (self.output is None):
             given, absent = ("input", "output") if self.output is None else ("output", "input")
             reason = f"is required with task.{given}={getattr(self, given)}"
