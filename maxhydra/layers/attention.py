@@ -98,7 +98,7 @@ class AttentionSpec:
             shares=section.shares,
             is_shared=any(model.kinds[other] is kind for other in sources if other is not None),
             temperature=QueryTemperature.of(section.temperature),
-            rotation=Rotation.of(section.rope, head_dim),
+            rotation=Rotation.of(section.rope, head_dim, has_axes=model.vision.num_layers is not None),
             qk_clip=model.qk_clip,
             blocks=BlockSpec.of(section.moba),
             kernel=KernelChoice(model.kernels.attention.value, model.kernels.sizes("attention")),

@@ -25,10 +25,10 @@ class Rotation:
     """Axis of the position that each pair turns with; empty: positions have one axis."""
 
     @classmethod
-    def of(cls, rope: config.Rope, head_dim: int) -> "Rotation | None":
-        """None without positions (NoPE)."""
-        rates = frequencies(rope, head_dim)
-        return None if rates is None else cls(rates, _amplitude(rope), rope.pairs, pair_axes(rope.sections))
+    def of(cls, rope: config.Rope, head_dim: int, *, has_axes: bool = True) -> "Rotation | None":
+        """None without positions (NoPE). `has_axes`: some tokens are those of images."""
+        rates, axes = frequencies(rope, head_dim), pair_axes(rope.sections) if has_axes else ()
+        return None if rates is None else cls(rates, _amplitude(rope), rope.pairs, axes)
 
     def rotates_halves(self, head_dim: int) -> bool:
         """Whether the whole head is rotated, in pairs of its two halves, as the kernels need."""

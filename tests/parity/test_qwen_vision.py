@@ -177,6 +177,12 @@ def test_export_is_bit_identical(reference: Reference, tmp_path: Path) -> None:
     np.testing.assert_array_equal(expected_logits(reference, tmp_path), expected_logits(reference, reference.folder))
 
 
+def test_the_text_decoder_alone_is_a_plain_family(reference: Reference) -> None:
+    source = hf_source("", str(reference.folder), reference.folder)
+    text = dataclasses.replace(source.model, vision=dataclasses.replace(source.model.vision, num_layers=None))
+    assert find_family(build(text), None).model_type == reference.model_type.replace("_vl", "")
+
+
 def test_cached_decoding_equals_one_forward_pass(reference: Reference) -> None:
     """Prefill takes the images; decode steps continue at positions that are behind the slots of the cache."""
     model, params = load(reference.folder)
