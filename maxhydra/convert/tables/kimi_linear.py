@@ -158,6 +158,8 @@ def to_settings(model: config.Model) -> Settings | None:
         "v_head_dim": mla.v_head_dim or model.head_dim,
         "hidden_act": activation_setting(moe.activation),
         "tie_word_embeddings": model.head is config.Head.tied,
+        # The default is a token of the published vocabulary, which a smaller one does not have.
+        "pad_token_id": None,
         "num_local_experts": moe.experts,
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": moe.dim or model.mlp_dim,

@@ -120,6 +120,8 @@ def to_settings(model: config.Model) -> Settings | None:
         "attention_bias": full.attention.bias is config.AttentionBias.all,
         "hidden_act": activation_setting(full.mlp.activation),
         "tie_word_embeddings": model.head is config.Head.tied,
+        # The default is a token of the published vocabulary, which a smaller one does not have.
+        "pad_token_id": None,
     }
 
 
