@@ -105,7 +105,7 @@ def test_generated_tones_are_batches() -> None:
     [
         (["model=micro"], "needs a model that takes audio"),
         (["task=dpo"], "is not supported by task=dpo"),
-        (["data.packing.method=best_fit"], "a sequence has one conversation"),
+        (["data.packing.method=best_fit"], "is not supported by data.record_type=audio_chat"),
         (["mesh.sequence=2"], "is not supported with audio"),
     ],
 )

@@ -193,5 +193,5 @@ def test_separators_of_images_equal_those_of_transformers(tmp_path: Path) -> Non
         images = [Image.new("RGB", (9, 5))] * text.count("{}")
         expected = processor(text=text.replace("{}", "<begin>"), images=images)["input_ids"][0]
         found = tested.encode_with_special_tokens(text.replace("{}", MARKER))[0]
-        found, _ = insert_images(found, read_images(images, vision), vision)
+        found, _ = insert_images(found, read_images([np.asarray(image) for image in images], vision), vision)
         assert found.tolist() == list(expected), text

@@ -91,6 +91,11 @@ def shared_settings(model: config.Model) -> Settings:
     }
 
 
+def has_convolution(model: config.Model) -> bool:
+    """Whether a layer has a short convolution; a model without one is of another family."""
+    return any(kind.mixer is config.Mixer.convolution for kind in layer_kinds(model))
+
+
 def adjusted_size(settings: Settings) -> int:
     """Hidden size of the feed-forward: by default two thirds of intermediate_size, rounded up to a multiple."""
     size: int = settings["block_ff_dim" if "block_ff_dim" in settings else "intermediate_size"]
@@ -115,6 +120,8 @@ def lfm2_to_model(settings: Settings) -> dict[str, Any]:
 
 
 def lfm2_to_settings(model: config.Model) -> Settings | None:
+    if not has_convolution(model):
+        return None
     return {**shared_settings(model), "block_auto_adjust_ff_dim": False}
 
 
@@ -154,7 +161,7 @@ def lfm2_moe_to_model(settings: Settings) -> dict[str, Any]:
 def lfm2_moe_to_settings(model: config.Model) -> Settings | None:
     kinds = layer_kinds(model)
     mixture = next((kind.moe for kind in kinds if kind.feed_forward is config.FeedForward.moe), None)
-    if mixture is None:
+    if mixture is None or not has_convolution(model):
         return None
     return {
         **shared_settings(model),

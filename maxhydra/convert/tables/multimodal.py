@@ -75,9 +75,8 @@ def text_decoder(
         owner = reduce(lambda section, key: section[key], config_keys[:-1], settings)
         tied = {key: settings[key] for key in ("tie_word_embeddings",) if key in settings}
         values = table.to_model({**tied, **owner[config_keys[-1]]})
-        encoders = _encoder_values(owner, vision, audio)
-        values = {**values, **encoders}
-        return vision.change_decoder(values, settings) if vision is not None and "vision" in encoders else values
+        values |= _encoder_values(owner, vision, audio)
+        return vision.change_decoder(values, settings) if vision is not None and "vision" in values else values
 
     def rename(name: str) -> str:
         return body + name.removeprefix(BODY) if name.startswith(BODY) else prefix + name
@@ -89,10 +88,10 @@ def text_decoder(
             return None
         tied = {"tie_word_embeddings": model.head is config.Head.tied}
         text_settings = {"model_type": text_type or table.model_type, **text_settings}
-        settings = {**tied, config_keys[0]: text_settings, **encoder_settings}
-        if vision is None or model.vision.num_layers is None:
-            return settings
-        return vision.change_settings({"model_type": model_type, **settings}, model)
+        settings = {"model_type": model_type, **tied, config_keys[0]: text_settings, **encoder_settings}
+        if vision is not None and model.vision.num_layers is not None:
+            settings = vision.change_settings(settings, model)
+        return settings
 
     def rename_rows(rows: tuple[Weight, ...]) -> tuple[Weight, ...]:
         return tuple(dataclasses.replace(row, hf=rename(row.hf), gguf="") for row in rows)
@@ -100,11 +99,9 @@ def text_decoder(
     return Table(
         hf_types={model_type: architecture},
         layer=rename_rows(table.layer),
-        non_layer=(
-            *rename_rows(table.non_layer),
-            *(vision.non_layer if vision else ()),
-            *(audio.non_layer if audio else ()),
-        ),
+        non_layer=rename_rows(table.non_layer)
+        + (vision.non_layer if vision else ())
+        + (audio.non_layer if audio else ()),
         to_model=to_model,
         to_settings=to_settings,
         ignored=(*ignored, *map(rename, table.ignored)),
