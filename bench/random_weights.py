@@ -20,7 +20,7 @@ def use_random_weights() -> None:
 def write_tokenizer(folder: str, vocab_size: int, *, extra: str = "") -> list[str]:
     """Write a byte-level tokenizer with tokens of a few random letters, so that random tokens decode to text.
 
-    Returns the overrides that select it. `extra`: characters that tokens may contain besides small letters.
+    Returns the overrides that select it. `extra`: characters that tokens may contain in addition to small letters.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -24,13 +24,16 @@ command line that would have no effect, such as `reward.workers=2` with `task=sf
 def reference() -> str:
     """Return the page."""
     parts = [HEAD, *_section("", Config)]
+    tasks_of: dict[tuple[str, type], list[str]] = {}
     for name, cls in task_schemas().items():
         extra = [field for key, field in fields(cls).items() if key not in fields(Task)]
         keys = [field for field in extra if not field.spec.is_section]
         parts += [f"## `task`, with `task={name}`\n", f"{cls.__doc__}\n", *([_table("task", keys)] if keys else [])]
         for field in extra:
             if field.spec.is_section:
-                parts += _section(f"task.{field.name}", field.spec.type, note=f", with `task={name}`")
+                tasks_of.setdefault((field.name, field.spec.type), []).append(f"`task={name}`")
+    for (name, cls), tasks in tasks_of.items():
+        parts += _section(f"task.{name}", cls, note=f", with {', '.join(tasks)}")
     return "\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""The image encoder of Qwen3-VL (Qwen Team, 2025): its settings and tensor names, and what it changes in the decoder.
+"""The image encoder of Qwen3-VL (Qwen Team, 2025): its settings and tensor names, and its changes to the decoder.
 
 A vision transformer for images of different sizes, with interpolated learned positions and two-dimensional RoPE; blocks
 of patches are concatenated and projected by an MLP. transformers fixes the epsilon of its norms and the activation of
@@ -52,7 +52,7 @@ NORM_EPS, THETA, SECTIONS = 1e-6, 10000.0, [24, 20, 20]
 # The smallest and the largest image are settings of the preprocessor. Its smallest has 65,536 pixels; its largest,
 # 16,777,216, would be padded to in every batch, so that ours has 1,048,576.
 MIN_PATCHES, MAX_PATCHES = 256, 4096
-# The most encoder layers with a projector of their own; published models have three.
+# The most encoder layers with a separate projector; published models have three.
 MAX_DEEPSTACK = 32
 TOWER = "model.visual."
 BLOCK = TOWER + "blocks.{layer}."

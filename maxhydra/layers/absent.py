@@ -40,15 +40,15 @@ class NoMixer(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class NoFeedForwardSpec:
+class NoMlpSpec:
     """No feed-forward."""
 
     @classmethod
-    def of(cls, model: config.Model, kind: config.Kind) -> "NoFeedForwardSpec":
+    def of(cls, model: config.Model, kind: config.Kind) -> "NoMlpSpec":
         return cls()
 
-    def build(self, make: ParamBuilder) -> "NoFeedForward":
-        return NoFeedForward()
+    def build(self, make: ParamBuilder) -> "NoMlp":
+        return NoMlp()
 
     def forward_flops(self) -> float:
         return 0.0
@@ -60,7 +60,7 @@ class NoFeedForwardSpec:
         return new
 
 
-class NoFeedForward(nnx.Module):
+class NoMlp(nnx.Module):
     """Adds nothing to the residual stream."""
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> FeedForwardOutput:

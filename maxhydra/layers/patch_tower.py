@@ -91,18 +91,18 @@ class PatchTower(VisionTower):
 
     def _interpolate(self, positions_IP2: jax.Array) -> jax.Array:
         """[I, P, E] learned positions, interpolated bilinearly so that the corners of both grids coincide."""
-        side = self.spec.patch_rows
+        rows = self.spec.patch_rows
         last_I12 = jnp.max(positions_IP2, axis=1, keepdims=True)
-        place_IP2 = jnp.maximum(positions_IP2, 0) * ((side - 1) / jnp.maximum(last_I12, 1))
-        low_IP2 = jnp.clip(jnp.floor(place_IP2).astype(jnp.int32), 0, side - 1)
+        place_IP2 = jnp.maximum(positions_IP2, 0) * ((rows - 1) / jnp.maximum(last_I12, 1))
+        low_IP2 = jnp.clip(jnp.floor(place_IP2).astype(jnp.int32), 0, rows - 1)
         share_IP2 = place_IP2 - low_IP2
         table, total = self.positions[...].astype(jnp.float32), 0.0
         for row in (0, 1):
             for column in (0, 1):
                 offset = jnp.array([row, column])
-                at_IP2 = jnp.minimum(low_IP2 + offset, side - 1)
+                at_IP2 = jnp.minimum(low_IP2 + offset, rows - 1)
                 weight_IP = jnp.prod(jnp.where(offset == 1, share_IP2, 1 - share_IP2), axis=-1)
-                total = total + weight_IP[..., None] * table[at_IP2[..., 0] * side + at_IP2[..., 1]]
+                total = total + weight_IP[..., None] * table[at_IP2[..., 0] * rows + at_IP2[..., 1]]
         return jnp.asarray(total)
 
 

@@ -42,7 +42,7 @@ from maxhydra.layers import (
     dropout,
     norm_with_residual,
 )
-from maxhydra.layers.absent import NoFeedForwardSpec, NoMixerSpec
+from maxhydra.layers.absent import NoMixerSpec, NoMlpSpec
 from maxhydra.layers.engram import EngramSpec
 from maxhydra.layers.hyper_connections import HyperSpec
 from maxhydra.layers.interfaces import MixerOutput
@@ -59,10 +59,10 @@ MIXERS: dict[config.Mixer, Any] = {
     config.Mixer.ssm: SsmSpec,
     config.Mixer.none: NoMixerSpec,
 }
-FEED_FORWARDS: dict[config.FeedForward, type[MlpSpec] | type[MoeSpec] | type[NoFeedForwardSpec]] = {
+MLPS: dict[config.FeedForward, type[MlpSpec] | type[MoeSpec] | type[NoMlpSpec]] = {
     config.FeedForward.mlp: MlpSpec,
     config.FeedForward.moe: MoeSpec,
-    config.FeedForward.none: NoFeedForwardSpec,
+    config.FeedForward.none: NoMlpSpec,
 }
 
 
@@ -78,7 +78,7 @@ def _feed_forward_spec(model: config.Model, kind: config.Kind, name: str) -> Fee
     if kind.latent_dim is not None:
         model = dataclasses.replace(model, emb_dim=kind.latent_dim)
     if kind.feed_forward is not config.FeedForward.own_feed_forward:
-        return FEED_FORWARDS[kind.feed_forward].of(model, kind)
+        return MLPS[kind.feed_forward].of(model, kind)
     key = f"model.kinds.{name}.own_feed_forward.function"
     spec: FeedForwardSpec = _own_spec(kind.own_feed_forward, model, kind, key=key)
     return spec
@@ -199,16 +199,16 @@ class Block(nnx.Module):
         self.spec = spec
         has_pre, has_post = spec.norms is not config.Norms.post, spec.norms is not config.Norms.pre
         has_mixer = not isinstance(spec.mixer, NoMixerSpec)
-        has_feed_forward = not isinstance(spec.feed_forward, NoFeedForwardSpec)
+        has_mlp = not isinstance(spec.feed_forward, NoMlpSpec)
         self.attention_norm = self._build_norm(make, has_pre and has_mixer)
         self.attention: Mixer = spec.mixer.build(make.below("attention"))
         self.attention_post_norm = self._build_norm(make, has_post and has_mixer)
-        self.mlp_norm = self._build_norm(make, has_pre and has_feed_forward, spec.latent_dim)
+        self.mlp_norm = self._build_norm(make, has_pre and has_mlp, spec.latent_dim)
         self.mlp: FeedForward = spec.feed_forward.build(make.below("mlp"))
         self.parallel_moe = (
             None if spec.parallel_moe is None else ParallelMoe(spec.parallel_moe, make.below("parallel_moe"))
         )
-        self.mlp_post_norm = self._build_norm(make, has_post and has_feed_forward)
+        self.mlp_post_norm = self._build_norm(make, has_post and has_mlp)
         self.per_layer = None if spec.per_layer is None else PerLayerInput(spec.per_layer, make.below("per_layer"))
         self.scale = make.ones((1,), ("norm",)) if spec.is_scaled else None
 

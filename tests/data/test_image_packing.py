@@ -1,4 +1,4 @@
-"""Packed conversations with images against the same conversations in rows of their own."""
+"""Packed conversations with images against the same conversations in separate rows."""
 
 import base64
 import io

@@ -25,7 +25,7 @@ def expected_positions(row: str, sizes: list[tuple[int, int]]) -> np.ndarray:
     return np.array(out)
 
 
-def test_images_take_as_many_positions_as_their_longer_side():
+def test_images_take_as_many_positions_as_rows_or_columns():
     rows = ["..aaaaaa...bbbb.", "aaaabbbbbbbbb..."]
     sizes = [[(2, 3), (4, 1)], [(1, 4), (3, 3)]]
     is_image = np.array([[letter != "." for letter in row] for row in rows])

@@ -112,7 +112,7 @@ class Corpus(Schema):
     source: str = option("demo", one_of="maxhydra.data.sources", plug_in=PlugInUse.here)
     """demo: plays of Shakespeare, included in the package; text: your own UTF-8 files; grain: files of records; hf:
     Hugging Face datasets; tfds: TensorFlow Datasets builds; c4_mlperf: C4 as MLPerf uses it; olmo: token shards
-    with an index; arithmetic: generated problems with answers; reasoning_gym: generated problems of its tasks;
+    with an index; arithmetic: generated problems with solutions; reasoning_gym: generated problems of its tasks;
     shapes, tones: generated images or tones with questions; synthetic: random tokens; mixture: several of these;
     package.module:function: a source of yours, called as function(corpus, data, spec) with its options."""
     options: Options = section(Options)

@@ -112,17 +112,17 @@ def to_model(settings: Settings) -> dict[str, Any]:
         "router": deepseek.router(settings),
         "shared": {"dim": dim * settings["n_shared_experts"]} if settings.get("n_shared_experts") else {},
     }
-    feed_forwards: dict[str, dict[str, Any]] = {
+    mlps: dict[str, dict[str, Any]] = {
         DENSE: {"mlp": {"activation": function}},
         SPARSE: {"feed_forward": "moe", "moe": moe},
     }
     names, kinds = [], {}
-    for mixer, feed_forward in zip(settings["layer_types"], settings["mlp_layer_types"], strict=True):
-        if mixer not in mixers or feed_forward not in feed_forwards:
-            supported = f"{', '.join(mixers)}; {', '.join(feed_forwards)}"
-            raise UnsupportedError(f"unsupported layer type {mixer} with {feed_forward} (supported: {supported})")
-        name = ("delta" if mixer == RECURRENT else "latent") + ("_dense" if feed_forward == DENSE else "")
-        kinds[name] = {**mixers[mixer], **feed_forwards[feed_forward]}
+    for mixer, mlp in zip(settings["layer_types"], settings["mlp_layer_types"], strict=True):
+        if mixer not in mixers or mlp not in mlps:
+            supported = f"{', '.join(mixers)}; {', '.join(mlps)}"
+            raise UnsupportedError(f"unsupported layer type {mixer} with {mlp} (supported: {supported})")
+        name = ("delta" if mixer == RECURRENT else "latent") + ("_dense" if mlp == DENSE else "")
+        kinds[name] = {**mixers[mixer], **mlps[mlp]}
         names.append(name)
     dense = next((index for index, name in enumerate(names) if not name.endswith("_dense")), len(names))
     return {

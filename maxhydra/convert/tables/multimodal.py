@@ -31,7 +31,7 @@ class Vision:
     renamed: dict[str, str]
     """Prefixes as in `Table.renamed`."""
     change_decoder: Callable[[dict[str, Any], Settings], dict[str, Any]] = lambda values, _: values
-    """What the images change in the values of `model`; its second argument is config.json."""
+    """Adapts the values of `model` to images; its second argument is config.json."""
     change_settings: Callable[[Settings, config.Model], Settings] = lambda settings, _: settings
     """Inverse of `change_decoder`, from and to the contents of config.json."""
 
@@ -99,9 +99,7 @@ def text_decoder(
     return Table(
         hf_types={model_type: architecture},
         layer=rename_rows(table.layer),
-        non_layer=rename_rows(table.non_layer)
-        + (vision.non_layer if vision else ())
-        + (audio.non_layer if audio else ()),
+        non_layer=(*rename_rows(table.non_layer), *(row for e in (vision, audio) if e for row in e.non_layer)),
         to_model=to_model,
         to_settings=to_settings,
         ignored=(*ignored, *map(rename, table.ignored)),

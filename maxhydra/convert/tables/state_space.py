@@ -115,7 +115,7 @@ def granite_ssm(settings: Settings) -> dict[str, Any]:
     }
 
 
-def granite_feed_forward(settings: Settings) -> dict[str, Any]:
+def granite_mlp(settings: Settings) -> dict[str, Any]:
     """Values of the feed-forward: an MoE with a shared expert, or only the latter."""
     function = activation(settings["hidden_act"])
     if not settings.get("num_local_experts"):
@@ -142,10 +142,10 @@ def granite_to_model(settings: Settings) -> dict[str, Any]:
         "bias": "all" if settings.get("attention_bias") else "none",
         "rope": rope(settings) if positions == "rope" else {"kind": "none"},
     }
-    feed_forward = granite_feed_forward(settings)
-    kinds = {"attention": {"attention": attention, **feed_forward}}
+    mlp = granite_mlp(settings)
+    kinds = {"attention": {"attention": attention, **mlp}}
     if RECURRENT in types:
-        kinds["ssm"] = {"mixer": "ssm", "ssm": granite_ssm(settings), **feed_forward}
+        kinds["ssm"] = {"mixer": "ssm", "ssm": granite_ssm(settings), **mlp}
     used = ["ssm" if name == RECURRENT else "attention" for name in types]
     width = "intermediate_size" if is_mixture else "shared_intermediate_size"
     return {
