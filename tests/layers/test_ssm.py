@@ -9,6 +9,7 @@ from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.kernels.gated_delta.spec import segment_starts
 from maxhydra.layers.ssm import state_space
+from tests.support.recurrences import check_gradients, check_outputs
 
 B, G, N, S, P = 2, 2, 4, 5, 3
 # Longer than two chunks, with a change of segment inside of a chunk and one at its end, and padding on both sides.
@@ -56,38 +57,13 @@ def run(arrays: dict[str, jax.Array], segments: np.ndarray) -> tuple[jax.Array, 
     )
 
 
-def in_float32(arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    return {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}
-
-
 @pytest.mark.parametrize("segments", [SEGMENTS, np.ones((B, 1), int)], ids=["chunks", "one_token"])
 def test_outputs_and_state_equal_the_recurrence(segments):
-    arrays = inputs(segments.shape[1])
-    expected_out, expected_state = recurrence(arrays, segments)
-    out, state = jax.jit(run)(in_float32(arrays), segments)
-    np.testing.assert_allclose(np.where((segments != 0)[..., None, None], out, 0), expected_out, atol=2e-5)
-    np.testing.assert_allclose(state, expected_state, atol=2e-5)
+    check_outputs(run, recurrence, inputs(segments.shape[1]), segments)
 
 
 def test_gradients_equal_differences_of_the_recurrence():
-    """Along a random direction of all inputs at once: the derivative of the recurrence in float64, by differences."""
-    arrays, rng = inputs(SEGMENTS.shape[1]), np.random.default_rng(0)
-    weights = rng.normal(size=(*SEGMENTS.shape, N, P)) * (SEGMENTS != 0)[..., None, None]
-    state_weights = rng.normal(size=(B, N, S, P))
-
-    def total(arrays):
-        out, state = run(arrays, SEGMENTS)
-        return jnp.sum(out * weights) + jnp.sum(state * state_weights)
-
-    gradients = jax.jit(jax.grad(total))(in_float32(arrays))
-    for name, gradient in gradients.items():
-        direction = rng.normal(size=gradient.shape)
-        ends = []
-        for step in (1e-5, -1e-5):
-            out, state = recurrence({**arrays, name: arrays[name] + step * direction}, SEGMENTS)
-            ends.append(np.sum(out * weights) + np.sum(state * state_weights))
-        expected = (ends[0] - ends[1]) / 2e-5
-        assert np.sum(np.asarray(gradient, np.float64) * direction) == pytest.approx(expected, rel=1e-4), name
+    check_gradients(run, recurrence, inputs(SEGMENTS.shape[1]), SEGMENTS)
 
 
 @pytest.mark.parametrize(

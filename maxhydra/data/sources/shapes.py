@@ -4,15 +4,13 @@ An image shows one to four shapes of one kind and colour on a dark background of
 one of the three; responses are one word. Held-out records have other random numbers than those to train on.
 """
 
-import dataclasses
-from collections.abc import Sequence
-
 import numpy as np
 
 from maxhydra.config.schema.data import Corpus, Data
-from maxhydra.data.records import BadRecord, Record
+from maxhydra.data.records import Record
 from maxhydra.data.rows import RowSpec
-from maxhydra.data.sources import RecordSlice, RecordSource
+from maxhydra.data.sources import RecordSource
+from maxhydra.data.sources._generated import generated_source
 
 # Seed of the images.
 SEED = 5678
@@ -20,27 +18,6 @@ SIZE, CELLS, MIN_RADIUS = 32, 2, 5
 COLOURS = {"red": (230, 40, 40), "green": (40, 200, 60), "blue": (60, 80, 240), "yellow": (235, 220, 50)}
 KINDS = ("circle", "square", "cross")
 MAX_SHAPES = 4
-DEFAULT_RECORDS = 20_000
-
-
-@dataclasses.dataclass(frozen=True)
-class Shapes:
-    """Records by index; a record is a function of its index."""
-
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
-        return [make_record(int(index)) for index in indices]
-
-    def location(self, index: int) -> str:
-        return f"image {index}"
-
-    @property
-    def groups(self) -> list[int] | None:
-        return None
 
 
 def make_record(index: int) -> Record:
@@ -75,7 +52,4 @@ def draw(count: int, kind: str, colour: str, generator: np.random.Generator) -> 
 
 
 def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource:
-    count = corpus.problems or DEFAULT_RECORDS
-    records = Shapes(count)
-    held_out = max(1, round(count * corpus.eval_fraction))
-    return RecordSource(train=RecordSlice(records, held_out, count), evaluation=RecordSlice(records, 0, held_out))
+    return generated_source(corpus, make_record, "image")
