@@ -244,7 +244,7 @@ def test_unreadable_files_are_rejected_by_name(tmp_path: Path) -> None:
     hf_model().save_pretrained(tmp_path)
     settings.write_text(settings.read_text().replace('"llama"', '"unheard"'))
     message = load_error(tmp_path, model)
-    assert "unsupported model_type unheard" in message and "mistral, mixtral" in message
+    assert "unsupported model_type unheard" in message and "gemma, gemma2, " in message
 
 
 @pytest.mark.slow
