@@ -29,7 +29,7 @@ REWARD = "reward.terms.{}.weights"
 OBSERVERS = ("tracker.", "train.callbacks.", "data.eval_sets.")
 ACCEPT_INPUTS = "run.accept_changed_inputs"
 # Record types that are rendered with a chat template.
-TEMPLATED = (*("chat", "image_chat", "audio_chat", "preference", "image_preference", "labeled", "scored", "prompts"),)
+TEMPLATED = ("chat", "image_chat", "audio_chat", "preference", "image_preference", "labeled", "scored", "prompts")
 
 Record = Mapping[str, Any]
 Records = dict[str, dict[str, Record]]
