@@ -136,7 +136,9 @@ def test_text_records_are_rejected() -> None:
         job: Any = Job(compose([*SFT, *overrides]).config, {}, None, None)  # type: ignore[arg-type]
         with pytest.raises(ConfigError) as caught:
             sft.run(job)
-        assert [(problem.path, problem.accepted) for problem in caught.value.problems] == [(path, "chat, image_chat, audio_chat")]
+        assert [(problem.path, problem.accepted) for problem in caught.value.problems] == [
+            (path, "chat, image_chat, audio_chat")
+        ]
 
 
 def test_a_checkpoint_is_under_two_percent_of_the_model(tmp_path: Path) -> None:
