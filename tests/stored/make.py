@@ -135,10 +135,16 @@ JOBS: dict[str, list[str]] = {
 WITHOUT_CHECKPOINTS = ("whole", "chat", "preference", "rewards")
 
 
+def extract(path: Path, folder: Path) -> None:
+    """Extract an archive of the project."""
+    with tarfile.open(path) as archive:
+        # Python 3.11.4 and later warn without a filter, earlier versions have none.
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+
+
 def unpack(folder: Path) -> Path:
     """Extract the archive as if its commands had run in `folder`."""
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
+    extract(ARCHIVE, folder)
     for path in folder.rglob("*"):
         if path.is_file() and path.suffix in TEXT and "checkpoints" not in path.parts:
             content = path.read_bytes()
