@@ -2,8 +2,10 @@
 
 import dataclasses
 import queue
+import re
 import time
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.tasks.inference import DecodeTask
 from maxhydra.convert.orbax_io import checkpoint_steps
 from maxhydra.decode.offline_files import REJECTED, OutputFile, Record, fingerprint, read_records
-from maxhydra.decode.open import model_values
+from maxhydra.decode.open import model_defaults, model_values
 from maxhydra.decode.request import Completion, Delta, Handle, RequestRejectedError, TokenLogprob
 from maxhydra.decode.sampling_params import PromptClient, PromptError
 from maxhydra.modelfiles import local_path
@@ -37,7 +39,15 @@ UNUSED_IN_COMPLETIONS = (
     "model.kernels",
     "model.dtypes",
 )
-# Sampling parameters that output files of earlier versions do not know.
+# Model settings and sampling parameters that output files of earlier versions do not know.
+LATER_KEYS = (
+    *("model.vision.*", "model.audio.*", "model.diffusion.*", "model.hyper_connections.*", "model.multipliers.*"),
+    *("model.qk_clip", "model.kinds.*.attention.moba.*", "model.kinds.*.attention.value_norm_scale"),
+    *("model.kinds.*.rope.sections", "model.kinds.*.temperature.offset", "model.kinds.*.mla.temperature.*"),
+    *("model.kinds.*.mla.indexer.pairs", "model.kinds.*.engram.*", "model.kinds.*.latent_dim"),
+    *("model.kinds.*.convolution.*", "model.kinds.*.ssm.*", "model.kinds.*.own_*"),
+    *(f"model.kinds.*.delta.{key}" for key in ("decay_rank", "gate_rank", "gate", "max_rate", "norm_eps")),
+)
 LATER_PARAMETERS = ("frequency_penalty", "presence_penalty")
 
 
@@ -182,13 +192,8 @@ def settings_fingerprint(config: Config) -> str:
     """Return a short hash of everything except the prompt that a completion depends on."""
     task, source = config.task, config.checkpoint.load_parameters
     assert isinstance(task, DecodeTask)
-    # Models without images, audio and diffusion have the fingerprint of earlier versions.
-    encoders: dict[str, Any] = {"model.vision": config.model.vision, "model.audio": config.model.audio}
-    unused = UNUSED_IN_COMPLETIONS + tuple(path for path, section in encoders.items() if section.num_layers is None)
-    unused += ("model.diffusion",) if config.model.diffusion.block_size is None else ()
-    model = {key: value for key, value in model_values(config).items() if not key.startswith(unused)}
     settings = {
-        **model,
+        **_model_values(config),
         "weights": source,
         **_version(source),
         "template": config.data.tokenizer.chat_template,
@@ -200,6 +205,18 @@ def settings_fingerprint(config: Config) -> str:
         **({} if task.denoise_steps is None else {"denoise_steps": task.denoise_steps}),
     }
     return fingerprint(original_names(settings))
+
+
+def _model_values(config: Config) -> dict[str, Any]:
+    """Settings of the model; those that were added later only if they are used, so that earlier files are continued."""
+    defaults = model_defaults()
+
+    def is_unset(key: str, value: Any) -> bool:
+        is_later = any(fnmatch(key, pattern) for pattern in LATER_KEYS)
+        return is_later and value == defaults[re.sub(r"^model\.kinds\.[^.]*", "model.kinds.*", key)]
+
+    used = {key: value for key, value in model_values(config).items() if not key.startswith(UNUSED_IN_COMPLETIONS)}
+    return {key: value for key, value in used.items() if not is_unset(key, value)}
 
 
 def _sampling_values(sampling: Sampling) -> dict[str, Any]:

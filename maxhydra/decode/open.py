@@ -19,6 +19,7 @@ from maxhydra import model
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.errors import show
 from maxhydra.config.schema.decode import Engine as EngineConfig
+from maxhydra.config.schema.model import Kind, Model
 from maxhydra.config.schema.quantization import STORED_KINDS, TRAINING_KINDS, Quantization
 from maxhydra.config.schema.tasks.inference import ServeTask
 from maxhydra.config.serialize import from_yaml, read_run_facts
@@ -71,6 +72,13 @@ def model_values(config: Config) -> dict[str, Any]:
     tokenizer = OmegaConf.to_container(OmegaConf.structured(config.data.tokenizer), enum_to_str=True)
     assert isinstance(tokenizer, dict)
     return {**dict(_flatten("model", model)), **{f"data.tokenizer.{key}": tokenizer[key] for key in TOKENIZER_KEYS}}
+
+
+def model_defaults() -> dict[str, Any]:
+    """Return the default of every model setting by dotted key; layer kinds are named `*`."""
+    model = OmegaConf.to_container(OmegaConf.structured(Model), enum_to_str=True)
+    kind = OmegaConf.to_container(OmegaConf.structured(Kind), enum_to_str=True)
+    return {**dict(_flatten("model", model)), **dict(_flatten("model.kinds.*", kind))}
 
 
 def _binding_values(config: Config) -> dict[str, Any]:

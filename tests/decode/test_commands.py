@@ -75,6 +75,16 @@ def test_settings_that_change_completions_change_the_fingerprint() -> None:
     assert settings_fingerprint(same) == fingerprints[0]
 
 
+def test_fingerprints_of_earlier_versions_are_kept() -> None:
+    """Values that commit fe5ae02 wrote: keys of the model that were added since count only if they are used."""
+    command = ["task=decode", "task.input=a.jsonl", "task.output=b.jsonl", "checkpoint.load_parameters=x"]
+    earlier = {"tiny": "d0695497213b", "mixtral-tiny": "1f3a556c24c8", "deepseek3-tiny": "119deee419d3"}
+    for name, expected in earlier.items():
+        assert settings_fingerprint(compose([*command, f"model={name}"]).config) == expected, name
+    changed = compose([*command, "model=tiny", "model.multipliers.branch=0.5"]).config
+    assert settings_fingerprint(changed) != earlier["tiny"]
+
+
 def test_a_new_checkpoint_changes_the_fingerprint(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "9" / "params").mkdir(parents=True)
     config = compose(["task=decode", f"checkpoint.load_parameters={tmp_path}"]).config
