@@ -75,7 +75,7 @@ def test_settings_that_change_completions_change_the_fingerprint() -> None:
     assert settings_fingerprint(same) == fingerprints[0]
 
 
-def test_fingerprints_of_earlier_versions_are_kept() -> None:
+def test_fingerprints_equal_those_of_earlier_versions() -> None:
     """Values that commit fe5ae02 wrote: keys of the model that were added since count only if they are used."""
     command = ["task=decode", "task.input=a.jsonl", "task.output=b.jsonl", "checkpoint.load_parameters=x"]
     earlier = {"tiny": "d0695497213b", "mixtral-tiny": "1f3a556c24c8", "deepseek3-tiny": "119deee419d3"}

@@ -17,7 +17,7 @@ class GeneratedRecords:
     count: int
     make: Callable[[int], Record]
     noun: str
-    """What a record is called in messages."""
+    """Name of a record in messages."""
 
     def __len__(self) -> int:
         return self.count
