@@ -44,7 +44,8 @@ class Watchdog:
         self._path = folder / f"stacks-{process}.txt"
         self._pending: deque[tuple[int, Any]] = deque()
         self._durations: deque[float] = deque(maxlen=RECENT)
-        self._step, self._since, self._stacks_since = 0, 0.0, 0.0
+        self._period = min(POLL_SECONDS, settings.min_seconds / 10)
+        self._step, self._since, self._stacks_since, self._polled_at = 0, 0.0, 0.0, 0.0
         self._pauses = 0
         self._hung_since: float | None = None
         self._lock, self._is_closed = threading.Lock(), threading.Event()
@@ -53,9 +54,14 @@ class Watchdog:
         """Watch from now on; `step` is the last completed step."""
         if not self._is_on:
             return
-        self._step, self._since = step, time.monotonic()
+        self.reset(step)
         peers.attach_stacks(self.write_stacks)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def reset(self, step: int) -> None:
+        """Count the time of the step after `step` from now."""
+        self._step, self._since = step, time.monotonic()
+        self._polled_at = self._since
 
     def count_step(self, step: int, result: Any) -> None:
         """Take an output of a step that was just dispatched: a jax.Array, of which `is_ready` is used."""
@@ -86,19 +92,22 @@ class Watchdog:
         return max(self._settings.min_seconds, typical, SLOWEST_FACTOR * max(self._durations))
 
     def _watch(self) -> None:
-        period = min(POLL_SECONDS, self._settings.min_seconds / 10)
-        polled_at = time.monotonic()
-        while not self._is_closed.wait(period):
-            now = time.monotonic()
-            # A process that was stopped itself, such as by SIGSTOP, has no hung step.
-            was_stopped, polled_at = now - polled_at > period + self.bound / 2, now
-            completed = self._collect(now)
-            if self._pauses or was_stopped:
-                self._since = now
-            elif not completed and now - self._since > self.bound:
-                self._report(now)
+        while not self._is_closed.wait(self._period):
+            self.poll()
             if not self._is_closed.is_set():
                 self._arm_faulthandler()
+
+    def poll(self) -> None:
+        """Look which steps the device has completed, and report the current one if it hangs."""
+        now = time.monotonic()
+        # A process that was stopped itself, such as by SIGSTOP, has no hung step.
+        was_stopped = now - self._polled_at > self._period + self.bound / 2
+        self._polled_at = now
+        completed = self._collect(now)
+        if self._pauses or was_stopped:
+            self._since = now
+        elif not completed and now - self._since > self.bound:
+            self._report(now)
 
     def _collect(self, now: float) -> bool:
         """Count the steps that the device has completed since the last call; True if there are any."""

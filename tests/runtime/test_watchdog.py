@@ -9,11 +9,11 @@ import pytest
 
 from maxhydra.config.schema.health import Watchdog as Settings
 from maxhydra.runtime import peers, signals
+from maxhydra.runtime import watchdog as watchdog_module
 from maxhydra.runtime.watchdog import Watchdog, format_stacks
 from tests.support import cli
 from tests.support.polling import wait_for
 
-# Far above the pauses of a busy machine.
 FAST = Settings(factor=3, min_seconds=0.7, first_seconds=0.7, end_seconds=1.4)
 # A training run in which a callback of step 12 sleeps. With several processes, callbacks run in process 0.
 SCRIPT = """
@@ -57,7 +57,7 @@ time.sleep(0.05)
 hold_the_gil()
 """
 RUN = [*cli.SMALL, "data=arithmetic", "train.eval_batches=0", "checkpoint.every=4", "train.steps=20", "run.name=it"]
-BOUNDS = [f"watchdog.{key}={value}" for key, value in (("min_seconds", 3), ("first_seconds", 30), ("end_seconds", 2))]
+BOUNDS = [f"watchdog.{key}={value}" for key, value in (("min_seconds", 3), ("first_seconds", 8), ("end_seconds", 2))]
 
 
 class Result:
@@ -70,6 +70,24 @@ class Result:
         return self.ready
 
 
+class Clock:
+    """Time that passes only when a test says so."""
+
+    strftime = staticmethod(time.strftime)
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(watchdog_module, "time", clock := Clock())
+    return clock
+
+
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
@@ -77,61 +95,77 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def take_steps(watchdog: Watchdog, count: int = 8) -> None:
-    watchdog.start(0)
-    for step in range(1, count + 1):
-        watchdog.count_step(step, Result())
-        time.sleep(0.03)
-
-
-@pytest.mark.slow
-def test_a_hung_step_is_reported_once_and_then_ends_the_run(tmp_path: Path, ends: list[str]) -> None:
+@pytest.fixture
+def watchdog(tmp_path: Path, clock: Clock, ends: list[str]) -> Watchdog:
+    """A watchdog without its thread, after 8 steps of 0.05 s."""
     watchdog = Watchdog(FAST, tmp_path)
-    take_steps(watchdog)
+    watchdog.reset(0)
+    for step in range(1, 9):
+        watchdog.count_step(step, Result())
+        wait(watchdog, clock, 0.05)
     assert not ends and not (tmp_path / "stacks-0.txt").exists()
+    return watchdog
+
+
+def wait(watchdog: Watchdog, clock: Clock, seconds: float) -> None:
+    """Let time pass, with a poll every 0.05 s from another thread."""
+
+    def poll() -> None:
+        for _ in range(round(seconds / 0.05)):
+            clock.now += 0.05
+            watchdog.poll()
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    thread.join()
+
+
+def test_a_hung_step_is_reported_once_and_then_ends_the_run(
+    tmp_path: Path, watchdog: Watchdog, clock: Clock, ends: list[str]
+) -> None:
     watchdog.count_step(9, Result(ready=False))
-    wait_for(lambda: bool(ends))
-    watchdog.close()
+    wait(watchdog, clock, 2.0)
+    assert not ends
+    wait(watchdog, clock, 0.5)
     text = (tmp_path / "stacks-0.txt").read_text()
     assert text.count("step 9 has not completed for ") == 1 and "Thread MainThread" in text
     assert "test_a_hung_step_is_reported_once" in text
-    assert ends[0].startswith("step 9 has not completed for ") and "(median 0.0" in ends[0]
+    assert ends[0].startswith("step 9 has not completed for ") and "(median 0.05 s)" in ends[0]
 
 
-@pytest.mark.slow
-def test_a_slow_step_that_completes_does_not_end_the_run(tmp_path: Path, ends: list[str]) -> None:
-    watchdog, slow = Watchdog(FAST, tmp_path), Result(ready=False)
-    take_steps(watchdog)
+def test_a_slow_step_that_completes_does_not_end_the_run(
+    tmp_path: Path, watchdog: Watchdog, clock: Clock, ends: list[str]
+) -> None:
+    slow = Result(ready=False)
     watchdog.count_step(9, slow)
-    wait_for((tmp_path / "stacks-0.txt").exists)
+    wait(watchdog, clock, 1.0)
     slow.ready = True
     # Steps as slow as this one, such as those after a rollout, are expected from now on.
-    wait_for(lambda: watchdog.bound > 2 * FAST.min_seconds)
-    with watchdog.paused():
-        time.sleep(2.5)
-    watchdog.close()
+    wait(watchdog, clock, 1.5)
+    assert watchdog.bound > 2 * FAST.min_seconds
     assert not ends and (tmp_path / "stacks-0.txt").read_text().count("has not completed") == 1
 
 
-@pytest.mark.slow
-def test_a_compilation_and_a_pause_are_not_a_hung_step(tmp_path: Path, ends: list[str]) -> None:
+def test_a_pause_a_stopped_process_and_a_compilation_are_not_a_hung_step(
+    tmp_path: Path, watchdog: Watchdog, clock: Clock, ends: list[str]
+) -> None:
     def backend_compile_and_load() -> None:
-        time.sleep(2.5)
+        wait(watchdog, clock, 2.5)
 
-    watchdog = Watchdog(FAST, tmp_path)
-    take_steps(watchdog)
     with watchdog.paused():
-        time.sleep(2.5)
-    thread = threading.Thread(target=backend_compile_and_load)
-    thread.start()
-    thread.join()
-    watchdog.close()
+        wait(watchdog, clock, 2.5)
+    clock.now += 2.5
+    watchdog.poll()
+    backend_compile_and_load()
     assert not ends and not (tmp_path / "stacks-0.txt").exists()
+    wait(watchdog, clock, 1.0)
+    assert (tmp_path / "stacks-0.txt").exists()
 
 
 def test_without_a_factor_nothing_is_watched(tmp_path: Path, ends: list[str]) -> None:
     watchdog = Watchdog(Settings(factor=None, min_seconds=0.01), tmp_path)
-    take_steps(watchdog, 2)
+    watchdog.start(0)
+    watchdog.count_step(1, Result())
     assert "watchdog" not in {thread.name for thread in threading.enumerate()} and "MainThread" not in format_stacks()
 
 
@@ -181,7 +215,7 @@ def test_the_second_sigterm_ends_a_step_that_hangs_inside_xla(script: Path) -> N
 def test_every_process_writes_its_stacks_and_ends(script: Path) -> None:
     more = ["mesh.data=2", "train.per_device_batch_size=2", *BOUNDS]
     processes = cli.start_processes(2, *RUN, *more, cwd=script, module="hung")
-    assert [process.wait(60) for process in processes] == [peers.EXIT_LOST] * 2
+    assert [process.wait(240) for process in processes] == [peers.EXIT_LOST] * 2
     folder = script / "outputs" / "it"
     assert cli.facts(folder)["reason"].startswith("step 12 has not completed for")
     assert "sleep_in_callback" in (folder / "stacks-0.txt").read_text()
