@@ -68,7 +68,7 @@ def test_a_run_is_stopped_and_resumed_from_the_page(window, folder, address):
     until(window, "document.querySelector('[data-action=stop]')")
     press(window, "[data-action=stop]")
     assert confirm(window) == "it saves a checkpoint and stops"
-    process.wait(60)
+    process.wait(240)
     until(window, f"{status('it')} === 'preempted' && document.querySelector('[data-action=resume]')")
     saved = cli.facts(run)["end_step"]
     assert 0 < saved < 400 and (run / "checkpoints" / str(saved)).is_dir()
@@ -91,7 +91,7 @@ def test_a_running_sweep_is_cancelled_from_the_page(window, folder, address):
     until(window, "document.querySelector('#sweep-head .bad')", seconds=60)
     press(window, "#sweep-head .bad")
     assert "asked to stop" in confirm(window)
-    process.wait(60)
+    process.wait(240)
     until(window, "!document.querySelector('#sweep-head .bad')", seconds=30)
     ended = [cli.facts(path.parent)["status"] for path in folder.glob("outputs/lr/*/run.json")]
     assert ended and set(ended) == {"preempted"}

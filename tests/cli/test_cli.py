@@ -25,10 +25,10 @@ def maxhydra(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command, in a new interpreter if it gets options of its own."""
     if not python:
-        return cli.run(*arguments, cwd=cwd, timeout=120, COLUMNS="110", **extra)
+        return cli.run(*arguments, cwd=cwd, timeout=240, COLUMNS="110", **extra)
     variables = cli.environment(COLUMNS="110", **extra)
     command = [sys.executable, *python, "-m", "maxhydra", *arguments]
-    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=240)
 
 
 def imported(done: subprocess.CompletedProcess[str]) -> set[str]:

@@ -96,7 +96,7 @@ def test_a_search_prunes_bad_jobs(server: Server, launcher: list[str], tmp_path:
     pruned = statuses.count("pruned")
     assert pruned >= 1 and statuses.count("finished") == 4 - pruned, done
     assert f"{4 - pruned} finished, {pruned} pruned" in done and "optimizer.learning_rate=0.3" in done
-    wait_for(lambda: not [pod for pod in core(server).list_pod_for_all_namespaces().items if is_running(pod)], 30)
+    wait_for(lambda: not [pod for pod in core(server).list_pod_for_all_namespaces().items if is_running(pod)])
 
 
 def is_running(pod: Any) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from maxhydra.cli import main
+from tests.support import callbacks
 from tests.support.cli import SMALL, facts, losses, run, run_ok, start, start_silent
 from tests.support.polling import wait_for
 from tests.support.programs import SEARCH_WORKER, write_program
@@ -74,16 +75,19 @@ def test_three_jobs_outlive_their_controller(scheduler: dict[str, str], tmp_path
     """The controller is killed while jobs wait and run; the next finds all of them, and none is lost or duplicated."""
     seeds = "run.seed=1,2,3"
     launcher = [*LAUNCHER, "hydra.launcher.array_parallelism=2"]
-    arguments = [*launcher, *TRAIN, "train.steps=4", "run.name=three", seeds]
+    arguments = [*launcher, *TRAIN, "train.steps=4", "run.name=three", seeds, callbacks.override("Held")]
     sweep = tmp_path / "outputs" / "three"
     controller = start_silent(*arguments, cwd=tmp_path, **scheduler)
-    wait_for(lambda: list(sweep.glob("*/run.json")), 120)
+    wait_for(lambda: list(sweep.glob("*/run.json")))
     controller.kill()
     controller.wait()
     status = run_ok("sweep", "status", "three", cwd=tmp_path, **scheduler).stdout
     assert "PENDING (JobArrayTaskLimit)" in status and "RUNNING" in status
-    done = run_ok("sweep", "resume", "three", cwd=tmp_path, **scheduler).stdout
-    assert done.count("found running") >= 2 and done.rstrip().endswith("3 finished")
+    with open(tmp_path / "console", "w") as console, open(os.devnull) as null:
+        resumed = start("sweep", "resume", "three", cwd=tmp_path, streams=(null, console, console), **scheduler)
+    wait_for(lambda: (tmp_path / "console").read_text().count("found running") >= 2)
+    (sweep / "go").touch()
+    assert resumed.wait(240) == 0 and (tmp_path / "console").read_text().rstrip().endswith("3 finished")
     folders = sorted(path.parent for path in sweep.glob("*/run.json"))
     assert [folder.name for folder in folders] == [f"{index}_seed={index + 1}" for index in range(3)]
     assert [sessions(folder) for folder in folders] == [["finished"]] * 3
@@ -105,7 +109,7 @@ def test_two_preempted_nodes_equal_one_process(scheduler: dict[str, str], tmp_pa
     folder = tmp_path / "outputs" / "two" / "0"
     tail = run("runs", "tail", "two/0", cwd=tmp_path, **scheduler)
     assert tail.returncode == 0, "the console can be shown before the run has a log"
-    wait_for(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size, 120)
+    wait_for(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size)
     output_of("scancel", "--signal=USR1", identity[1], scheduler=scheduler)
     run_ok(*arguments, "run.name=one", cwd=tmp_path, devices=2)
     wait_until_all_ended(scheduler, 240)
@@ -129,12 +133,12 @@ def test_a_cancelled_sweep_can_be_resumed(
         streams = (null, console, console)
         controller = start(*launcher, *arguments, "run.seed=1,2", cwd=tmp_path, streams=streams, **scheduler)
     first, second = (tmp_path / "outputs" / "off" / name for name in ("0_seed=1", "1_seed=2"))
-    wait_for(lambda: (first / "metrics.jsonl").exists() and (first / "metrics.jsonl").stat().st_size, 120)
+    wait_for(lambda: (first / "metrics.jsonl").exists() and (first / "metrics.jsonl").stat().st_size)
     for name, value in scheduler.items():
         monkeypatch.setenv(name, value)
     # In this process, because starting another one would take as long as the job.
     assert main.run(["sweep", "cancel", "off", "--outputs", str(tmp_path / "outputs")]) == 0
-    assert controller.wait(60) == 1 and "cancelled" in (tmp_path / "console").read_text()
+    assert controller.wait(240) == 1 and "cancelled" in (tmp_path / "console").read_text()
     # While the first job still saves: it is not taken for a running one.
     run_ok("sweep", "resume", "off", "--detach", cwd=tmp_path, **scheduler)
     assert not (second / "run.json").exists()

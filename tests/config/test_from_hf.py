@@ -114,6 +114,6 @@ def test_the_config_is_shown_without_jax() -> None:
         f"code = main.run(['--cfg', 'job', 'model=from_hf', 'model.path={GOLDEN / 'llama'}', '{SHORT}']);"
         "assert 'jax' not in sys.modules and 'torch' not in sys.modules; sys.exit(code)"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
     assert shown.returncode == 0, shown.stderr
     assert "num_layers: 3" in shown.stdout

@@ -64,7 +64,7 @@ def compare_reads(folder: Path) -> None:
 @pytest.mark.slow
 def test_one_of_two_processes_reads_for_both(tmp_path: Path) -> None:
     processes = start_processes(2, str(tmp_path), cwd=tmp_path, module="tests.convert.test_single_replica")
-    codes = [process.wait(60) for process in processes]
+    codes = [process.wait(240) for process in processes]
     assert codes == [0, 0], (tmp_path / "console.0").read_text()[-2000:]
     reports = [json.loads((tmp_path / f"{index}.json").read_text()) for index in range(2)]
     for report in reports:

@@ -412,7 +412,7 @@ def test_two_processes_read_their_own_rows_of_the_same_batch() -> None:
     ]
     seen = []
     for process in processes:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=240)
         assert process.returncode == 0, err
         seen.append(json.loads(out))
     alone = train_loader(Data(), make_spec(batch=8))

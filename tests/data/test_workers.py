@@ -20,7 +20,8 @@ from maxhydra.data import Batch, BatchSpec, RowSpec, train_loader
 from maxhydra.data.records import Record
 from maxhydra.data.workers import WorkerDied, Workers
 from tests.support.cli import ROOT, environment
-from tests.support.processes import children
+from tests.support.polling import wait_for
+from tests.support.processes import children, is_alive
 
 
 def doubled(record: Record) -> Record:
@@ -86,10 +87,8 @@ def test_workers_give_the_same_batches(path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_dies_is_an_error_and_not_a_hang(path: Path) -> None:
-    began = time.monotonic()
     with pytest.raises(ConfigError, match=r"data.workers=2: a worker process died"):
         take(data_of(path, formatting="tests.data.test_workers:die", workers=2), 1)
-    assert time.monotonic() - began < 60
 
 
 @pytest.mark.slow
@@ -147,17 +146,7 @@ if __name__ == "__main__":
     os.kill(worker, signal.SIGTERM)
     os.kill(worker, signal.SIGINT)
     time.sleep(0.5)
-    assert Path(f"/proc/{worker}").exists()
+    assert is_alive(worker)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{worker}").exists() and _state(worker) != "Z" and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{worker}").exists() or _state(worker) == "Z"
-
-
-def _state(process: int) -> str:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
+    wait_for(lambda: not is_alive(worker))

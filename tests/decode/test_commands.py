@@ -27,7 +27,7 @@ MODEL = [override for override in SMALL if override.startswith("model.")]
 ENGINE = ["task.engine.max_batch=4", "task.engine.cache_tokens=4096"]
 DECODE = ["task=decode", "checkpoint.load_parameters=outputs/run", *ENGINE, *MODEL]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-SECONDS = 120
+SECONDS = 240
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +145,7 @@ def test_the_server_completes_requests_and_stops_on_sigterm(folder: Path, tmp_pa
     with pytest.raises(openai.BadRequestError, match=r"task\.engine\.max_context"):
         client.completions.create(model="mine", prompt="x" * 5000)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0 and b"sesame" not in out + err and b"Traceback" not in err, err.decode()
 
 

@@ -124,7 +124,7 @@ def test_the_openai_client_reads_embeddings(engine: Engine, folder: Path) -> Non
         missing = server.post({"input": "x", "dimensions": 8}, EMBEDDINGS)
     finally:
         server.loop.call_soon_threadsafe(server.stop.set)
-        server.thread.join(60)
+        server.thread.join(240)
         server.service.close()
     ids = [made.prompts.encode_text(text) for text in TEXTS]
     vectors = np.array([expected(folder, each, Pooling.last) for each in ids])

@@ -161,7 +161,7 @@ def port(prompts: PromptEncoder) -> Iterator[int]:
 
 def request_over_socket(port: int, data: bytes) -> bytes:
     received = b""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection, contextlib.suppress(ConnectionError):
+    with socket.create_connection(("127.0.0.1", port), timeout=240) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)
         while part := connection.recv(65536):
@@ -181,7 +181,7 @@ def test_socket(port: int, data: bytes) -> None:
 def test_body_over_a_socket(port: int, body: dict[str, Any], path: str) -> None:
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=240) as connection:
         connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         received = b""
         while part := connection.recv(65536):

@@ -143,7 +143,7 @@ def test_a_local_job_restarts_after_the_loss_of_a_process(
     settings = LocalSettings(processes=max(plan), max_restarts=2, min_processes=least)
     command = [sys.executable, "-c", PROCESS, str(tmp_path), json.dumps(plan)]
     module = [sys.executable, "-m", "maxhydra.launch.local", json.dumps(settings.to_json())]
-    done = subprocess.run([*module, *command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*module, *command], capture_output=True, text=True, timeout=240)
     assert done.returncode == code, done.stderr
     attempts = {count: len((tmp_path / f"{count}-0").read_text()) for count in plan}
     assert attempts == {count: len(codes) for count, codes in plan.items()}
@@ -155,13 +155,13 @@ def test_a_local_job_forwards_signals_and_kills_processes_that_do_not_end(tmp_pa
     job = subprocess.Popen([*command, json.dumps({2: [["wait", "wait"]]})])
     wait_for(lambda: all((tmp_path / f"2-{index}.ready").exists() for index in range(2)))
     job.terminate()
-    assert job.wait(120) == 143
+    assert job.wait(240) == 143
     (other := tmp_path / "other").mkdir()
     impatient = (
         "import sys; from maxhydra.launch import local; local.NOTICE_SECONDS = 0.5; sys.exit(local.main(sys.argv[1:]))"
     )
     process = [sys.executable, "-c", PROCESS, str(other), json.dumps({2: [["wait", "kill"], [0, 0]]})]
-    assert subprocess.run([sys.executable, "-c", impatient, settings, *process], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", impatient, settings, *process], timeout=240).returncode == 0
 
 
 @pytest.mark.parametrize("settings", [{"processes": 0}, {"processes": 2, "min_processes": 3}, {"min_processes": 0}])

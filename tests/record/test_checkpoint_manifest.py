@@ -162,7 +162,7 @@ def test_early_hashing_ends_with_the_folder(tmp_path: Path) -> None:
     (tmp_path / "step").mkdir()
     hasher = EarlyHasher(tmp_path / "step", lambda name: True)
     (tmp_path / "step").rmdir()
-    hasher._thread.join(timeout=30)
+    hasher._thread.join(timeout=240)
     assert not hasher._thread.is_alive()
 
 

@@ -16,6 +16,7 @@ from maxhydra.record.checkpoint_tiers import PINNED, CheckpointTiers, Retention,
 from maxhydra.record.mirror import LEASE, Lease, LeaseLostError, Mirror
 from maxhydra.record.storage import StorageError, Store, fetch, unsupported_reason
 from tests.support.object_store import FlakyFileSystem, flaky_store, write_checkpoint
+from tests.support.polling import wait_for
 
 ALL = Retention(keep=3, keep_best=0, best_metric="eval/loss", persist_every=None)
 URL = "flaky://bucket/runs/first"
@@ -181,9 +182,7 @@ class TestMirror:
         folder = tmp_path / "first"
         mirror_ = opened(folder)
         session(folder, steps=(4,))
-        deadline = time.monotonic() + 60
-        while not (stored_steps() and "run.json" in stored()) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: stored_steps() and {"run.json", "metrics.jsonl", "config.yaml"} <= stored())
         assert stored_steps() == [4] and {"metrics.jsonl", "config.yaml", LEASE} <= stored()
         mirror_.close(0)
 
@@ -229,8 +228,7 @@ class TestMirror:
         mirror_ = opened(folder)
         run = RunDirectory(folder)
         run.start("", {"name": "first"})
-        while "run.json" not in stored():
-            time.sleep(0.01)
+        wait_for(lambda: "run.json" in stored())
         run.withdraw("wrong")
         mirror_.close(0)
         assert not stored() and not folder.exists()

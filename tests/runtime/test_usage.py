@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from maxhydra.runtime.usage import GpuUsage, UsageSampler, _ProcessUsage, device_memory, host_memory, network_bytes
+from tests.support.polling import wait_for
 
 
 def test_this_process() -> None:
@@ -104,9 +105,7 @@ def test_means_and_peaks_since_the_last_call() -> None:
 
     sampler = UsageSampler(0.01, sample=sample)
     # After the second sample, `next` raises, which ends the thread and not the run.
-    deadline = time.monotonic() + 60
-    while len(sampler._samples["system/cpu_share"]) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: len(sampler._samples["system/device_memory_peak_gib"]) == 2)
     assert sampler.take() == {"system/cpu_share": 2.0, "system/device_memory_peak_gib": 5.0}
     assert sampler.take() == {}
     sampler.close()

@@ -25,7 +25,6 @@ from tests.support.skips import KUBERNETES
 
 VARIABLE = "KUBEBUILDER_ASSETS"
 BINARIES = ("kube-apiserver", "kube-controller-manager", "etcd")
-START_SECONDS = 120
 APIS = ("api/v1", "batch/v1", "rbac.authorization.k8s.io/v1", "apiextensions.k8s.io/v1", "apiregistration.k8s.io/v1")
 # Admission plugins that the tests do not need; some would wait for a disabled API.
 UNUSED = ("ServiceAccount", "MutatingAdmissionWebhook", "ValidatingAdmissionWebhook", "DefaultIngressClass", "Priority")
@@ -85,14 +84,14 @@ class Server:
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=default={peer}",
         )
-        wait_for(lambda: _is_ok(f"{local}/health", None), START_SECONDS)
+        wait_for(lambda: _is_ok(f"{local}/health", None))
         self._spawn_api(local)
-        wait_for(lambda: self._is_ok("/readyz"), START_SECONDS)
+        wait_for(lambda: self._is_ok("/readyz"))
         for definition in objects:
             self.post("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition)
         group = [(item["spec"]["group"], item["spec"]["names"]["plural"]) for item in objects]
         for name, plural in group:
-            wait_for(lambda name=name, plural=plural: self._is_ok(f"/apis/{name}/v1alpha2/{plural}"), START_SECONDS)
+            wait_for(lambda name=name, plural=plural: self._is_ok(f"/apis/{name}/v1alpha2/{plural}"))
         self._spawn(
             "kube-controller-manager",
             f"--kubeconfig={self.kubeconfig}",

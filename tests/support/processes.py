@@ -15,3 +15,11 @@ def children(process: int) -> list[int]:
         if parent == process and b"spawn_main" in command:
             pids.append(int(folder.name))
     return pids
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

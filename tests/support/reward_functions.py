@@ -48,18 +48,18 @@ def equal(text: str, **known: Any) -> float:
 
 def runs_a_command(text: str, *, record: dict[str, Any], **known: Any) -> float:
     """Waits for a child that lives longer than the time limit."""
-    _note_pid(record, subprocess.Popen(["sleep", "60"])).wait()
+    _note_pid(record, subprocess.Popen(["sleep", "600"])).wait()
     return 1.0
 
 
 def starts_a_daemon(text: str, *, record: dict[str, Any], **known: Any) -> float:
     """Leaves a process in a session of its own, whose parent has exited, and returns at once."""
-    script = "import subprocess as s; print(s.Popen(['sleep', '60'], stdout=s.DEVNULL, start_new_session=True).pid)"
+    script = "import subprocess as s; print(s.Popen(['sleep', '600'], stdout=s.DEVNULL, start_new_session=True).pid)"
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, start_new_session=True)
     with open(record["pids"], "a") as file:
         file.write(done.stdout.decode())
     if record.get("hangs"):
-        time.sleep(60)
+        time.sleep(600)
     if record.get("crashes"):
         os._exit(1)
     return 1.0
@@ -75,7 +75,7 @@ def writes_to_descriptors(text: str, **known: Any) -> float:
         with contextlib.suppress(OSError):
             os.write(descriptor, b"\x00\x00\x00\x40garbage")
     if text == "hangs":
-        time.sleep(60)
+        time.sleep(600)
     return 1.0
 
 
@@ -96,9 +96,9 @@ def has_jax(text: str, **known: Any) -> float:
 def terminates_a_command(text: str, **known: Any) -> float:
     """Children react to SIGTERM, although the reward process ignores it."""
     os.kill(os.getpid(), signal.SIGTERM)
-    child = subprocess.Popen(["sleep", "60"])
+    child = subprocess.Popen(["sleep", "600"])
     child.terminate()
-    return float(child.wait(timeout=30) == -signal.SIGTERM)
+    return float(child.wait(timeout=240) == -signal.SIGTERM)
 
 
 def backtracks(text: str, **known: Any) -> float:
@@ -143,7 +143,7 @@ async def concurrent(text: str, **known: Any) -> float:
     running += 1
     most_running = max(most_running, running)
     try:
-        await asyncio.sleep(60 if text == "b" else 0.05)
+        await asyncio.sleep(600 if text == "b" else 0.05)
     finally:
         running -= 1
     if text == "c":
@@ -152,7 +152,7 @@ async def concurrent(text: str, **known: Any) -> float:
 
 
 async def blocks(text: str, **known: Any) -> float:
-    time.sleep(60)
+    time.sleep(600)
     return 1.0
 
 

@@ -94,12 +94,12 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
         output_of("mungekey", "--create", f"--keyfile={munge}/key")
         files = [f"--{name}-file={munge}/{name}" for name in ("key", "pid", "log", "seed")]
         start("munged", "--foreground", "--force", f"--socket={munge}/socket", *files)
-        wait_for(lambda: output_of("munge", "-n", f"--socket={munge}/socket"), 20)
+        wait_for(lambda: output_of("munge", "-n", f"--socket={munge}/socket"))
         start("slurmctld", "-D", "-c")
-        wait_for(lambda: "is UP" in output_of("scontrol", "ping"), 30)
+        wait_for(lambda: "is UP" in output_of("scontrol", "ping"))
         for node in NODES:
             start("slurmd", "-D", "-N", node)
-        wait_for(lambda: output_of("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").count("\n") == len(NODES), 30)
+        wait_for(lambda: output_of("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").count("\n") == len(NODES))
         yield environment
     finally:
         output_of("scancel", "--full", f"--user={getpass.getuser()}")

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from maxhydra.rl.evaluate import majority, pass_at
 from maxhydra.rl.reward_pool import RewardResult
 from maxhydra.rl.rollout import Group, columns
 from maxhydra.rl.setup import check, split_rollout_devices
-from tests.support.cli import ROOT, SMALL, facts, losses, parameter_hash, rewind, run_ok, start_silent
+from tests.support import callbacks
+from tests.support.cli import ROOT, SMALL, facts, losses, parameter_hash, rewind, run, run_ok
 
 PATHS = f"{ROOT}:{ROOT / 'tests/support'}"
 TASK = ["task=grpo", "data=arithmetic", "data.record_type=prompts", "task.max_tokens=8", "task.group_size=4"]
@@ -259,11 +259,9 @@ def test_asynchronous_rollouts_are_trained_on_exactly_once(tmp_path: Path) -> No
     arguments = [*TASK, *function_reward("vowels"), *ASYNCHRONOUS, "task.rollout_devices=1", "checkpoint.every=3"]
     arguments += ["train.per_device_batch_size=8", "train.eval_every=4", "checkpoint.mode=synchronous"]
     folder = tmp_path / "outputs" / "it"
-    process = start_silent(*arguments, cwd=tmp_path, devices=3, PYTHONPATH=PATHS)
-    while process.is_running() and not any(record["step"] >= 5 for record in rollout_records(folder)):
-        time.sleep(0.01)
-    process.kill()
-    assert process.wait(60) == -signal.SIGKILL
+    kill = callbacks.override("SignalItself", signal="SIGKILL", at=4)
+    assert run(*arguments, kill, cwd=tmp_path, devices=3, PYTHONPATH=PATHS).returncode == -signal.SIGKILL
+    assert max(record["step"] for record in rollout_records(folder)) >= 4
     done = run_ok(*arguments, cwd=tmp_path, devices=3, PYTHONPATH=PATHS)
     assert "resuming from step 3" in done.stderr
     records = rollout_records(folder)

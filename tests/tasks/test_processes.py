@@ -189,9 +189,9 @@ def test_completions_after_a_kill_of_one_process_are_those_of_one(folder: Path) 
     one = completions(folder / "one.texts.jsonl")
     output, command = folder / "killed.jsonl", [*decode("killed.jsonl"), *MESH]
     processes = start_processes(2, *command, cwd=folder)
-    wait_for(lambda: output.exists() and output.stat().st_size, seconds=240)
+    wait_for(lambda: output.exists() and output.stat().st_size)
     processes[1].kill()
-    assert processes[0].wait(60) == EXIT_LOST
+    assert processes[0].wait(240) == EXIT_LOST
     assert 0 < len(lines(output)) < len(one), "killed too late"
     run(2, command, cwd=folder, devices=1)
     assert completions(output) == one
@@ -248,7 +248,7 @@ def test_a_server_of_two_processes_completes_as_task_decode(folder: Path) -> Non
     command = ["task=serve", *LOADED, LOAD, *ENGINE, *MESH, "task.port=0"]
     processes = start_processes(2, *command, cwd=folder)
     console = folder / "console.0"
-    wait_for(lambda: "serving" in console.read_text(), seconds=240)
+    wait_for(lambda: "serving" in console.read_text())
     prompt, sampling = json.loads((folder / "prompts.jsonl").read_text().splitlines()[0]).values()
     body = {"prompt": prompt, "max_tokens": 5, "temperature": 1, "ignore_eos": True, **sampling}
     url = re.findall(r"http://\S+", console.read_text())[0] + "/completions"
@@ -258,7 +258,7 @@ def test_a_server_of_two_processes_completes_as_task_decode(folder: Path) -> Non
     assert text == completions(folder / "two.texts.jsonl")[0][2]
     for process in reversed(processes):
         process.signal(signal.SIGTERM)
-    assert [process.wait(60) for process in processes] == [0, 0]
+    assert [process.wait(240) for process in processes] == [0, 0]
 
 
 @pytest.mark.parametrize("key", ["off_policy_steps", "max_staleness"])

@@ -1,7 +1,6 @@
 """A run that is killed, preempted, or loses disk space or a checkpoint resumes as if it had never stopped."""
 
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import callbacks, skips
 from tests.support import cli as running
-from tests.support import skips
 from tests.support.cli import SMALL, facts, losses, parameter_hash, rewind, run, run_ok
 
 STEPS = 60
@@ -36,23 +35,20 @@ def eight_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cwd / "outputs" / "eight"
 
 
-def kill_when(folder: Path, cwd: Path, moment: str, rng: random.Random) -> None:
-    """Start the run and kill -9 it: some time after its start, or while a checkpoint is being written."""
-    process = running.start_silent(*RUN, "run.name=killed", cwd=cwd)
-    metrics = folder / "metrics.jsonl"
-    lines = metrics.read_text().count("\n") if metrics.exists() else 0
-    deadline = time.time() + 120
+KILLS = {
+    "step": [callbacks.override("SignalItself", signal="SIGKILL", at=9)],
+    "start": [],
+    "save": [callbacks.override("KillInSave")],
+}
+
+
+def kill(cwd: Path, moment: str) -> None:
+    """Run and kill -9: after a step, about a second after the start, or while a checkpoint is being written."""
+    process = running.start_silent(*RUN, "run.name=killed", *KILLS[moment], cwd=cwd)
     if moment == "start":
-        time.sleep(rng.uniform(0.2, 2))
-    while moment != "start" and process.is_running() and time.time() < deadline:
-        if moment == "step" and metrics.exists() and metrics.read_text().count("\n") > lines:
-            time.sleep(rng.uniform(0, 0.2))
-            break
-        if moment == "save" and any("tmp" in name for name in list_names(folder / "checkpoints")):
-            break
-        time.sleep(0.002)
-    process.kill()
-    process.wait()
+        time.sleep(1)
+        process.kill()
+    assert process.wait(240) == -signal.SIGKILL
 
 
 def list_names(folder: Path) -> list[str]:
@@ -64,13 +60,11 @@ def list_names(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_run_killed_three_times_is_bit_identical(uninterrupted: Path, tmp_path: Path) -> None:
-    folder, rng = tmp_path / "outputs" / "killed", random.Random(0)
-    interrupted_saves = 0
-    for moment in ["step", "start", "save"]:
-        kill_when(folder, tmp_path, moment, rng)
-        interrupted_saves += any("tmp" in name for name in list_names(folder / "checkpoints"))
+    folder = tmp_path / "outputs" / "killed"
+    for moment in KILLS:
+        kill(tmp_path, moment)
+    assert any("tmp" in name for name in list_names(folder / "checkpoints")), "no kill happened during a save"
     run_ok(*RUN, "run.name=killed", cwd=tmp_path)
-    assert interrupted_saves >= 1, "no kill happened during a save"
     assert losses(folder) == losses(uninterrupted)
     assert parameter_hash(folder, STEPS) == parameter_hash(uninterrupted, STEPS)
     assert facts(folder)["status"] == "finished"
@@ -80,15 +74,9 @@ def test_a_run_killed_three_times_is_bit_identical(uninterrupted: Path, tmp_path
 def test_signals_save_and_the_same_command_resumes(uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "signalled"
     arguments = [*RUN, "run.name=signalled", "checkpoint.every=1000"]
-    metrics = folder / "metrics.jsonl"
     for number, code in ((signal.SIGTERM, 143), (signal.SIGUSR1, 138)):
-        before = metrics.stat().st_size if metrics.exists() else 0
-        with open(tmp_path / "console", "w") as console, open(os.devnull) as null:
-            process = running.start(*arguments, cwd=tmp_path, streams=(null, console, console))
-        while process.is_running() and not (metrics.exists() and metrics.stat().st_size > before):
-            time.sleep(0.005)
-        process.signal(number)
-        assert process.wait(60) == code, (tmp_path / "console").read_text()
+        done = run(*arguments, callbacks.override("SignalItself", signal=number.name), cwd=tmp_path)
+        assert done.returncode == code, done.stderr
         assert facts(folder)["status"] == "preempted" and number.name in facts(folder)["reason"]
         assert len(list_names(folder / "checkpoints")) >= 1
     run_ok(*arguments, cwd=tmp_path)

@@ -71,7 +71,7 @@ def stored_steps(name: str) -> list[int]:
 
 
 def wait_for(condition: object, process: cli.fork_server.Command) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not condition() and process.is_running() and time.monotonic() < deadline:  # type: ignore[operator]
         time.sleep(0.005)
 
@@ -113,7 +113,7 @@ def test_another_host_continues_from_the_store(server: S3Server, whole: Path, tm
     metrics = first.working_copy("moved") / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 5, process)
     process.signal(signal.SIGTERM)
-    assert process.wait(120) == 128 + signal.SIGTERM
+    assert process.wait(240) == 128 + signal.SIGTERM
     [step] = stored_steps("moved")
     assert 5 <= step < 100000
     assert json.loads(Store(f"{URL}/moved").read("run.json"))["status"] == "preempted"

@@ -283,17 +283,17 @@ def test_a_new_host_restores_from_the_copies_of_another_one(tmp_path: Path) -> N
     run += ["checkpoint.local_folder=disk", "train.steps=10000"]
     processes = start_processes(2, *run, cwd=tmp_path, folder="host-{}")
     disks = [tmp_path / f"host-{index}" / "disk" / "/".join((outputs / "it").parts[1:]) for index in range(2)]
-    wait_for(lambda: all(list(disk.glob(f"process-{n}/1?/{1 - n}")) for n, disk in enumerate(disks)), seconds=120)
-    wait_for(lambda: max(losses(outputs / "it")) % 5 in (2, 3))
+    wait_for(lambda: all(list(disk.glob(f"process-{n}/[1-9]?*/{1 - n}")) for n, disk in enumerate(disks)))
+    wait_for(lambda: max(losses(outputs / "it")) > 12)
     processes[1].kill()
-    assert processes[0].wait(60) == EXIT_LOST
+    assert processes[0].wait(240) == EXIT_LOST
     before = losses(outputs / "it")
     shutil.rmtree(tmp_path / "host-1" / "disk")
     again = start_processes(2, *run, f"train.steps={max(before) + 1}", cwd=tmp_path, folder="host-{}")
-    assert [process.wait(120) for process in again] == [0, 0]
+    assert [process.wait(240) for process in again] == [0, 0]
     console, facts = (tmp_path / "console.0").read_text(), json.loads((outputs / "it" / "run.json").read_text())
     start = int(re.findall(r"read the local checkpoint of step (\d+)", console)[0])
-    assert facts["sessions"][1]["start_step"] == start and 10 <= start < max(before)
+    assert facts["sessions"][1]["start_step"] == start and 10 <= start <= max(before) + 1
     after = losses(outputs / "it")
     assert {step: after[step] for step in before} == before
     assert not any(disk.exists() for disk in disks), "the last checkpoint of the run replaces the local ones"
