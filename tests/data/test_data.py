@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from maxhydra.data.sources.demo import TEXT
 from maxhydra.data.sources.synthetic import NOISE, STEPS
 from maxhydra.data.stream import RowStream
 from maxhydra.sharding import Sharder, build_mesh
+from tests.support.ports import free_address
 
 SOURCES = ["demo", "synthetic", "text"]
 
@@ -394,12 +394,9 @@ print(json.dumps(seen))
 def test_two_processes_read_their_own_rows_of_the_same_batch() -> None:
     halves, all_rows = [[0, 1, 2, 3], [4, 5, 6, 7]], [list(range(8))] * 2
     meshes = [({"data": 4}, halves), ({"data": 2, "sequence": 2}, halves), ({"sequence": 2, "tensor": 2}, all_rows)]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
     clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     clean |= {"PYTHONPATH": os.pathsep.join([str(TEXT.parents[3]), *sys.path])}
-    clean |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    clean |= {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_NUM_PROCESSES": "2"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, json.dumps([mesh for mesh, _ in meshes])],

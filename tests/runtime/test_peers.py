@@ -49,7 +49,7 @@ def test_a_lost_process_is_named_and_the_run_resumes_in_one_process(
     row = cells.run(matrix.Cell("KILL", "0", "save"), expected)
     assert not row.differences and row.restarts == 1, row
     name = f"process 0 on {socket.gethostname()} is gone; last known step "
-    assert row.codes == [-signal.SIGKILL, peers.EXIT_LOST] and row.seconds < 60, row
+    assert row.codes == [-signal.SIGKILL, peers.EXIT_LOST] and row.seconds < 200, row
     assert row.status.startswith(f"failed: {name}") and row.messages[1].startswith(f"maxhydra: {name}"), row
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from maxhydra.runtime.detect import (
 )
 from maxhydra.runtime.distributed import ClusterInfo, detect_cluster
 from maxhydra.runtime.flags import backend_environment, merge_flags
+from tests.support.ports import free_address
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = sorted(path.stem for path in (ROOT / "conf/hardware").glob("*.yaml"))
@@ -348,15 +348,9 @@ def run(code: str, arguments: str, env: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
-
-
 @pytest.mark.slow
 def test_two_processes_connect_and_sum() -> None:
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     processes = [
         run(
             START + SUM,
@@ -379,7 +373,7 @@ def test_two_processes_connect_and_sum() -> None:
     ("index", "message"), [(0, "not all of the other 1 processes"), (1, "process 0 is not reachable")]
 )
 def test_timeout_names_the_unreachable_process(index: int, message: str) -> None:
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     env = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)}
     process = run(START, "dict(platform=Platform.cpu, distributed=Distributed(timeout_seconds=1))", env)
     out, err = process.communicate(timeout=240)

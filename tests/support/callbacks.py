@@ -3,7 +3,6 @@
 A test that polls the files of a run and then sends a signal may be late on a busy machine.
 """
 
-import dataclasses
 import os
 import signal
 import time
@@ -11,15 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from maxhydra import Options, schema
 from maxhydra.train.callbacks import CallbackSession
 
 
-@dataclasses.dataclass(frozen=True)
-class SignalOptions:
-    """The name of the signal, and the first step whose metrics send it."""
+@schema
+class SignalOptions(Options):
+    """Settings of `SignalItself`."""
 
-    signal: str
+    signal: str = "SIGTERM"
+    """Name of the signal."""
+
     at: int = 0
+    """First step whose metrics send it."""
 
 
 class SignalItself:

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import orbax.checkpoint as ocp
 from maxhydra.config.errors import last_of_each_key
 from maxhydra.config.schema.run import LOGGED
 from tests.support import compile_cache, fork_server
+from tests.support.ports import free_address
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,8 +123,7 @@ def start_processes(
 
     With `folder`, such as "host-{}", process N runs in its own folder below `cwd`.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     processes = []
     for index in range(count):
         cluster = dict(zip(CLUSTER_VARIABLES, (address, str(count), str(index)), strict=True))
@@ -140,8 +139,7 @@ def run_processes(
     count: int, *arguments: str, cwd: Path, devices: int = 1, timeout: float = 240, **extra: str
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run a command in `count` processes that form a cluster through JAX variables, each with its own devices."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
 
     def run_process(index: int) -> subprocess.CompletedProcess[str]:
         values = (address, str(count), str(index))

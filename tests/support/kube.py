@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import ssl
 import subprocess
 import urllib.error
@@ -21,6 +20,7 @@ from typing import Any
 import yaml
 
 from tests.support.polling import wait_for
+from tests.support.ports import free_ports
 from tests.support.skips import KUBERNETES
 
 VARIABLE = "KUBEBUILDER_ASSETS"
@@ -58,7 +58,7 @@ class Server:
         self.kubeconfig = folder / "kubeconfig"
         self.pki = folder / "pki"
         self.pki.mkdir(parents=True)
-        self._api, self._etcd, self._peer, self._manager = _free_ports(4)
+        self._api, self._etcd, self._peer, self._manager = free_ports(4)
         self._tokens = {"admin": secrets.token_hex(16), "unprivileged": secrets.token_hex(16)}
         self._processes: list[subprocess.Popen] = []
 
@@ -204,13 +204,3 @@ def _is_ok(request: str | urllib.request.Request, tls: ssl.SSLContext | None) ->
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

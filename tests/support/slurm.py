@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.polling import wait_for
+from tests.support.ports import free_ports
 
 COMMANDS = ("munged", "mungekey", "munge", "slurmctld", "slurmd", "sinfo", "sbatch", "srun", "squeue", "scancel")
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -75,7 +76,7 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     for path in (folder, folder / "munge", folder / "state", *(folder / "spool" / node for node in NODES)):
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(0o755)
-    text = CONFIG.format(host=socket.gethostname(), user=getpass.getuser(), folder=folder, ports=_free_ports(3))
+    text = CONFIG.format(host=socket.gethostname(), user=getpass.getuser(), folder=folder, ports=free_ports(3))
     (folder / "slurm.conf").write_text(textwrap.dedent(text))
     environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": SEARCH}
     daemons: list[subprocess.Popen] = []
@@ -123,11 +124,3 @@ def _kill_steps(config: str) -> None:
         has_job_id = any(line.startswith(b"SLURM_JOB_ID=") for line in variables)
         if has_job_id and f"SLURM_CONF={config}".encode() in variables:
             os.kill(int(path.parent.name), signal.SIGKILL)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
