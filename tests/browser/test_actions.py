@@ -57,7 +57,7 @@ def status(run: str) -> str:
     return f"document.querySelector('tr[data-run=\"{run}\"] .status')?.textContent"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_is_stopped_and_resumed_from_the_page(window, folder, address):
     process = cli.start_silent(*RUN, "run.name=it", cwd=folder)
     run = folder / "outputs" / "it"

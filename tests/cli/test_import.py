@@ -134,6 +134,7 @@ def config_file(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("experts", "grpo", "latent", "tiny")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_command_composes_and_experiment_is_the_same_run(name: str, tmp_path: Path) -> None:
     t = translate(config_file(tmp_path, EXAMPLES[name]), [])

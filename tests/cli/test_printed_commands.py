@@ -72,7 +72,7 @@ def test_commands_of_a_run_with_options_of_its_own(tmp_path: Path) -> None:
     assert len([*(tmp_path / "outputs").glob("*/run.json")]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_commands_of_a_search(tmp_path: Path) -> None:
     """The winner is rerun outside of its sweep, whose status does not mind other folders."""
     shell = Shell(tmp_path)

@@ -60,7 +60,7 @@ CASES = [("llama", "f16"), ("llama", "q4_0"), ("llama3.1", "q8_0"), ("qwen2", "q
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("llama-f16", "llama-q4_0", "qwen2-q8_0")
+@pytest.mark.default_cases("llama-q4_0", "qwen2-q8_0")
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_a_gguf_file_has_the_quantized_tensors_and_gives_the_logits_of_transformers(
     family: str, kind: str, tmp_path: Path
@@ -113,6 +113,7 @@ def test_a_gguf_file_contains_the_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("llama-fp8")
 @pytest.mark.parametrize(("family", "kind"), [("llama", "fp8"), ("qwen3", "int8")])
 def test_transformers_loads_compressed_folders(family: str, kind: str, tmp_path: Path) -> None:
     import_optional("compressed_tensors", extra="parity")

@@ -88,7 +88,7 @@ ROUTER = config.Router(scores=config.RouterScores.sigmoid, bias_rate=RATE)
 BIASED = model_of(config.Moe(experts=EXPERTS, top_k=2, dim=8, router=ROUTER))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bias_reduces_the_largest_load_from_three_times_the_mean_to_1_1(whole):
     _, seen = trained(BIASED, whole, 90)
     loads = [row["moe/load_max_mean"] for row in seen]

@@ -75,7 +75,7 @@ def one_device(overrides: tuple[str, ...]) -> Trained:
 
 # scripts/mesh_matrix.py compares every family on more meshes.
 CASES = [
-    (LLAMA, {"stage": 4}, ()),
+    pytest.param(LLAMA, {"stage": 4}, (), marks=pytest.mark.exhaustive),
     (LLAMA, {"stage": 2, "fsdp": 2, "tensor": 2}, ("mesh.pipeline.repeats=2",)),
     pytest.param(
         *(PREFIX, {"stage": 2, "expert": 2, "data": 2}, ("mesh.pipeline.repeats=2",)), marks=pytest.mark.exhaustive

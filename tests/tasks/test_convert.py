@@ -139,7 +139,11 @@ ADAPTER = ["adapter=lora", "adapter.targets=[attention/,layer/mlp/down]"]
 VARIANTS = ["adapter.dora=true", "adapter.rank_stabilized=true", "adapter.init=pissa"]
 
 
-@pytest.fixture(scope="module", params=[ADAPTER, [*ADAPTER, *VARIANTS]], ids=["lora", "variants"])
+@pytest.fixture(
+    scope="module",
+    params=[ADAPTER, pytest.param([*ADAPTER, *VARIANTS], marks=pytest.mark.exhaustive)],
+    ids=["lora", "variants"],
+)
 def adapter_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that trained an adapter on a Hugging Face folder, with random values."""
     folder = tmp_path_factory.mktemp("peft")

@@ -91,7 +91,7 @@ def run_experiment(name: str, here: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("llama3.1-8b_text", "shakespeare", "smollm2_lora")
+@pytest.mark.default_cases("shakespeare", "smollm2_lora")
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_runs(name: str, here: Path) -> None:
     run = facts(run_experiment(name, here))

@@ -186,7 +186,7 @@ print(json.dumps([history, run.info.run_id == facts["trackers"]["mlflow"]["id"],
 TRACKIO = MLFLOW.replace("mlflow", "trackio")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_trackio_continues_its_run_in_a_local_folder(tmp_path):
     pytest.importorskip("trackio", reason="needs the trackio extra")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRACKIO_DIR": str(tmp_path / "store")}
