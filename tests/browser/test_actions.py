@@ -49,7 +49,7 @@ def confirm(browser) -> str:
     """Press the button of the dialog; returns the message of the action."""
     press(browser, "#dialog-go")
     done = "(!document.querySelector('#dialog').open && document.querySelector('#toast').textContent)"
-    return until(browser, f"document.querySelector('#dialog-problem').textContent || {done}", seconds=60)
+    return until(browser, f"document.querySelector('#dialog-problem').textContent || {done}")
 
 
 def status(run: str) -> str:
@@ -75,7 +75,7 @@ def test_a_run_is_stopped_and_resumed_from_the_page(window, folder, address):
     (folder / "slow").rename(folder / "fast")
     press(window, "[data-action=resume]")
     assert confirm(window).startswith(("it resumes; output: ", "it was resumed and has ended"))
-    until(window, f"{status('it')} === 'finished'", seconds=60)
+    until(window, f"{status('it')} === 'finished'")
     (folder / "fast").rename(folder / "slow")
     assert sorted(cli.losses(run)) == list(range(1, 401))
     assert [session["status"] for session in cli.facts(run)["sessions"]] == ["preempted", "finished"]
@@ -88,11 +88,11 @@ def test_a_running_sweep_is_cancelled_from_the_page(window, folder, address):
     wait_for(lambda: any(folder.glob("outputs/lr/*/metrics.jsonl")))
     window.get("about:blank")
     window.get(address + "#sweep=lr&tab=sweep")
-    until(window, "document.querySelector('#sweep-head .bad')", seconds=60)
+    until(window, "document.querySelector('#sweep-head .bad')")
     press(window, "#sweep-head .bad")
     assert "asked to stop" in confirm(window)
     process.wait(240)
-    until(window, "!document.querySelector('#sweep-head .bad')", seconds=30)
+    until(window, "!document.querySelector('#sweep-head .bad')")
     ended = [cli.facts(path.parent)["status"] for path in folder.glob("outputs/lr/*/run.json")]
     assert ended and set(ended) == {"preempted"}
     check_clean(window, address)

@@ -34,7 +34,7 @@ def outputs(tmp_path_factory):
     return folder
 
 
-def until(browser, script, seconds=60):
+def until(browser, script, seconds=240):
     """Wait until a script returns a true value, and return it."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -175,7 +175,7 @@ def test_tabs_columns_keys_and_read_errors(window, server, outputs):
     broken = write_run(outputs / "broken")
     (broken / "run.json").write_text("{")
     press(window, "#theme")
-    until(window, "!document.querySelector('#faults').hidden", seconds=30)
+    until(window, "!document.querySelector('#faults').hidden")
     press(window, "#faults")
     assert "broken/run.json: is not JSON" in window.execute_script(
         "return document.querySelector('#fault-list').textContent"

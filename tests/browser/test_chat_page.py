@@ -28,7 +28,7 @@ def server(tmp_path_factory):
 def test_a_conversation_on_the_page(server):
     with chromium() as browser:
 
-        def until(script, seconds=60):
+        def until(script, seconds=240):
             end = time.monotonic() + seconds
             while time.monotonic() < end:
                 if value := browser.execute_script(f"return {script}"):

@@ -214,7 +214,7 @@ class Server:
         prompts = PromptEncoder(Data(), vocab_size=264)
         defaults = ServerDefaults("base", Sampling(max_tokens=8, ignore_eos=True), 8, 64, 64, has_adapters=True)
         routes = AdapterRoutes(engine, read, model="base", is_live=True)
-        limits = Limits(max_body=2**20, max_connections=50, timeout=5.0, keep_alive=5.0, drain=5.0)
+        limits = Limits(max_body=2**20, max_connections=50, timeout=60.0, keep_alive=60.0, drain=5.0)
 
         async def main() -> None:
             self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()

@@ -43,21 +43,28 @@ pretrain.training_loss = make_loss
 sys.exit(run(sys.argv[1:]))
 """
 GIL_SCRIPT = """
-import ctypes, time
+import ctypes, threading
 from pathlib import Path
 from maxhydra.config.schema.health import Watchdog as Settings
 from maxhydra.runtime import watchdog
 
 def hold_the_gil():
-    ctypes.PyDLL(None).sleep(60)
+    ctypes.PyDLL(None).sleep(600)
+
+armed = threading.Event()
+
+class Watchdog(watchdog.Watchdog):
+    def _arm_faulthandler(self):
+        super()._arm_faulthandler()
+        armed.set()
 
 watchdog.GIL_SECONDS = 0.5
-watchdog.Watchdog(Settings(factor=3, min_seconds=0.1, first_seconds=0.1, end_seconds=0.2), Path()).start(0)
-time.sleep(0.05)
+Watchdog(Settings(factor=3, min_seconds=3, first_seconds=3, end_seconds=0.2), Path()).start(0)
+armed.wait()
 hold_the_gil()
 """
 RUN = [*cli.SMALL, "data=arithmetic", "train.eval_batches=0", "checkpoint.every=4", "train.steps=20", "run.name=it"]
-BOUNDS = [f"watchdog.{key}={value}" for key, value in (("min_seconds", 3), ("first_seconds", 8), ("end_seconds", 2))]
+BOUNDS = [f"watchdog.{key}={value}" for key, value in (("min_seconds", 6), ("first_seconds", 30), ("end_seconds", 3))]
 
 
 class Result:

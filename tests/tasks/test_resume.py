@@ -13,7 +13,7 @@ from tests.support import callbacks, skips
 from tests.support import cli as running
 from tests.support.cli import SMALL, facts, losses, parameter_hash, rewind, run, run_ok
 
-STEPS = 60
+STEPS = 24
 RUN = [*SMALL, f"train.steps={STEPS}", "checkpoint.every=4", "checkpoint.keep=2", "model.dropout=0.1"]
 RUN += ["train.eval_batches=0"]
 # A learning rate that does not depend on the number of steps.
@@ -43,10 +43,10 @@ KILLS = {
 
 
 def kill(cwd: Path, moment: str) -> None:
-    """Run and kill -9: after a step, about a second after the start, or while a checkpoint is being written."""
+    """Run and kill -9: after a step, half a second after the start, or while a checkpoint is being written."""
     process = running.start_silent(*RUN, "run.name=killed", *KILLS[moment], cwd=cwd)
     if moment == "start":
-        time.sleep(1)
+        time.sleep(0.5)
         process.kill()
     assert process.wait(240) == -signal.SIGKILL
 
