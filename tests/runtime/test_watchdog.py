@@ -170,10 +170,11 @@ def test_a_pause_a_stopped_process_and_a_compilation_are_not_a_hung_step(
 
 
 def test_without_a_factor_nothing_is_watched(tmp_path: Path, ends: list[str]) -> None:
-    watchdog = Watchdog(Settings(factor=None, min_seconds=0.01), tmp_path)
+    watchdog, before = Watchdog(Settings(factor=None, min_seconds=0.01), tmp_path), {*threading.enumerate()}
     watchdog.start(0)
     watchdog.count_step(1, Result())
-    assert "watchdog" not in {thread.name for thread in threading.enumerate()} and "MainThread" not in format_stacks()
+    assert "watchdog" not in {thread.name for thread in {*threading.enumerate()} - before}
+    assert "MainThread" not in format_stacks()
 
 
 def test_native_code_that_holds_the_gil_is_ended_by_faulthandler(tmp_path: Path) -> None:
