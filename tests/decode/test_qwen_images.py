@@ -53,7 +53,7 @@ def test_tokens_follow_from_the_size_of_an_image(prompts: PromptEncoder) -> None
         prompts.read_images([data_url(800, 8)])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_completions_equal_one_forward_pass(prompts: PromptEncoder) -> None:
     model = build(MODEL)
     sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)

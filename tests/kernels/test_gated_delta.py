@@ -69,7 +69,10 @@ def packed(length: int) -> np.ndarray:
     return np.stack([first, np.where(np.arange(length) < length // 3, 0, 1)])
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("chunked", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("reference", marks=pytest.mark.exhaustive), pytest.param("chunked", marks=pytest.mark.slow)],
+)
 def test_states_pass_between_devices_that_share_a_sequence(backend):
     """Values and gradients over four parts of the sequence, with segments that begin within and between them."""
     arrays, segments = inputs(48), packed(48)
