@@ -279,7 +279,7 @@ def test_a_process_that_is_not_selected_profiles_only_by_signal(tmp_path: Path) 
 
 
 class Clock:
-    """Time that passes only while something waits. The thread that waits for the end of steps has a time of its own."""
+    """Time that passes only while something waits. The thread that waits for the end of steps has a separate time."""
 
     def __init__(self) -> None:
         self._now = {True: 0.0, False: 0.0}
