@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from maxhydra.cli import main
+from maxhydra.sweep.plan import read_plan
+from maxhydra.sweep.run import resume_sweep
 from tests.support import callbacks
 from tests.support.cli import SMALL, facts, losses, run, run_ok, start, start_silent
 from tests.support.polling import wait_for
-from tests.support.programs import SEARCH_WORKER, write_program
+from tests.support.programs import SEARCH_WORKER, Released, write_program
 from tests.support.slurm import cluster, require
 
 WORKER = """
@@ -71,7 +73,9 @@ def sessions(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_three_jobs_outlive_their_controller(scheduler: dict[str, str], tmp_path: Path) -> None:
+def test_three_jobs_outlive_their_controller(
+    scheduler: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The controller is killed while jobs wait and run; the next finds all of them, and none is lost or duplicated."""
     seeds = "run.seed=1,2,3"
     launcher = [*LAUNCHER, "hydra.launcher.array_parallelism=2"]
@@ -83,11 +87,11 @@ def test_three_jobs_outlive_their_controller(scheduler: dict[str, str], tmp_path
     controller.wait()
     status = run_ok("sweep", "status", "three", cwd=tmp_path, **scheduler).stdout
     assert "PENDING (JobArrayTaskLimit)" in status and "RUNNING" in status
-    with open(tmp_path / "console", "w") as console, open(os.devnull) as null:
-        resumed = start("sweep", "resume", "three", cwd=tmp_path, streams=(null, console, console), **scheduler)
-    wait_for(lambda: (tmp_path / "console").read_text().count("found running") >= 2)
-    (sweep / "go").touch()
-    assert resumed.wait(240) == 0 and (tmp_path / "console").read_text().rstrip().endswith("3 finished")
+    for name, value in scheduler.items():
+        monkeypatch.setenv(name, value)
+    output = Released(sweep, count=2)
+    resume_sweep(read_plan(sweep), output.append)
+    assert sum("found running" in line for line in output) >= 2 and output[-1].startswith("3 finished"), output
     folders = sorted(path.parent for path in sweep.glob("*/run.json"))
     assert [folder.name for folder in folders] == [f"{index}_seed={index + 1}" for index in range(3)]
     assert [sessions(folder) for folder in folders] == [["finished"]] * 3

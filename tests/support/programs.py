@@ -1,4 +1,4 @@
-"""Programs that act as the worker of a job, for tests of launchers."""
+"""Programs that act as the worker of a job, and held jobs, for tests of launchers."""
 
 from pathlib import Path
 
@@ -27,3 +27,16 @@ def write_program(path: Path, interpreter: str, text: str) -> Path:
     path.write_text(f"#!{interpreter}\n{text}")
     path.chmod(0o755)
     return path
+
+
+class Released(list[str]):
+    """Lines of a controller, which releases held jobs as soon as it has found `count` of them."""
+
+    def __init__(self, folder: Path, *, count: int):
+        super().__init__()
+        self._folder, self._count = folder, count
+
+    def append(self, line: str) -> None:
+        super().append(line)
+        if sum("found running" in line for line in self) == self._count:
+            (self._folder / "go").touch()

@@ -34,6 +34,7 @@ from maxhydra.sweep.search import SearchTrials, distributions, grid_values
 from maxhydra.sweep.table import LiveTable
 from tests.support import cli
 from tests.support.polling import wait_for
+from tests.support.programs import Released
 from tests.support.run_folders import write_run
 from tests.support.skips import import_optional
 
@@ -95,19 +96,6 @@ def run(plan: SweepPlan) -> tuple[list[str], SearchTrials]:
     trials = SearchTrials(plan)
     reason = Controller(plan, trials, ScriptJobs(LocalSettings(), plan.context), output.append).run()
     return [*output, reason], trials
-
-
-class Released(list[str]):
-    """Lines of a controller, which releases held jobs as soon as it has found `count` of them."""
-
-    def __init__(self, folder: Path, *, count: int):
-        super().__init__()
-        self._folder, self._count = folder, count
-
-    def append(self, line: str) -> None:
-        super().append(line)
-        if sum("found running" in line for line in self) == self._count:
-            (self._folder / "go").touch()
 
 
 def make_grid(folder: Path, jobs: Sequence[str], launcher: LocalSettings, **settings: object) -> SweepPlan:
