@@ -8,8 +8,9 @@ from types import ModuleType
 
 # Registers model=from_hf, an option whose values are read from a Hugging Face folder.
 import maxhydra.convert
-from maxhydra.cli.help import commands, help_text
+from maxhydra.cli.help import help_text
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
+from maxhydra.config.registry import modules
 from maxhydra.record.log import printable
 
 OK, FAILED, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
@@ -90,11 +91,12 @@ def report(error: ConfigError) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     first = arguments[0] if arguments else ""
-    if first in commands():
+    names = modules("maxhydra.cli.commands")
+    if first in names:
         return importlib.import_module(f"maxhydra.cli.commands.{first}").main(arguments[1:])
     if first[:1].isalnum() and "=" not in first:
-        names = ", ".join(commands())
-        raise ConfigError(Problem(first, "no such command", accepted=names, hint=did_you_mean(first, commands())))
+        hint = did_you_mean(first, names)
+        raise ConfigError(Problem(first, "no such command", accepted=", ".join(names), hint=hint))
     if {"-h", "--help"} & set(arguments):
         print(help_text(arguments), end="")
         return OK

@@ -202,7 +202,7 @@ def test_option_files_set_the_section_of_hydra(tmp_path: Path) -> None:
     text = "# @package _global_\ntrain: {steps: 3}\nhydra: {job: {env_set: {NAME: value}}, sweeper: {params: {a: 1}}}"
     (tmp_path / "experiment" / "mine.yaml").write_text(text)
     node = check_against_hydra(Composer(str(tmp_path)), ["experiment=mine", "hydra/launcher=local"]).node
-    assert (node.train.steps, node.hydra.job.env_set, node.hydra.sweeper.params) == (3, {"NAME": "value"}, {"a": 1})
+    assert (node.train.steps, node.hydra.job.env_set, node.hydra.sweeper.params) == (3, {"NAME": "value"}, {"a": "1"})
 
 
 def test_task_has_its_own_fields() -> None:
