@@ -273,7 +273,7 @@ class Composer:
 
 
 def _merged_files(merge: ConfigMerge) -> DictConfig | None:
-    """Return the values of the option files; None if Hydra has to merge the files, which then reports what is wrong."""
+    """Return the values of the option files; None if Hydra has to merge the files and report their errors."""
     try:
         return merge.config() if merge.is_exact and not merge.problems else None
     except COMPOSE_ERRORS:

@@ -23,7 +23,7 @@ def schema_node(cls: type) -> DictConfig:
 
 
 class SchemaEntry(ConfigNode):
-    """An entry of the config store, which has no `node` of its own."""
+    """An entry of the config store whose `node` is that of `schema_node`."""
 
     def __init__(self, name: str, group: str, cls: type):
         self.name, self.group, self.package, self.provider = name, group, None, PROVIDER
