@@ -342,6 +342,7 @@ class Loader(ConfigLoaderImpl):
         result: ConfigResult = super()._load_single_config(default, repo)
         if not default.package and self._merged_files is not None:
             result = copy.copy(result)
+            assert isinstance(result.config, DictConfig)
             result.config = OmegaConf.masked_copy(result.config, "hydra")
         elif not default.package:
             # Hydra copies a config into its package; without a package it returns the cached object itself, which the
