@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 from hydra.core.global_hydra import GlobalHydra
@@ -16,13 +16,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from maxhydra.cli import flags, multirun
+from maxhydra.cli import flags
 from maxhydra.cli.help import commands
-from maxhydra.cli.main import RunFailed
+from maxhydra.cli.main import RunFailed, import_run_job
 from maxhydra.cli.runs import verbs
 from maxhydra.config.compose.composer import Composed, Composer, find_composer
-from maxhydra.config.compose.hydra_loader import BASIC_LAUNCHER, Hydra, problem_of
-from maxhydra.config.compose.overrides import searchpath
+from maxhydra.config.compose.hydra_errors import problem_of
+from maxhydra.config.compose.hydra_loader import BASIC_LAUNCHER, Hydra
+from maxhydra.config.compose.overrides import job_overrides, requests_sweep, searchpath
 from maxhydra.config.errors import ConfigError, Problem
 
 Result = TypeVar("Result")
@@ -40,8 +41,8 @@ def start(arguments: list[str]) -> int:
             return _complete(app, args.config_name, args.overrides)
         if args.cfg or args.info:
             return _show(app, composer, args)
-        if args.multirun or multirun.is_requested(args.overrides):
-            return translate_errors(lambda: multirun.run(app, composer, args.overrides))
+        if args.multirun or requests_sweep(args.overrides):
+            return _sweep(app, composer, args.overrides)
         return _run(app, composer, args.overrides)
 
 
@@ -62,11 +63,9 @@ def _run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
     failures: list[Exception] = []
 
     def job(_: DictConfig) -> None:
-        # jax is imported here, after the config is known to be valid.
-        from maxhydra.cli.run_job import execute  # noqa: PLC0415
-
+        execute = import_run_job().execute
         try:
-            execute(composed.config, composed.choices, overrides=multirun.job_overrides(composed.node.hydra), path=None)
+            execute(composed.config, composed.choices, overrides=job_overrides(composed.node.hydra), path=None)
         except (ConfigError, RunFailed) as error:
             # Raised after Hydra has returned, because Hydra prints its own line around an exception of the job.
             failures.append(error)
@@ -76,6 +75,13 @@ def _run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
     for failure in failures:
         raise failure
     return 0
+
+
+def _sweep(app: Hydra, composer: Composer, overrides: list[str]) -> int:
+    # Imported here, because the launchers are not needed to run or print one config.
+    from maxhydra.cli import multirun  # noqa: PLC0415
+
+    return translate_errors(lambda: multirun.run(app, composer, overrides))
 
 
 def _check_launcher(composed: Composed) -> None:
@@ -88,9 +94,10 @@ def _check_launcher(composed: Composed) -> None:
 
 def _show(app: Hydra, composer: Composer, args: argparse.Namespace) -> int:
     """Print the config if it composes, then report its problems: --cfg is mostly used on a config that fails."""
-    checked = composer.check_overrides(args.overrides, with_hydra=False)
-    if checked.composes:
-        translate_errors(lambda: _print(app, composer, args))
+    checked = composer.check_overrides(args.overrides, with_hydra=args.cfg is not None)
+    if checked.composes and checked.node is not None:
+        with composer.loader.reuse(checked.node) if args.cfg is not None else nullcontext():
+            translate_errors(lambda: _print(app, composer, args))
         sys.stdout.flush()
     checked.composed()
     return 0

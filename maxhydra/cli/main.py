@@ -1,13 +1,16 @@
 """Entry point: arguments to help, a subcommand or a run; failures to a message and an exit code."""
 
 import errno
+import gc
 import importlib
 import sys
+from types import ModuleType
 
 # Registers model=from_hf, an option whose values are read from a Hugging Face folder.
 import maxhydra.convert
-from maxhydra.cli.help import commands, help_text
+from maxhydra.cli.help import help_text
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
+from maxhydra.config.registry import modules
 from maxhydra.record.log import printable
 
 OK, FAILED, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
@@ -55,6 +58,24 @@ def run(arguments: list[str]) -> int:
         return FAILED
 
 
+def import_run_job() -> ModuleType:
+    """Import `maxhydra.cli.run_job`, and with it jax, once the config is known to be valid.
+
+    Garbage collection takes a sixth of the time of these imports and finds nothing, so it is paused. Later collections
+    skip the imported objects.
+    """
+    name, was_enabled = "maxhydra.cli.run_job", gc.isenabled()
+    if name in sys.modules:
+        return sys.modules[name]
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
 def describe_file_error(error: OSError) -> str:
     """Return one line about an error in FILE_ERRORS: what failed, the file, and what to do."""
     file = f" ({error.filename})" if error.filename else ""
@@ -70,11 +91,12 @@ def report(error: ConfigError) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     first = arguments[0] if arguments else ""
-    if first in commands():
+    names = modules("maxhydra.cli.commands")
+    if first in names:
         return importlib.import_module(f"maxhydra.cli.commands.{first}").main(arguments[1:])
     if first[:1].isalnum() and "=" not in first:
-        names = ", ".join(commands())
-        raise ConfigError(Problem(first, "no such command", accepted=names, hint=did_you_mean(first, commands())))
+        hint = did_you_mean(first, names)
+        raise ConfigError(Problem(first, "no such command", accepted=", ".join(names), hint=hint))
     if {"-h", "--help"} & set(arguments):
         print(help_text(arguments), end="")
         return OK

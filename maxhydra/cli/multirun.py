@@ -4,16 +4,16 @@ import dataclasses
 import itertools
 import sys
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from maxhydra.cli.main import import_run_job
 from maxhydra.config.compose.composer import Composer, distinct, job_choices
 from maxhydra.config.compose.hydra_loader import BASIC_LAUNCHER, BASIC_SWEEPER, Hydra, job_folder
-from maxhydra.config.compose.overrides import SEARCHPATH, expand, parse
+from maxhydra.config.compose.overrides import expand, job_overrides, parse
 from maxhydra.config.compose.validate import instantiate
 from maxhydra.config.errors import ConfigError, Problem, quoted
 from maxhydra.config.schema.run import new_name_problem
@@ -48,26 +48,15 @@ def run_sweep_job(node: DictConfig) -> float | None:
     config = instantiate(node)
     hydra = HydraConfig.get()
     overrides, choices = job_overrides(hydra), job_choices(hydra.runtime)
-    # jax is imported here, after the config is known to be valid.
-    from maxhydra.cli.run_job import execute  # noqa: PLC0415
+    execute = import_run_job().execute
     from maxhydra.runtime import signals  # noqa: PLC0415
 
     print(f"job {hydra.job.num}: {' '.join(redact_argv(overrides))}", flush=True)
-    objective = execute(config, choices, overrides=overrides, path=Path(hydra.runtime.output_dir))
+    objective: float | None = execute(config, choices, overrides=overrides, path=Path(hydra.runtime.output_dir))
     if (name := signals.last_request()) is not None:
         # The signal arrived when the job was about to finish; it also asks the sweep to end.
         raise SystemExit(signals.exit_code(name))
     return objective
-
-
-def job_overrides(hydra: Any) -> list[str]:
-    """Return the overrides of a job as they were given: those of the config, and the folders of its options.
-
-    `${...}` may have another value when the run is started again.
-    """
-    own, given = (OmegaConf.to_container(part, resolve=False) for part in (hydra.overrides.hydra, hydra.overrides.task))
-    assert isinstance(own, list) and isinstance(given, list)
-    return [*(line for line in own if line.startswith(SEARCHPATH)), *given]
 
 
 def make_plan(composer: Composer, overrides: list[str]) -> SweepPlan | None:
@@ -116,11 +105,6 @@ def _canonical(line: str) -> tuple[str, float | str]:
         return key, float(value)
     except ValueError:
         return key, value
-
-
-def is_requested(overrides: list[str]) -> bool:
-    """Return whether hydra.mode requests a sweep instead of the -m flag."""
-    return "hydra.mode=MULTIRUN" in overrides
 
 
 def _plan_jobs(composer: Composer, overrides: list[str], parsed: list[Override]) -> tuple[DictConfig, SweepPlan | None]:

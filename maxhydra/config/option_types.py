@@ -83,14 +83,14 @@ def nested(path: str, value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def set_section_type(node: DictConfig, path: str, cls: type) -> None:
-    """Give the section at a path of a config node the fields of a subclass, and create the dict entries above it."""
+def set_section_type(node: DictConfig, path: str, section: DictConfig) -> None:
+    """Set the section at a path of a config node to a copy of a node with more fields; create dict entries above it."""
     names, parent = path.split("."), node
     for depth, name in enumerate(names[:-1]):
         if name not in parent:
             OmegaConf.update(node, ".".join(names[:depth]), {name: {}}, merge=True)
         parent = parent[name]
-    parent[names[-1]] = OmegaConf.structured(cls)
+    parent[names[-1]] = section
 
 
 def used_objects(config: Config) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -41,6 +42,7 @@ DIFF_LIMIT = 1_000_000
 UNTRACKED_LIMIT = 50
 GIT_SECONDS = 10
 REVISION = "REVISION"
+HEADER = re.compile(r"^(Name|Version):(.*)$", re.MULTILINE | re.IGNORECASE)
 
 
 def environment() -> dict[str, Any]:
@@ -135,7 +137,12 @@ def _run_git(folder: Path, *arguments: str) -> str | None:
 @cache
 def _packages() -> dict[str, str]:
     """Name and version of every installed distribution. Cached, since jobs of a sweep may share a process."""
-    # `distribution.metadata` parses its file on each access, so it is read once.
-    metadata = [distribution.metadata for distribution in importlib.metadata.distributions()]
-    versions = {item["Name"]: item["Version"] for item in metadata if "Name" in item}
+    headers = [_headers(distribution) for distribution in importlib.metadata.distributions()]
+    versions = {item["name"]: item["version"] for item in headers if item.keys() >= {"name", "version"}}
     return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
+
+
+def _headers(distribution: importlib.metadata.Distribution) -> dict[str, str]:
+    """Name and version of a distribution. `distribution.metadata` parses the whole file, which contains its README."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    return {name.lower(): value.strip() for name, value in HEADER.findall(text.partition("\n\n")[0])}

@@ -6,13 +6,15 @@ from typing import Any
 
 import hydra
 import pytest
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 import maxhydra.convert  # noqa: F401  registers model=from_hf
 from maxhydra.config import Config, ConfigError
-from maxhydra.config.compose.composer import CONFIG_NAME, Composer, compose, register
+from maxhydra.config.compose.composer import CONFIG_NAME, Composed, Composer, compose, register
 from maxhydra.config.compose.hydra_loader import LONGEST, PACKAGED, job_folder
 from maxhydra.config.compose.overrides import parse
+from maxhydra.config.compose.validate import instantiate
 from maxhydra.config.errors import quoted, unquoted
 from maxhydra.config.fields import walk
 from maxhydra.config.options import model_option, model_options
@@ -39,6 +41,16 @@ def by_hydra(overrides: list[str]) -> Config:
     config = OmegaConf.to_object(node)
     assert isinstance(config, Config)
     return config
+
+
+def check_against_hydra(composer: Composer, overrides: list[str]) -> Composed:
+    """Compose, and compare with Hydra's merge of all files, its own section included, and with the merge alone."""
+    composed = composer.check_overrides(overrides).composed()
+    reference = composer.loader.load_configuration(composer.config_name, overrides, RunMode.RUN)
+    assert OmegaConf.to_yaml(composed.node) == OmegaConf.to_yaml(reference)
+    assert composed.config == instantiate(reference)
+    assert composed.config == composer.check_overrides(overrides, with_hydra=False).composed().config
+    return composed
 
 
 # Values that an option requires and does not set.
@@ -117,9 +129,7 @@ COMPARED = [(group, option) for group, option in COMPOSED if group != "model" or
 @pytest.mark.default_cases(*("-".join(each) for each in COMPARED[::4]))
 @pytest.mark.parametrize(("group", "option"), COMPARED, ids=str)
 def test_every_option_composes_as_in_hydra(group: str, option: str, text: Path, composer: Composer) -> None:
-    overrides = choose(group, option, text)
-    config = composer.check_overrides(overrides, with_hydra=False).composed().config
-    assert config == composer.check_overrides(overrides).composed().config
+    config = check_against_hydra(composer, choose(group, option, text)).config
     assert from_yaml(to_yaml(config)) == config
 
 
@@ -133,9 +143,8 @@ def test_independent_options_compose_as_in_hydra(number: int, text: Path, compos
     overrides = [override for group, option in chosen.items() for override in choose(group, option, text)]
     # A task that accepts the keys of all others.
     overrides.append("task=inspect")
-    composed = composer.check_overrides(overrides).composed()
+    composed = check_against_hydra(composer, overrides)
     assert composed.choices.items() >= chosen.items()
-    assert composed.config == composer.check_overrides(overrides, with_hydra=False).composed().config
     assert from_yaml(to_yaml(composed.config)) == composed.config
 
 
@@ -168,10 +177,32 @@ def test_every_option_has_a_description() -> None:
     ids=lambda overrides: overrides[0],
 )
 def test_overrides_compose_as_in_hydra(overrides: list[str], composer: Composer) -> None:
-    config = composer.check_overrides(overrides).composed().config
+    config = check_against_hydra(composer, overrides).config
     assert config == by_hydra(overrides)
-    assert config == composer.check_overrides(overrides, with_hydra=False).composed().config
     assert from_yaml(to_yaml(config)) == config
+
+
+# Files that Hydra has to merge: values before the schema, an interpolation in place of a section, a number as a key.
+MERGED_BY_HYDRA = {
+    "late": "defaults: [_self_, config]\ntrain: {steps: 3}",
+    "section": "defaults: [config, _self_]\ntrain: {sample: '${train.sample}'}",
+    "number": "defaults: [config, _self_]\nmesh: {rules: {1: [fsdp]}}",
+}
+
+
+@pytest.mark.parametrize("name", MERGED_BY_HYDRA)
+def test_files_that_hydra_merges_differently(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.yaml").write_text(MERGED_BY_HYDRA[name])
+    checked = Composer(str(tmp_path), name).check_overrides([])
+    assert not checked.merge.is_exact
+
+
+def test_option_files_set_the_section_of_hydra(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ntrain: {steps: 3}\nhydra: {job: {env_set: {NAME: value}}, sweeper: {params: {a: 1}}}"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    node = check_against_hydra(Composer(str(tmp_path)), ["experiment=mine", "hydra/launcher=local"]).node
+    assert (node.train.steps, node.hydra.job.env_set, node.hydra.sweeper.params) == (3, {"NAME": "value"}, {"a": "1"})
 
 
 def test_task_has_its_own_fields() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import hydra
 from hydra.conf import RuntimeConf
-from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
@@ -18,13 +17,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from maxhydra.config.compose import hydra_loader
+from maxhydra.config.compose.hydra_errors import COMPOSE_ERRORS, problem_of
 from maxhydra.config.compose.hydra_loader import (
-    COMPOSE_ERRORS,
     DefaultsList,
     Groups,
     Loader,
     create_config_search_path,
-    problem_of,
     reads_folder,
     source_file,
     source_folder,
@@ -34,6 +32,7 @@ from maxhydra.config.compose.hydra_loader import (
 from maxhydra.config.compose.merge import ConfigMerge
 from maxhydra.config.compose.overrides import apply_override, parse, replaced_key_problem, sweep_problem
 from maxhydra.config.compose.provenance import SourcedValue, locate, read_yaml
+from maxhydra.config.compose.schema_store import store_schemas
 from maxhydra.config.compose.validate import UNSURE, Validator
 from maxhydra.config.errors import UNSET, ConfigError, Problem
 from maxhydra.config.registry import project_packages, task_schemas
@@ -130,32 +129,38 @@ class Composer:
     def check_overrides(self, overrides: list[str], *, with_hydra: bool = True) -> CheckedConfig:
         """Compose and validate the config of one job.
 
-        `with_hydra=False` skips Hydra's own composition, which gives the same values but takes ten times as long. It is
-        enough to validate the jobs of a sweep before Hydra composes them one by one.
+        Hydra composes its own section and applies the overrides to the merged option files. It merges these files
+        itself if the merge here could differ (`ConfigMerge.is_exact`). `with_hydra=False` skips Hydra, which is enough
+        to validate the jobs of a sweep before Hydra composes them one by one.
         """
         merge = ConfigMerge()
         parsed = parse(overrides, self.loader)
         merge.problems += parsed.problems
         usable = [override for override in parsed.overrides if self._is_usable(override, merge)]
         defaults = self._select(usable, merge)
-        merge.set_option_types(self.loader.option_types(usable, defaults.defaults if defaults else []))
-        folder = self.loader.folder(usable, defaults.defaults if defaults else [])
-        for default in defaults.defaults if defaults else []:
+        layers = defaults.defaults if defaults else []
+        merge.set_option_types(self.loader.option_types(usable, layers))
+        folder = self.loader.folder(usable, layers)
+        for default in layers:
             self._merge_default(default, merge)
             self._merge_source(folder, default, merge)
         merge.problems += unused_folder(folder, _choices(defaults))
         if folder is None and reads_folder(_choices(defaults)):
             merge.unsure.add("model")  # every value of the model depends on the folder
+        has_schema = any(default.config_path == hydra_loader.ROOT_SCHEMA for default in layers)
+        merge.is_exact &= has_schema
+        files = _merged_files(merge) if with_hydra else None
         for override in usable:
             if not self.groups.is_choice(override) and not override.is_hydra_override():
                 apply_override(merge, override)
         merge.check_required()
         composes = not merge.problems
-        node = self._node(overrides, merge, with_hydra=with_hydra)
+        node = self._node(overrides, merge, files, with_hydra=with_hydra)
         config = None
         if node is not None and defaults is not None:
             validator = Validator(origin=lambda path: origin_to_show(merge.origin(path)), unsure=merge.unsure)
-            section = validator.section(node)
+            # Hydra's values have no types if a primary config of the user leaves out the schema.
+            section = validator.section(node if has_schema else merge.config())
             merge.problems += validator.problems
             if section is not UNSURE and not merge.problems:
                 merge.problems += unused_problems(section, self._given_values(usable))
@@ -221,6 +226,7 @@ class Composer:
             merge.set_type(package, SCHEMAS[name])
             return
         path = self.file(name)
+        merge.is_exact &= path is not None and self.loader.has_text_keys(default)
         if path is None:
             return
         content = read_yaml(path)
@@ -252,15 +258,26 @@ class Composer:
                 return source_file(source.scheme(), source.path, name)
         return None
 
-    def _node(self, overrides: list[str], merge: ConfigMerge, *, with_hydra: bool) -> DictConfig | None:
+    def _node(
+        self, overrides: list[str], merge: ConfigMerge, files: DictConfig | None, *, with_hydra: bool
+    ) -> DictConfig | None:
         """Return Hydra's composition, or the merged values if there are problems already."""
         try:
             if merge.problems or not with_hydra:
                 return merge.config()
-            return self.loader.load_configuration(self.config_name, overrides, RunMode.RUN)
+            with self.loader.use_files(files):
+                return self.loader.load_configuration(self.config_name, overrides, RunMode.RUN)
         except COMPOSE_ERRORS as error:
             merge.problems.append(problem_of(error))
             return None
+
+
+def _merged_files(merge: ConfigMerge) -> DictConfig | None:
+    """Return the values of the option files; None if Hydra has to merge the files and report their errors."""
+    try:
+        return merge.config() if merge.is_exact and not merge.problems else None
+    except COMPOSE_ERRORS:
+        return None
 
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:
@@ -308,6 +325,4 @@ def register() -> None:
         hydra.version.setbase("1.3")
         setup_globals()
         hydra_loader.register()
-    for name, cls in SCHEMAS.items():
-        group, _, option = name.rpartition("/")
-        ConfigStore.instance().store(group=group, name=option, node=cls, provider="maxhydra")
+    store_schemas(SCHEMAS)

@@ -1,8 +1,7 @@
 """Hydra's config loader with cached option files and with options whose values come from outside conf/.
 
-Every import of `hydra._internal` is in this module, so that a new Hydra version is adapted to in one place. Errors of
-Hydra, OmegaConf and YAML become config problems here, and the resolvers of YAML values, such as
-`${min:20,${train.steps}}`, are registered.
+Every import of `hydra._internal` is in this module, so that a new Hydra version is adapted to in one place. The
+resolvers of YAML values, such as `${min:20,${train.steps}}`, are registered here.
 
 `model=from_hf` is an option with a source: its values are read from the Hugging Face folder in `model.path`. They are
 merged right after the option's own file, so later option files and the command line override them.
@@ -18,7 +17,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
@@ -31,76 +29,18 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.default_element import InputDefault, ResultDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
 
 from maxhydra.config.compose.overrides import parse
 from maxhydra.config.compose.provenance import COMMAND_LINE, read_yaml
+from maxhydra.config.compose.schema_store import schema_node
 from maxhydra.config.declare import Options
 from maxhydra.config.errors import Problem, did_you_mean, options_shown
 from maxhydra.config.migrations import renamed_option
 from maxhydra.config.option_types import nested, option_types, set_section_type
-from maxhydra.config.registry import OPTION_SOURCES, groups
-from maxhydra.config.yaml_files import display_path
-
-# Raised while composing. Hydra raises ValueError if the value of a group is not a name.
-COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
-
-
-def problem_of(error: Exception) -> Problem:
-    """Return the problem behind an error, with the key or the file and line if the error has them."""
-    if isinstance(error, MissingConfigException):
-        return _missing_option(error)
-    if isinstance(error, yaml.MarkedYAMLError):
-        return _malformed_yaml(error)
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
-    if isinstance(cause, OmegaConfBaseException):
-        path = cause.full_key or _path(str(error))
-        if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and isinstance(cause.parent_node, DictConfig):
-            known = [str(name) for name in cause.parent_node if name != "_target_"]
-            return Problem(path, "no such key", accepted=", ".join(known), hint=did_you_mean(str(cause.key), known))
-        return Problem(path or "the config", str(cause.msg or cause).splitlines()[0])
-    return _composition(str(error))
-
-
-def _missing_option(error: MissingConfigException) -> Problem:
-    """Return the problem of an option in a defaults list: `In 'experiment/x': Could not find 'model/y'`."""
-    group, _, option = (error.missing_cfg_file or "").rpartition("/")
-    options = [name for name in error.options or [] if isinstance(name, str)]
-    if not group:
-        return Problem(option, "no such config file", hint=f"the config folders have no {option}.yaml")
-    accepted = options_shown(group, options, near=option)
-    hint = renamed_option(group, option) or did_you_mean(option, options)
-    return Problem(group, "no such option", option, accepted, hint)
-
-
-def _malformed_yaml(error: yaml.MarkedYAMLError) -> Problem:
-    mark = error.problem_mark or error.context_mark
-    where = f"{display_path(Path(mark.name))}:{mark.line + 1}" if mark is not None else "a YAML file"
-    return Problem(where, f"is not YAML: {error.problem or error.context}")
-
-
-def _composition(text: str) -> Problem:
-    if match := re.search(r"Could not override '([^']+)'", text):
-        key = match[1]
-        advice = re.search(r"use (\+\S+)", text)
-        hint = f"add it with {advice[1]}" if advice else did_you_mean(key, groups())
-        return Problem(key, "is not in the defaults list, so it cannot be overridden", hint=hint)
-    if match := re.search(r"Multiple values for ([\w/@.]+?)\. |([\w/@.]+) appears more than once", text):
-        key = match[1] or match[2]
-        hint = f"to replace a choice, write {key}=OPTION on the command line or `override /{key}: OPTION` in a file"
-        return Problem(key, "is chosen twice", hint=hint)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return Problem(_path(text) or "the config", lines[0] if lines else "cannot be composed")
-
-
-def _path(text: str) -> str:
-    match = re.search(r"override \+*([\w./@]+)", text)
-    return match[1] if match else ""
-
+from maxhydra.config.registry import OPTION_SOURCES
 
 # Characters in the name of a job's folder, and digits of a number in it that someone may have written.
 LONGEST, MAX_DIGITS = 100, 6
@@ -284,13 +224,23 @@ def _create_map_if_used(overrides: Any, defaults_list: list[InputDefault], self_
 defaults_list._create_interpolation_map = _create_map_if_used
 
 
+def _has_text_keys(values: Any) -> bool:
+    items = values.items() if isinstance(values, dict) else ()
+    return all(isinstance(key, str) and _has_text_keys(value) for key, value in items)
+
+
 class Loader(ConfigLoaderImpl):
-    """Hydra's loader, which adds the values of option sources and can return a config that was composed before."""
+    """Hydra's loader, which adds the values of option sources and can return a config that was composed before.
+
+    It can also take the merged option files from the caller, so that Hydra composes only its own section and applies
+    the command line. Hydra merges 25 files one by one into a growing tree, which is most of the time of a composition.
+    """
 
     repository: Repository
     _overrides: Sequence[Override] = ()
     _folder: str | None = None
     _composed: DictConfig | None = None
+    _merged_files: DictConfig | None = None
 
     def __init__(self, config_search_path: ConfigSearchPath):
         super().__init__(config_search_path)
@@ -324,6 +274,15 @@ class Loader(ConfigLoaderImpl):
         finally:
             self._composed = None
 
+    @contextmanager
+    def use_files(self, merged: DictConfig | None) -> Iterator[None]:
+        """Make Hydra use these values of all option files, without the command line; None: Hydra merges the files."""
+        self._merged_files = merged
+        try:
+            yield
+        finally:
+            self._merged_files = None
+
     def load_configuration(
         self, config_name: str | None, overrides: list[str], run_mode: RunMode, *flags: bool, **named: bool
     ) -> DictConfig:
@@ -336,8 +295,25 @@ class Loader(ConfigLoaderImpl):
         self._folder = self.folder(self._overrides, defaults)
         types = self.option_types(self._overrides, defaults)
         self._types = {path: cls for path, cls in types.items() if not isinstance(cls, Problem)}
+        if self._merged_files is not None:
+            defaults = [default for default in defaults if self._sets_hydra(default)]
         composed: DictConfig = super()._compose_config_from_defaults_list(defaults, repo)
+        if self._merged_files is not None:
+            with flag_override(composed, "no_deepcopy_set_nodes", True):
+                composed.merge_with(self._merged_files)
         return composed
+
+    def _sets_hydra(self, default: ResultDefault) -> bool:
+        """Return whether an option sets values of Hydra's own section."""
+        name, package = default.config_path or "", default.package or ""
+        if name.startswith("hydra/") or package.partition(".")[0] == "hydra":
+            return True
+        values = self._plain_values(name)
+        return not package and isinstance(values, dict) and "hydra" in values
+
+    def has_text_keys(self, default: ResultDefault) -> bool:
+        """Return whether every key of an option file is text; Hydra rejects others, such as numbers, in most places."""
+        return _has_text_keys(self._plain_values(default.config_path or ""))
 
     def _folders_in_files(self, defaults: Sequence[ResultDefault]) -> Iterator[Any]:
         section, _, name = FOLDER_KEY.partition(".")
@@ -364,7 +340,11 @@ class Loader(ConfigLoaderImpl):
 
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
         result: ConfigResult = super()._load_single_config(default, repo)
-        if not default.package:
+        if not default.package and self._merged_files is not None:
+            result = copy.copy(result)
+            assert isinstance(result.config, DictConfig)
+            result.config = OmegaConf.masked_copy(result.config, "hydra")
+        elif not default.package:
             # Hydra copies a config into its package; without a package it returns the cached object itself, which the
             # following merge would modify.
             result = copy.copy(result)
@@ -372,7 +352,7 @@ class Loader(ConfigLoaderImpl):
         if default.config_path == ROOT_SCHEMA:
             for path, cls in self._types.items():
                 assert isinstance(result.config, DictConfig)
-                set_section_type(result.config, path, cls)
+                set_section_type(result.config, path, schema_node(cls))
         if values := source_values(self._folder, default.config_path or ""):
             merged = OmegaConf.merge(result.config, values)
             assert isinstance(merged, DictConfig)

@@ -6,12 +6,12 @@ set, leaves out a value that does not fit, and continues, so that one error mess
 
 import copy
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from maxhydra.config.compose.provenance import COMMAND_LINE, SourcedValue
+from maxhydra.config.compose.schema_store import schema_node
 from maxhydra.config.declare import MISSING
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.fields import FieldType, fields, is_open, walk
@@ -28,11 +28,13 @@ class ConfigMerge:
 
     `problems` lists the mistakes so far. `unsure` holds the paths whose value is unknown because of one: a value that
     was rejected, or a section whose option does not exist. Nothing under these paths is checked any further.
+    `is_exact` is false after a layer that Hydra merges in another way, such as an interpolation in place of a section.
     """
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         self.unsure: set[str] = set()
+        self.is_exact = True
         self._types: dict[str, type] = {"": Config}
         self._tree: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
@@ -41,6 +43,8 @@ class ConfigMerge:
 
     def set_type(self, path: str, cls: type) -> None:
         """Give the section at `path` the fields of a subclass of its declared type."""
+        # In Hydra, the defaults of the class would override the values that were set before it.
+        self.is_exact &= not self._subtree(path)
         self._types[path] = cls
 
     def set_option_types(self, types: Mapping[str, type | Problem]) -> None:
@@ -61,6 +65,7 @@ class ConfigMerge:
         elif value == MISSING:
             self._required[path] = sourced.source
         elif is_open(value):
+            self.is_exact &= not (spec.is_section or spec.type is dict)
             self._set_leaf(path, sourced)
         elif spec.is_section or spec.type is dict:
             self._set_entries(path, sourced, spec)
@@ -232,20 +237,13 @@ class ConfigMerge:
 
     def config(self) -> DictConfig:
         """Return the merged values as an OmegaConf node of the schema's types."""
-        defaults = copy.deepcopy(_defaults(tuple(self._types.items())))
-        merged = OmegaConf.unsafe_merge(defaults, OmegaConf.create(self._tree))  # modifies both
+        node = copy.deepcopy(schema_node(Config))
+        for path, cls in self._types.items():
+            if path:
+                set_section_type(node, path, schema_node(cls))
+        merged = OmegaConf.unsafe_merge(node, OmegaConf.create(self._tree))  # modifies both
         assert isinstance(merged, DictConfig)
         for path in self._removed:
             parent, _, name = path.rpartition(".")
             OmegaConf.select(merged, parent).pop(name, None)
         return merged
-
-
-@cache
-def _defaults(types: tuple[tuple[str, type], ...]) -> DictConfig:
-    """Return the schema defaults with these section types; cached, because OmegaConf is slow to build them."""
-    node: DictConfig = OmegaConf.structured(Config)
-    for path, cls in types:
-        if path:
-            set_section_type(node, path, cls)
-    return node

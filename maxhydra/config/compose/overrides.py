@@ -9,6 +9,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from maxhydra.config.compose.merge import ConfigMerge
 from maxhydra.config.compose.provenance import COMMAND_LINE, locate
@@ -52,6 +53,21 @@ def searchpath(texts: list[str]) -> list[str]:
     given = parse([text for text in texts if text.startswith(SEARCHPATH)], loader=None)
     values = (override.value() for override in given.overrides)
     return [str(folder) for value in values if isinstance(value, list) for folder in value]
+
+
+def job_overrides(hydra: Any) -> list[str]:
+    """Return the overrides of a job as they were given: those of the config, and the folders of its options.
+
+    `${...}` may have another value when the run is started again.
+    """
+    own, given = (OmegaConf.to_container(part, resolve=False) for part in (hydra.overrides.hydra, hydra.overrides.task))
+    assert isinstance(own, list) and isinstance(given, list)
+    return [*(line for line in own if line.startswith(SEARCHPATH)), *given]
+
+
+def requests_sweep(texts: list[str]) -> bool:
+    """Return whether hydra.mode requests a sweep instead of the -m flag."""
+    return "hydra.mode=MULTIRUN" in texts
 
 
 def apply_override(merge: ConfigMerge, override: Override) -> None:
