@@ -43,8 +43,8 @@ def read_images(sources: Sequence[Any], vision: Vision) -> list[ProcessedImage]:
     Raises MediaError if one cannot be read.
     """
     if vision.max_patches is not None:
-        sizes = (vision.patch_size, vision.block_size, vision.max_patches)
-        process = _full_processor(*sizes) if vision.fill_patches else _patch_processor(*sizes, vision.min_patches)
+        patches = (vision.patch_size, vision.block_size, vision.max_patches)
+        process = _full_processor(*patches) if vision.fill_patches else _patch_processor(*patches, vision.min_patches)
         images = [process(read_image(source)) for source in sources]
         return [dataclasses.replace(image, pixels=patch_inputs(image.pixels, vision)) for image in images]
     sizes = (vision.image_size, vision.patch_size, vision.token_rows, vision.tiles.max_tiles or 0)

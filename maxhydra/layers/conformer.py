@@ -198,6 +198,8 @@ class ConformerProjector(nnx.Module):
 class ConformerTower(ClipTower):
     """projector(layers(tokens(convolutions(frames))))."""
 
+    spec: ConformerSpec
+
     def __init__(self, spec: ConformerSpec, make: ParamBuilder):
         self.spec = spec
         dims = (1, *spec.conv_dims)
