@@ -95,7 +95,7 @@ class Weight:
     """True if the HF tensor rotates the first half of a head by the column of a patch and the second by its row;
     parameters pair the two halves of a head, and rotate by the row first."""
     input_order: tuple[int, ...] = ()
-    """The input axes of the parameter in the order in which the HF tensor flattens them; (): as they are."""
+    """The input axes of the parameter in the order in which the HF tensor flattens them; (): unchanged."""
     gguf_interleaved_rope: bool = False
     """The same for the GGUF tensor."""
 

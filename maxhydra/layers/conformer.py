@@ -73,7 +73,7 @@ class NormedConvolution(nnx.Module):
         return apply_activation(config.Activation.relu, self.norm(convolved))
 
 
-class HalfFeedForward(nnx.Module):
+class HalfStepMlp(nnx.Module):
     """x + norm(mlp(norm(x))) / 2."""
 
     def __init__(self, spec: ConformerSpec, make: ParamBuilder):
@@ -110,9 +110,9 @@ class WindowAttention(nnx.Module):
         logits = jnp.einsum("IXQAH,IXKAH->IXAQK", q, _with_block_before(k)) + self._distance_logits(q, ctx)
         logits = self.spec.softcap * jnp.tanh(logits / self.spec.softcap)
         weights = jax.nn.softmax(jnp.where(self._is_visible(q.shape[1])[:, None], logits, HIDDEN_LOGIT), axis=-1)
-        mixed = jnp.einsum("IXAQK,IXKAH->IXQAH", weights, _with_block_before(v))
-        mixed_INAH = mixed.reshape(I, -1, *mixed.shape[-2:])[:, :N].astype(x_INE.dtype)
-        return self.out(mixed_INAH, ctx)
+        attended = jnp.einsum("IXAQK,IXKAH->IXQAH", weights, _with_block_before(v))
+        attended_INAH = attended.reshape(I, -1, *attended.shape[-2:])[:, :N].astype(x_INE.dtype)
+        return self.out(attended_INAH, ctx)
 
     def _blocks(self, heads_INAH: jax.Array, ctx: Context) -> jax.Array:
         """[I, X, W, A, H] heads in float32."""
@@ -121,7 +121,7 @@ class WindowAttention(nnx.Module):
         return heads_INAH.astype(jnp.float32).reshape(I, N // self.spec.window, self.spec.window, A, H)
 
     def _distance_logits(self, q: jax.Array, ctx: Context) -> jax.Array:
-        """[I, X, A, Q, K] products of queries with the projected sinusoids of the distances to keys."""
+        """[I, X, A, Q, K] dot product of queries and the projected sinusoids of the distances to keys."""
         W = self.spec.window
         positions_1WE = sinusoids(jnp.arange(W)[None], self.spec.emb_dim).astype(self.spec.dtypes.compute)
         by_distance = jnp.einsum("IXQAH,WAH->IXAQW", q, self.distance(positions_1WE, ctx)[0].astype(jnp.float32))
@@ -137,7 +137,7 @@ class WindowAttention(nnx.Module):
 
 
 def _distances(window: int) -> np.ndarray:
-    """[Q, K] distances of the queries of a block to the keys of the block before it, then of its own."""
+    """[Q, K] distances of the queries of a block to the keys of the block before it, then of the same block."""
     return np.arange(window)[:, None] + window - np.arange(2 * window)
 
 
@@ -171,7 +171,7 @@ class ConformerLayer(nnx.Module):
     def __init__(self, spec: ConformerSpec, make: ParamBuilder):
         self.spec = spec
         norm = partial(build_norm, spec, make)
-        self.first, self.last = (HalfFeedForward(spec, make.below(name)) for name in ("first", "last"))
+        self.first, self.last = (HalfStepMlp(spec, make.below(name)) for name in ("first", "last"))
         self.attention_norm, self.attention_out_norm, self.norm = norm(), norm(), norm()
         self.attention = WindowAttention(spec, make.below("attention"))
         self.convolution = ConvolutionBlock(spec, make.below("convolution"))

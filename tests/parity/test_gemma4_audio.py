@@ -124,7 +124,7 @@ def our_logits(model: ModelDef, params: Any, tokens: np.ndarray, audio: AudioCli
 
 
 def expected_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    """Logits of transformers for the outputs of its own feature extractor, which pads all clips to the longest."""
+    """Logits of transformers for the outputs of its feature extractor, which pads all clips to the longest."""
     model = transformers.Gemma4ForConditionalGeneration.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )

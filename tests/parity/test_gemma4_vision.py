@@ -136,7 +136,7 @@ def processor() -> Any:
 
 
 def expected_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    """Logits of transformers for the outputs of its own image processor."""
+    """Logits of transformers for the outputs of its image processor."""
     model = transformers.Gemma4ForConditionalGeneration.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
