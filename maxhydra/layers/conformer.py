@@ -121,7 +121,7 @@ class WindowAttention(nnx.Module):
         return heads_INAH.astype(jnp.float32).reshape(I, N // self.spec.window, self.spec.window, A, H)
 
     def _distance_logits(self, q: jax.Array, ctx: Context) -> jax.Array:
-        """[I, X, A, Q, K] dot product of queries and the projected sinusoids of the distances to keys."""
+        """[I, X, A, Q, K] logits of queries and the projected sinusoids of the distances to keys."""
         W = self.spec.window
         positions_1WE = sinusoids(jnp.arange(W)[None], self.spec.emb_dim).astype(self.spec.dtypes.compute)
         by_distance = jnp.einsum("IXQAH,WAH->IXAQW", q, self.distance(positions_1WE, ctx)[0].astype(jnp.float32))
