@@ -13,7 +13,7 @@ from typing import Any
 from maxhydra.config.errors import UNSET, Problem
 from maxhydra.config.plug_ins import is_plug_in
 from maxhydra.config.registry import modules
-from maxhydra.config.schema.audio import Audio
+from maxhydra.config.schema.audio import Audio, AudioEncoder
 from maxhydra.config.schema.checkpoint import SaveMode
 from maxhydra.config.schema.config import DESCRIBING_TASKS, ENGINE_TASKS, NEXT_TOKEN_TASKS, TRAINING_TASKS, Config
 from maxhydra.config.schema.data import AUDIO_TYPES, IMAGE_TYPES, READY_ROWS, Corpus, PackingMethod
@@ -25,6 +25,7 @@ from maxhydra.config.schema.run import unlogged_metric
 from maxhydra.config.schema.vision import Vision
 from maxhydra.record.redact import redact_config
 
+PATCH_FIELDS = ("min_patches", "fill_patches", "axis_positions", "frames", "deepstack", "video_id")
 VISION_FIELDS, AUDIO_FIELDS = ([field.name for field in dataclasses.fields(kind)] for kind in (Vision, Audio))
 MEASURING_TASKS = ("bench", "tune")
 # Tasks whose command contains the config of a training run.
@@ -159,14 +160,39 @@ CONDITIONS = (
         "model.vision.tiles.max_tiles",
     ),
     Condition(
-        tuple(f"model.vision.{name}" for name in ("min_patches", "frames", "deepstack", "video_id")),
+        tuple(f"model.vision.{name}" for name in PATCH_FIELDS),
         lambda c: c.model.vision.max_patches is not None,
         "model.vision.max_patches",
+    ),
+    Condition(
+        ("model.vision.min_patches",),
+        lambda c: not c.model.vision.fill_patches,
+        "model.vision.fill_patches=false",
+    ),
+    Condition(
+        ("model.vision.causal_without_window",),
+        lambda c: c.model.vision.bidirectional,
+        "model.vision.bidirectional",
+    ),
+    Condition(
+        ("model.vision.projector.norm_scale",),
+        lambda c: c.model.vision.projector.norm,
+        "model.vision.projector.norm",
     ),
     Condition(
         tuple(f"model.audio.{field}*" for field in AUDIO_FIELDS if field != "num_layers"),
         lambda c: c.model.audio.num_layers is not None,
         "model.audio.num_layers",
+    ),
+    Condition(
+        tuple(f"model.audio.{name}" for name in ("chunk_frames", "window_chunks", "conv_dim")),
+        lambda c: c.model.audio.encoder is AudioEncoder.transformer,
+        "model.audio.encoder=transformer",
+    ),
+    Condition(
+        ("model.audio.conformer*",),
+        lambda c: c.model.audio.encoder is AudioEncoder.conformer,
+        "model.audio.encoder=conformer",
     ),
     Condition(
         ("data.max_images",),

@@ -39,13 +39,14 @@ def hf_model_section(key: str, location: str) -> dict[str, Any]:
 
 def hf_vision_section(key: str, location: str) -> dict[str, Any]:
     """The section `model.vision` described by a Hugging Face folder."""
-    accepted = "a folder of Gemma 3, Llama 4 or Qwen3-VL"
+    accepted = "a folder of Gemma 3, Gemma 4, Llama 4 or Qwen3-VL"
     return _encoder_section("vision", key, location, missing="image", accepted=accepted)
 
 
 def hf_audio_section(key: str, location: str) -> dict[str, Any]:
     """The section `model.audio` described by a Hugging Face folder."""
-    return _encoder_section("audio", key, location, missing="audio", accepted="a folder of Qwen3-Omni")
+    accepted = "a folder of Gemma 4 or Qwen3-Omni"
+    return _encoder_section("audio", key, location, missing="audio", accepted=accepted)
 
 
 def _encoder_section(name: str, key: str, location: str, *, missing: str, accepted: str) -> dict[str, Any]:

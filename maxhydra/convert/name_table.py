@@ -91,6 +91,11 @@ class Weight:
     """A path that the layer must not have."""
     interleaved_rope: bool = False
     """True if the HF tensor orders a head's features for RoPE on adjacent pairs; parameters pair the two halves."""
+    axial_rope: bool = False
+    """True if the HF tensor rotates the first half of a head by the column of a patch and the second by its row;
+    parameters pair the two halves of a head, and rotate by the row first."""
+    input_order: tuple[int, ...] = ()
+    """The input axes of the parameter in the order in which the HF tensor flattens them; (): unchanged."""
     gguf_interleaved_rope: bool = False
     """The same for the GGUF tensor."""
 

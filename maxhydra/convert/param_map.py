@@ -56,17 +56,41 @@ class TensorLayout:
         grouped = flat.reshape(*self._leading, self._inputs, self._groups, -1)
         boundaries = np.cumsum([size // self._groups for size in self._outputs])[:-1]
         parts = np.split(grouped, boundaries, axis=-1)
-        params = [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        params = [self._ordered_inputs(part, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        params = [_from_axial(param) for param in params] if self.row.axial_rope else params
         return [_regroup(param, (-1, 2)) for param in params] if interleaved_rope else params
 
     def to_hf(self, params: Sequence[np.ndarray], *, interleaved_rope: bool) -> np.ndarray:
         """Inverse of `from_hf`."""
         params = [_regroup(param, (2, -1)) for param in params] if interleaved_rope else params
+        params = [_to_axial(param) for param in params] if self.row.axial_rope else params
+        if order := self.row.input_order:
+            params = [param.transpose(*order, *range(len(order), param.ndim)) for param in params]
         parts = [param.reshape(*self._leading, self._inputs, self._groups, -1) for param in params]
         flat = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
         flat = flat.reshape(*self._leading, self._inputs, -1)
         flat = flat.swapaxes(-1, -2) if self.row.transposed else flat
-        return np.ascontiguousarray(flat.reshape(self.hf_shape))
+        # Contiguous arrays have at least one axis.
+        return np.ascontiguousarray(flat).reshape(self.hf_shape)
+
+    def _ordered_inputs(self, part: np.ndarray, shape: Shape) -> np.ndarray:
+        """A part of a tensor in the shape of its parameter."""
+        if not (order := self.row.input_order):
+            return part.reshape(shape)
+        split = part.reshape(*(shape[axis] for axis in order), *shape[len(order) :])
+        return split.transpose(*np.argsort(order), *range(len(order), len(shape)))
+
+
+def _from_axial(param: np.ndarray) -> np.ndarray:
+    """Reorder the last axis, whose quarters are the two halves of the column and of the row (Weight.axial_rope)."""
+    split = param.reshape(*param.shape[:-1], 2, 2, -1)
+    return split[..., ::-1, :, :].swapaxes(-3, -2).reshape(param.shape)
+
+
+def _to_axial(param: np.ndarray) -> np.ndarray:
+    """Inverse of `_from_axial`."""
+    split = param.reshape(*param.shape[:-1], 2, 2, -1)
+    return split.swapaxes(-3, -2)[..., ::-1, :, :].reshape(param.shape)
 
 
 def _regroup(param: np.ndarray, pairs: tuple[int, int]) -> np.ndarray:

@@ -210,7 +210,7 @@ def _lora_weights(trained: Tree, mapping: ParamMapping) -> Iterator[tuple[str, d
     if not any(nodes):
         return
     row = mapping.row
-    if len(nodes) > 1 or row.interleaved_rope or row.leading or not row.transposed:
+    if len(nodes) > 1 or row.interleaved_rope or row.axial_rope or row.input_order or row.leading or not row.transposed:
         reason = f"cannot represent the adapter of {mapping.keys[0][-2]}: in this family it is part of {row.hf}"
         hint = "use task.format=hf, which writes the merged weights"
         raise ConfigError(Problem("task.format", reason, value="peft", hint=hint))

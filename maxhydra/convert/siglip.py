@@ -43,11 +43,11 @@ def to_values(settings: Settings) -> dict[str, Any]:
     }
 
 
-def require_settings(settings: Settings, supported: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError for settings of vision_config that differ from the only supported values."""
+def require_settings(settings: Settings, supported: Mapping[str, Any], section: str = "vision_config") -> None:
+    """Raise UnsupportedError for settings of a section that differ from the only supported values."""
     for key, value in supported.items():
         if settings.get(key, value) != value:
-            raise UnsupportedError(f"vision_config.{key}={settings[key]} (supported: {value})")
+            raise UnsupportedError(f"{section}.{key}={settings[key]} (supported: {value})")
 
 
 def to_settings(vision: config.Vision) -> Settings:

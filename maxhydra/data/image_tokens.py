@@ -19,7 +19,9 @@ from maxhydra.data.images import (
     merged_coordinates,
     merged_patches,
     read_image,
+    settings_processor,
 )
+from maxhydra.data.images.settings import TokenBudgetSettings
 from maxhydra.data.media import MediaError
 from maxhydra.data.placeholders import Layout, image_text
 from maxhydra.data.tokenizers import Tokenizer
@@ -41,18 +43,30 @@ def read_images(sources: Sequence[Any], vision: Vision) -> list[ProcessedImage]:
     Raises MediaError if one cannot be read.
     """
     if vision.max_patches is not None:
-        sizes = (vision.patch_size, vision.block_size, vision.min_patches, vision.max_patches)
-        images = [_patch_processor(*sizes)(read_image(source)) for source in sources]
+        patches = (vision.patch_size, vision.block_size, vision.max_patches)
+        process = _full_processor(*patches) if vision.fill_patches else _patch_processor(*patches, vision.min_patches)
+        images = [process(read_image(source)) for source in sources]
         return [dataclasses.replace(image, pixels=patch_inputs(image.pixels, vision)) for image in images]
     sizes = (vision.image_size, vision.patch_size, vision.token_rows, vision.tiles.max_tiles or 0)
     return [_processor(*sizes)(read_image(source)) for source in sources]
 
 
 @cache
-def _patch_processor(patch_size: int, block_size: int, min_patches: int, max_patches: int) -> Processor:
+def _patch_processor(patch_size: int, block_size: int, max_patches: int, min_patches: int) -> Processor:
     pixels = {"shortest_edge": min_patches * patch_size**2, "longest_edge": max_patches * patch_size**2}
     sizes = {"size": pixels, "patch_size": patch_size, "merge_size": block_size, "temporal_patch_size": 1}
     return make_processor({"mechanism": "dynamic", "resample": BICUBIC, **sizes})
+
+
+@cache
+def _full_processor(patch_size: int, block_size: int, max_patches: int) -> Processor:
+    """Images of the largest size within max_patches."""
+    tokens = max_patches // block_size**2
+    return settings_processor(
+        TokenBudgetSettings(
+            resample=BICUBIC, patch_size=patch_size, pooling_kernel_size=block_size, max_soft_tokens=tokens
+        )
+    )
 
 
 def patch_inputs(pixels: np.ndarray, vision: Vision) -> np.ndarray:

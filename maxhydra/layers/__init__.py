@@ -1,7 +1,6 @@
 """Building blocks of transformer layers: attention variants, feed-forwards, norms, embeddings, caches."""
 
 from maxhydra.layers.attention import Attention, AttentionSpec
-from maxhydra.layers.audio import AudioSpec, AudioTower
 from maxhydra.layers.context import AudioClips, Context
 from maxhydra.layers.embedding import (
     Embedding,
@@ -39,8 +38,6 @@ __all__ = [
     "Attention",
     "AttentionSpec",
     "AudioClips",
-    "AudioSpec",
-    "AudioTower",
     "AuxOutputs",
     "Cache",
     "CacheSpec",

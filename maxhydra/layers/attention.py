@@ -344,7 +344,7 @@ class Attention(nnx.Module):
 
     def _request(self, ctx: Context) -> Request:
         spec = self.spec
-        is_causal = ctx.is_causal
+        is_causal = ctx.is_causal(spec.window)
         # Segments already separate the chunks; as windows they also let a backend skip the keys before them.
         has_chunk_segments = ctx.cache is None and ctx.segments is not None and spec.chunk is not None
         return Request(

@@ -66,14 +66,19 @@ class Convolution(nnx.Module):
         self.bias = make.zeros((spec.conv_dim,), ("embed",))
 
     def __call__(self, x_JMFC: jax.Array) -> jax.Array:
-        out_JMFC = jax.lax.conv_general_dilated(
-            x_JMFC,
-            self.kernel[...].astype(x_JMFC.dtype),
-            window_strides=(2, 2),
-            padding=((1, 1), (1, 1)),
-            dimension_numbers=("NHWC", "IHWO", "NHWC"),
-        )
+        out_JMFC = convolve_by_2(x_JMFC, self.kernel[...])
         return apply_activation(config.Activation.gelu, out_JMFC + self.bias[...].astype(out_JMFC.dtype))
+
+
+def convolve_by_2(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Convolution of [batch, rows, columns, channels] with stride 2, kernel [channels, 3, 3, outputs] and padding 1."""
+    return jax.lax.conv_general_dilated(
+        x,
+        kernel.astype(x.dtype),
+        window_strides=(2, 2),
+        padding=((1, 1), (1, 1)),
+        dimension_numbers=("NHWC", "IHWO", "NHWC"),
+    )
 
 
 class AudioProjector(nnx.Module):
@@ -89,18 +94,10 @@ class AudioProjector(nnx.Module):
         return self.out(apply_activation(self.spec.mlp.activation, self.hidden(x_INE, ctx)), ctx)
 
 
-class AudioTower(nnx.Module):
-    """projector(norm(layers(chunks(convolutions(frames)) + positions)))."""
+class ClipTower(nnx.Module):
+    """An encoder of clips, whose outputs replace the embeddings of placeholders."""
 
-    def __init__(self, spec: AudioSpec, make: ParamBuilder):
-        self.spec = spec
-        E, C, bands = spec.emb_dim, spec.conv_dim, halve(spec.num_bands, NUM_CONVOLUTIONS)
-        channels = (1, *[C] * (NUM_CONVOLUTIONS - 1))
-        self.convolutions = nnx.Dict({str(i): Convolution(spec, count, make) for i, count in enumerate(channels)})
-        self.chunks = make.projection("chunks", (C, bands), (E,), (None, None, "embed"), scale=spec.init_scale)
-        self.layers = EncoderLayer(spec, make.stacked(spec.num_layers).below("audio"))
-        self.norm = LayerNorm(E, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
-        self.projector = AudioProjector(spec, make.below("projector"))
+    spec: EncoderSpec
 
     def embed(self, x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context, wrap: Wrap) -> tuple[jax.Array, Context]:
         """Token embeddings with those of placeholders replaced, in order, by the tokens of the row's clips.
@@ -112,7 +109,7 @@ class AudioTower(nnx.Module):
         B, count, *shape = frames.shape
         features_IND = self(frames.reshape(B * count, *shape), lengths.reshape(-1), ctx, wrap)
         N = features_IND.shape[1]
-        is_token_BN = (jnp.arange(N) < self._num_tokens(lengths)[:, :, None]).reshape(B, -1)
+        is_token_BN = (jnp.arange(N) < self.num_tokens(lengths)[:, :, None]).reshape(B, -1)
         features_BND = jnp.where(is_token_BN[:, :, None], features_IND.reshape(B, count * N, -1), jnp.nan)
         # Tokens of all clips in order, without the padding after each clip.
         order_BN = jnp.argsort(~is_token_BN, axis=1, stable=True)
@@ -120,16 +117,39 @@ class AudioTower(nnx.Module):
         x_BTD = replace_placeholders(x_BTD, features_BND, tokens_BT == self.spec.placeholder_id)
         return x_BTD, dataclasses.replace(ctx, audio=None)
 
-    @jax.named_scope("audio")
     def __call__(self, frames: jax.Array, lengths_I: jax.Array, ctx: Context, wrap: Wrap) -> jax.Array:
         """[I, N, D] tokens of clips [I, frames, bands], of which `lengths_I` frames are real; padding follows."""
+        raise NotImplementedError
+
+    def num_tokens(self, lengths: jax.Array) -> jax.Array:
+        """Tokens of clips of these lengths, as `config.Audio.num_tokens` counts them."""
+        raise NotImplementedError
+
+
+class AudioTower(ClipTower):
+    """projector(norm(layers(chunks(convolutions(frames)) + positions)))."""
+
+    spec: AudioSpec
+
+    def __init__(self, spec: AudioSpec, make: ParamBuilder):
+        self.spec = spec
+        E, C, bands = spec.emb_dim, spec.conv_dim, halve(spec.num_bands, NUM_CONVOLUTIONS)
+        channels = (1, *[C] * (NUM_CONVOLUTIONS - 1))
+        self.convolutions = nnx.Dict({str(i): Convolution(spec, count, make) for i, count in enumerate(channels)})
+        self.chunks = make.projection("chunks", (C, bands), (E,), (None, None, "embed"), scale=spec.init_scale)
+        self.layers = EncoderLayer(spec, make.stacked(spec.num_layers).below("audio"))
+        self.norm = LayerNorm(E, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        self.projector = AudioProjector(spec, make.below("projector"))
+
+    @jax.named_scope("audio")
+    def __call__(self, frames: jax.Array, lengths_I: jax.Array, ctx: Context, wrap: Wrap) -> jax.Array:
         spec, I, K = self.spec, len(frames), self.spec.chunk_tokens
         count = -(-frames.shape[1] // spec.chunk_frames)
         window = min(count, spec.window_chunks)
         J = -(-count // window) * window
         frames = jnp.pad(frames, ((0, 0), (0, J * spec.chunk_frames - frames.shape[1]), (0, 0)))
         x_WPE = self._embed_chunks(frames, lengths_I, ctx.for_encoder(I * J)).reshape(-1, window * K, spec.emb_dim)
-        is_token_IN = jnp.arange(J * K) < self._num_tokens(lengths_I)[:, None]
+        is_token_IN = jnp.arange(J * K) < self.num_tokens(lengths_I)[:, None]
         segments_WP = is_token_IN.reshape(-1, window * K).astype(jnp.int32)
         encoder_ctx = dataclasses.replace(ctx.for_encoder(len(x_WPE)), segments=segments_WP)
         x_WPE = run_layers(self.layers, x_WPE, None, encoder_ctx, wrap)
@@ -153,7 +173,6 @@ class AudioTower(nnx.Module):
         x_JKE = self.chunks(x.transpose(0, 2, 3, 1), ctx)
         return x_JKE + sinusoids(jnp.arange(spec.chunk_tokens)[None], spec.emb_dim).astype(x_JKE.dtype)
 
-    def _num_tokens(self, lengths: jax.Array) -> jax.Array:
-        """Tokens of clips of these lengths, as `config.Audio.num_tokens` counts them."""
+    def num_tokens(self, lengths: jax.Array) -> jax.Array:
         chunks, rest = lengths // self.spec.chunk_frames, lengths % self.spec.chunk_frames
         return chunks * self.spec.chunk_tokens + halve(rest, NUM_CONVOLUTIONS)

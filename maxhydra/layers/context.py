@@ -57,7 +57,7 @@ class AudioClips(NamedTuple):
         *("output_index", "adapters_B", "tokens", "images", "image_groups_BT", "axis_positions", "deepstack", "audio"),
         "visible_BTS",
     ],
-    meta_fields=["sharder", "is_adapted", "is_fresh", "has_statistics", "records_experts"],
+    meta_fields=["sharder", "is_adapted", "is_fresh", "has_statistics", "records_experts", "groups_need_window"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
@@ -117,6 +117,8 @@ class Context:
     """Whether every row starts with the tokens of this call, padding behind them: the cache is still empty."""
     has_statistics: bool = False
     """Whether sub-layers add statistics of their activations (layers/statistics.py) to their aux outputs."""
+    groups_need_window: bool = False
+    """Whether attention without a window is causal also among the tokens of an image."""
     records_experts: bool = False
     """Whether mixtures of experts add the chosen experts to their aux outputs, as EXPERTS."""
 
@@ -231,10 +233,13 @@ class Context:
             return "act_stream_length"
         return "act_length" if self.is_length_split else None
 
-    @property
-    def is_causal(self) -> bool:
-        """Whether no query sees a later key."""
-        return self.image_groups_BT is None and self.visible_BTS is None
+    def is_causal(self, window: int | None) -> bool:
+        """Whether no query of attention with this window sees a later key."""
+        return not self._has_groups(window) and self.visible_BTS is None
+
+    def _has_groups(self, window: int | None) -> bool:
+        """Whether the tokens of an image see each other in attention with this window."""
+        return self.image_groups_BT is not None and not (self.groups_need_window and window is None)
 
     def selected_keys(self, window: int | None) -> jax.Array | None:
         """[B, T, S] keys that each query sees: visible_BTS, or with image groups also later tokens of its image.
@@ -242,7 +247,7 @@ class Context:
         None: causal attention. Keys before the window stay hidden, also those of the same image.
         """
         groups_BT = self.image_groups_BT
-        if groups_BT is None:
+        if groups_BT is None or not self._has_groups(window):
             return self.visible_BTS
         query_T1, key_1T = (jnp.expand_dims(jnp.arange(groups_BT.shape[1]), axis) for axis in (1, 0))
         is_same_BTT = (groups_BT[:, :, None] == groups_BT[:, None, :]) & (groups_BT[:, :, None] > 0)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config.schema import model as config
+from maxhydra.config.schema.encoders import placeholders
 from maxhydra.kernels.fused_linear import matmul_argmax
 from maxhydra.kernels.int8_weight_matmul import int8_weight_matmul
 from maxhydra.kernels.matmul import Layout, project
@@ -220,6 +221,10 @@ def _largest(
     return matmul_argmax(hidden_BD, weight_VD, dtype=spec.dtypes.logits)
 
 
+# Token of padding, whose per-layer embedding the tokens of images and audio have.
+PADDING_ID = 0
+
+
 @dataclasses.dataclass(frozen=True)
 class PerLayerSpec:
     """Sizes of per-layer embeddings, resolved from the config."""
@@ -228,6 +233,8 @@ class PerLayerSpec:
     layers: int
     vocab_size: int
     emb_dim: int
+    placeholders: tuple[int, ...]
+    """Tokens of images and audio, which have the embedding of padding."""
     activation: config.Activation
     norm: NormSpec
     init_scale: float
@@ -244,6 +251,7 @@ class PerLayerSpec:
             layers=model.num_layers,
             vocab_size=model.vocab_size,
             emb_dim=model.emb_dim,
+            placeholders=placeholders(model.vision, model.audio),
             activation=model.per_layer.activation,
             norm=NormSpec.of(model),
             init_scale=model.init_scale,
@@ -271,6 +279,9 @@ class PerLayerEmbedding(nnx.Module):
     def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         """Embeddings of the tokens for all layers, [L, B, T, P]."""
         spec = self.spec
+        if spec.placeholders:
+            is_media_BT = jnp.isin(tokens_BT, jnp.asarray(spec.placeholders))
+            tokens_BT = jnp.where(is_media_BT, PADDING_ID, tokens_BT)
         rows = jnp.take(self.table[...], tokens_BT, axis=0, mode="fill", fill_value=jnp.nan)
         table_BTLP = self._by_layer(rows.astype(spec.dtypes.compute)) * spec.dim**0.5
         context_BTLP = self.norm(self._by_layer(self.context(x_BTD, ctx)) * spec.emb_dim**-0.5)

@@ -85,15 +85,17 @@ class PlainNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """(x - mean(x)) / sqrt(variance(x) + eps) * scale + bias, in float32."""
 
-    def __init__(self, dim: int, *, eps: float, dtypes: Dtypes, make: ParamBuilder):
+    def __init__(self, dim: int, *, eps: float, dtypes: Dtypes, make: ParamBuilder, has_bias: bool = True):
         self.eps, self.dtypes = eps, dtypes
-        self.scale, self.bias = make.ones((dim,), ("norm",)), make.zeros((dim,), ("norm",))
+        self.scale = make.ones((dim,), ("norm",))
+        self.bias = make.zeros((dim,), ("norm",)) if has_bias else None
 
     @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
         x_float32 = x.astype(jnp.float32)
         unit = unit_rms(x_float32 - jnp.mean(x_float32, axis=-1, keepdims=True), self.eps)
-        scaled = unit * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        scaled = unit * self.scale[...].astype(jnp.float32)
+        scaled = scaled if self.bias is None else scaled + self.bias[...].astype(jnp.float32)
         return scaled.astype(self.dtypes.compute)
 
 

@@ -83,11 +83,14 @@ class ParamBuilder:
         builder._path = f"{self._path}{name}/"
         return builder
 
+    def full(self, shape: tuple[int, ...], axes: LogicalAxes, value: float) -> nnx.Param:
+        return nnx.Param(jnp.full(self._stack + shape, value, self._dtype), axes=self._stack_axes + axes)
+
     def ones(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
-        return nnx.Param(jnp.ones(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
+        return self.full(shape, axes, 1.0)
 
     def zeros(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
-        return nnx.Param(jnp.zeros(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
+        return self.full(shape, axes, 0.0)
 
     def random(
         self, shape: tuple[int, ...], axes: LogicalAxes, sample: Callable[[jax.Array, tuple[int, ...]], jax.Array]

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxhydra.config.schema import model as config
 from maxhydra.layers.context import Context
 from maxhydra.layers.embedding import replace_placeholders
 from maxhydra.layers.encoder import Wrap, run_layers
 from maxhydra.layers.image_positions import ImagePlaces
 from maxhydra.layers.norm import LayerNorm
 from maxhydra.layers.params import ParamBuilder
-from maxhydra.layers.vision import Projector, VisionSpec, VisionTower, image_groups
+from maxhydra.layers.vision import Projector, VisionSpec, VisionTower
 
 # Segments of patches in attention.
 REAL, PADDING = 1, 2
@@ -60,7 +61,7 @@ class PatchTower(VisionTower):
         ctx = dataclasses.replace(
             ctx,
             images=None,
-            image_groups_BT=image_groups(is_image_BT) if spec.is_bidirectional else None,
+            **self.attention_values(is_image_BT),
             axis_positions=places.axis_positions(ctx.positions) if spec.has_axis_positions else None,
             deepstack=jnp.stack([place(zeros_BTD, each) for each in deepstack]) if deepstack else None,
         )
@@ -75,7 +76,8 @@ class PatchTower(VisionTower):
         ctx = dataclasses.replace(ctx, segments=jnp.where(is_patch_IP, REAL, PADDING))
         patches = images[..., 2:].astype(spec.dtypes.compute).reshape(*images.shape[:2], *spec.patch_shape)
         x_IPE = self.patches(patches, ctx)
-        x_IPE = x_IPE + self._interpolate(positions_IP2).astype(x_IPE.dtype)
+        place = self._interpolate if spec.axis_positions is None else self._look_up
+        x_IPE = x_IPE + place(positions_IP2).astype(x_IPE.dtype)
         x_IPE = x_IPE if self.pre_norm is None else self.pre_norm(x_IPE)
         outputs, start = [], 0
         for number, layer in enumerate(spec.deepstack):
@@ -83,11 +85,20 @@ class PatchTower(VisionTower):
             outputs.append(self.deepstack[str(number)].project(self._pool(x_IPE), ctx))
             start = layer + 1
         x_IPE = run_layers(self.layers, x_IPE, positions_IP2, ctx, wrap, layers=(start, spec.num_layers))
-        return [self.projector.project(self._pool(self.norm(x_IPE)), ctx), *outputs]
+        return [self.projector.project(self._pool(self.normalize(x_IPE)), ctx), *outputs]
 
     def _pool(self, x_IPE: jax.Array) -> jax.Array:
         """Blocks of patches, whose patches are adjacent, as one vector each."""
-        return x_IPE.reshape(x_IPE.shape[0], -1, self.spec.pooled_dim)
+        if self.spec.pooling is config.Pooling.concatenate:
+            return x_IPE.reshape(x_IPE.shape[0], -1, self.spec.pooled_dim)
+        blocks = x_IPE.reshape(x_IPE.shape[0], -1, self.spec.block_size**2, self.spec.emb_dim)
+        return jnp.mean(blocks, axis=2, dtype=jnp.float32).astype(x_IPE.dtype)
+
+    def _look_up(self, positions_IP2: jax.Array) -> jax.Array:
+        """[I, P, E] sums of the learned positions of column and row."""
+        column, row = self.positions[...].astype(jnp.float32)
+        at_IP2 = jnp.maximum(positions_IP2, 0)
+        return column[at_IP2[..., 1]] + row[at_IP2[..., 0]]
 
     def _interpolate(self, positions_IP2: jax.Array) -> jax.Array:
         """[I, P, E] learned positions, interpolated bilinearly so that the corners of both grids coincide."""

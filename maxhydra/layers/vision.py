@@ -9,6 +9,7 @@ residual stream, E width of the encoder.
 import dataclasses
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,9 @@ from flax import nnx
 from maxhydra.config.schema import model as config
 from maxhydra.layers.context import Context
 from maxhydra.layers.embedding import replace_placeholders
-from maxhydra.layers.encoder import EncoderLayer, EncoderSpec, Wrap, encoder_values, run_layers
+from maxhydra.layers.encoder import EncoderLayer, EncoderSpec, Wrap, build_norm, encoder_values, run_layers
 from maxhydra.layers.mlp import apply_activation
-from maxhydra.layers.norm import LayerNorm, Norm, RMSNorm
+from maxhydra.layers.norm import Norm, PlainNorm, RMSNorm
 from maxhydra.layers.params import ParamBuilder
 
 CHANNELS = 3
@@ -35,8 +36,15 @@ class VisionSpec(EncoderSpec):
     has_patch_bias: bool
     has_class_token: bool
     has_pre_norm: bool
+    has_final_norm: bool
+    axis_positions: int | None
+    """Learned positions of rows, and of columns; None: one for each patch of a square image."""
     pooling: config.Pooling
+    pooled_factor: float
+    """Factor on pooled patches."""
+    is_standardized: bool
     has_projector_norm: bool
+    has_norm_scale: bool
     hidden_dims: tuple[int, ...]
     """Sizes of the projector's hidden layers."""
     hidden_activation: config.Activation
@@ -51,6 +59,8 @@ class VisionSpec(EncoderSpec):
     has_axis_positions: bool
     """Whether RoPE of the decoder has positions of time, row and column."""
     is_bidirectional: bool
+    is_causal_without_window: bool
+    """Whether decoder layers without a window are causal also among the tokens of an image."""
     is_centered: bool
     """Whether the scale of the projector's norm is stored minus one."""
 
@@ -68,8 +78,13 @@ class VisionSpec(EncoderSpec):
             has_class_token=section.class_token,
             rope_theta=section.rope_theta,
             has_pre_norm=section.pre_norm,
+            has_final_norm=section.final_norm,
+            axis_positions=section.axis_positions,
             pooling=section.projector.pooling,
+            pooled_factor=section.emb_dim**0.5 if section.projector.scaled else 1.0,
+            is_standardized=section.projector.standardized,
             has_projector_norm=section.projector.norm,
+            has_norm_scale=section.projector.norm_scale,
             hidden_dims=tuple(section.projector.hidden_dims),
             hidden_activation=section.projector.activation,
             token_rows=section.token_rows,
@@ -80,6 +95,7 @@ class VisionSpec(EncoderSpec):
             video_id=section.video_id,
             has_axis_positions=model.has_axis_positions,
             is_bidirectional=section.bidirectional,
+            is_causal_without_window=section.causal_without_window,
             is_centered=model.norm is config.Norm.rms_plus_one,
         )
 
@@ -90,9 +106,11 @@ class VisionSpec(EncoderSpec):
         return CHANNELS, *frames, self.patch_size, self.patch_size
 
     @property
-    def num_positions(self) -> int:
-        """Patches of an image, and its class token."""
-        return self.patch_rows**2 + self.has_class_token
+    def position_shape(self) -> tuple[int, ...]:
+        """Learned positions: of columns and rows, or of the patches of an image and its class token."""
+        if self.axis_positions is not None:
+            return 2, self.axis_positions
+        return (self.patch_rows**2 + self.has_class_token,)
 
     @property
     def pooled_dim(self) -> int:
@@ -112,6 +130,9 @@ class Projector(nnx.Module):
         self.spec = spec
         dims = (spec.pooled_dim, *spec.hidden_dims)
         self.norm = self.build_norm(make)
+        vector = (spec.pooled_dim,), ("norm",)
+        self.shift = make.zeros(*vector) if spec.is_standardized else None
+        self.factor = make.ones(*vector) if spec.is_standardized else None
         scale, has_bias = spec.init_scale, spec.has_projector_bias
         inner = partial(make.below("hidden").projection, scale=scale, has_bias=has_bias)
         below, axes = enumerate(pairwise(dims)), (None, "embed")
@@ -121,8 +142,11 @@ class Projector(nnx.Module):
     def build_norm(self, make: ParamBuilder) -> Norm | None:
         """The norm of pooled patches; None without one."""
         spec = self.spec
-        norm = partial(RMSNorm, spec.pooled_dim, eps=spec.norm_eps, dtypes=spec.dtypes, is_centered=spec.is_centered)
-        return norm(make=make) if spec.has_projector_norm else None
+        if not spec.has_projector_norm:
+            return None
+        if not spec.has_norm_scale:
+            return PlainNorm(eps=spec.norm_eps, dtypes=spec.dtypes)
+        return RMSNorm(spec.pooled_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make, is_centered=spec.is_centered)
 
     def __call__(self, x_IPE: jax.Array, ctx: Context) -> jax.Array:
         I, _, E = x_IPE.shape
@@ -137,10 +161,20 @@ class Projector(nnx.Module):
 
     def project(self, x: jax.Array, ctx: Context) -> jax.Array:
         """[I, N, D] tokens of pooled patches."""
+        x = self._standardize(x)
         x = x if self.norm is None else self.norm(x)
         for number in range(len(self.spec.hidden_dims)):
             x = apply_activation(self.spec.hidden_activation, self.hidden[str(number)](x, ctx))
         return self.out(x, ctx)
+
+    def _standardize(self, x: jax.Array) -> jax.Array:
+        """(factor of the spec * x - shift) * factor, in float32: large values cancel."""
+        if self.spec.pooled_factor == 1 and self.shift is None:
+            return x
+        scaled = x.astype(jnp.float32) * self.spec.pooled_factor
+        if self.shift is not None and self.factor is not None:
+            scaled = (scaled - self.shift[...].astype(jnp.float32)) * self.factor[...].astype(jnp.float32)
+        return scaled.astype(x.dtype)
 
 
 class VisionTower(nnx.Module):
@@ -151,10 +185,11 @@ class VisionTower(nnx.Module):
         E, inputs, bias = spec.emb_dim, spec.patch_shape, spec.has_patch_bias
         axes = (*(None for _ in inputs), "embed")
         self.patches = make.projection("patches", inputs, (E,), axes, scale=spec.init_scale, has_bias=bias)
-        self.positions = make.matrix((spec.num_positions,), (E,), ("positions", "embed"), std=E**-0.5)
+        position_axes = (*(None for _ in spec.position_shape[1:]), "positions", "embed")
+        self.positions = make.matrix(spec.position_shape, (E,), position_axes, std=E**-0.5)
         self.layers = EncoderLayer(spec, make.stacked(spec.num_layers).below("vision"))
-        norm = partial(LayerNorm, E, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
-        self.pre_norm, self.norm = norm() if spec.has_pre_norm else None, norm()
+        self.pre_norm = build_norm(spec, make) if spec.has_pre_norm else None
+        self.norm = build_norm(spec, make) if spec.has_final_norm else None
         self.projector = Projector(spec, make.below("projector"))
         self.class_token = make.matrix((), (E,), ("embed",), std=E**-0.5) if spec.has_class_token else None
 
@@ -171,8 +206,18 @@ class VisionTower(nnx.Module):
         features_BND = jnp.repeat(features_BND, len(tokens_BT) // B, axis=0)
         is_image_BT = tokens_BT == self.spec.placeholder_id
         x_BTD = replace_placeholders(x_BTD, features_BND, is_image_BT)
-        groups_BT = image_groups(is_image_BT) if self.spec.is_bidirectional else None
-        return x_BTD, dataclasses.replace(ctx, images=None, image_groups_BT=groups_BT)
+        return x_BTD, dataclasses.replace(ctx, images=None, **self.attention_values(is_image_BT))
+
+    def attention_values(self, is_image_BT: jax.Array) -> dict[str, Any]:
+        """Fields of the context by which the tokens of an image attend to each other."""
+        if not self.spec.is_bidirectional:
+            return {"image_groups_BT": None}
+        groups_BT = image_groups(is_image_BT)
+        return {"image_groups_BT": groups_BT, "groups_need_window": self.spec.is_causal_without_window}
+
+    def normalize(self, x_IPE: jax.Array) -> jax.Array:
+        """The outputs of the last layer, normalized if the encoder has a final norm."""
+        return x_IPE if self.norm is None else self.norm(x_IPE)
 
     @jax.named_scope("vision")
     def __call__(self, pixels: jax.Array, ctx: Context, wrap: Wrap) -> jax.Array:
@@ -188,7 +233,7 @@ class VisionTower(nnx.Module):
         x_IPE = x_IPE if self.pre_norm is None else self.pre_norm(x_IPE)
         positions_1P2 = jnp.asarray(_coordinates(spec))
         x_IPE = run_layers(self.layers, x_IPE, positions_1P2, ctx, wrap)
-        return self.projector(self.norm(x_IPE)[:, : S * S], ctx)
+        return self.projector(self.normalize(x_IPE)[:, : S * S], ctx)
 
 
 def _coordinates(spec: VisionSpec) -> np.ndarray:

@@ -19,8 +19,6 @@ from flax import nnx
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import (
-    AudioSpec,
-    AudioTower,
     Cache,
     CacheSpec,
     Context,
@@ -41,6 +39,8 @@ from maxhydra.layers import (
     VocabularySpec,
     with_aux_losses,
 )
+from maxhydra.layers.audio import AudioSpec
+from maxhydra.layers.conformer import ConformerSpec, audio_spec, build_audio_tower
 from maxhydra.layers.hyper_connections import HyperSpec, expand_streams, sum_streams
 from maxhydra.layers.patch_tower import build_vision_tower
 from maxhydra.layers.weight_sampler import Sizes
@@ -72,7 +72,7 @@ class DecoderSpec:
     per_layer: PerLayerSpec | None
     hyper: HyperSpec | None
     vision: VisionSpec | None
-    audio: AudioSpec | None
+    audio: AudioSpec | ConformerSpec | None
     is_tied: bool
     has_score: bool
     """Whether the head is that of a reward model."""
@@ -106,7 +106,7 @@ class DecoderSpec:
             per_layer=PerLayerSpec.of(model),
             hyper=HyperSpec.of(model),
             vision=VisionSpec.of(model),
-            audio=AudioSpec.of(model),
+            audio=audio_spec(model),
             is_tied=model.head is config.Head.tied,
             has_score=model.head is config.Head.score,
             norm=NormSpec.of(model),
@@ -178,7 +178,7 @@ class Decoder(nnx.Module):
         self.score = ScoreHead(spec.vocabulary, make) if spec.has_score else None
         scale = spec.vocabulary.init_scale
         self.vision = build_vision_tower(spec.vision, make.below("vision"))
-        self.audio = None if spec.audio is None else AudioTower(spec.audio, make.below("audio"))
+        self.audio = build_audio_tower(spec.audio, make.below("audio"))
         self.mtp = _numbered([Mtp(block, make.below("mtp"), scale=scale) for block in spec.mtp])
 
     def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep_layers: bool, mtp_hidden: bool) -> ModelOutput:

@@ -6,6 +6,7 @@ import numpy as np
 
 from maxhydra.config import Config
 from maxhydra.config.schema.data import AUDIO_TYPES, IMAGE_TYPES
+from maxhydra.layers.clipped_linear import BOUNDS
 from maxhydra.layers.params import depth_ratio, width_ratio
 from maxhydra.model import split_trainable
 from maxhydra.model.lora import ADAPTER, CONSTANT, UNDECAYED
@@ -13,6 +14,9 @@ from maxhydra.model.model_def import ModelDef
 from maxhydra.optim import PathRules, is_stacked
 from maxhydra.optim.parameters import axes_by_path, matrix_dims
 
+# Parameters of encoders that are loaded with the weights and not trained: bounds of clipped projections, and the shift
+# and the factor of standardized patches.
+ENCODER_CONSTANTS = (BOUNDS, "^vision/projector/(shift|factor)$")
 # The last projection of a residual branch.
 LAST = re.compile(r"/(attention/out|mlp/down)/")
 
@@ -25,7 +29,7 @@ def path_rules(config: Config, decoder: ModelDef) -> PathRules:
     unused["^audio/"] = types.isdisjoint(AUDIO_TYPES)
     rates, transferred = _layer_rates(config, decoder), _transfer_rates(config, decoder)
     return PathRules(
-        constant=CONSTANT,
+        constant=(*CONSTANT, *ENCODER_CONSTANTS),
         undecayed=[*UNDECAYED, *(path for path, is_unused in unused.items() if is_unused)],
         rate_ratios={} if ratio == 1 else {f"/{ADAPTER}/b$": ratio},
         rates_by_path={path: rates.get(path, 1.0) * transferred.get(path, 1.0) for path in {**rates, **transferred}},

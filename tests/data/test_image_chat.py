@@ -97,6 +97,19 @@ def test_rows_have_patches_of_images_of_different_sizes(tmp_path: Path) -> None:
     assert row["images"][0, :8, 2:].max() == -1 and row["images"][1, :12, 2:].min() == 1
 
 
+def test_images_are_scaled_to_the_largest_size_within_max_patches(tmp_path: Path) -> None:
+    """24 patches of 4 x 4 pixels are 6 tokens of 8 x 8: 2 x 2 for 7 x 10 pixels, and one row for 8 x 90."""
+    made, vision = record_type(tmp_path, "model=gemma4-tiny-vision")
+    images = [np.zeros((7, 10, 3), np.uint8), np.full((8, 90, 3), 255, np.uint8)]
+    (example,) = made.encode([{"messages": messages(IMAGE, TEXT, IMAGE), "images": images}])
+    row = made.row(example, 48)
+    small, wide = ([301, *[300] * count, 302] for count in (4, 6))
+    assert row["tokens"][:16].tolist() == [256, *small, ord("a"), *wide]
+    assert row["images"][..., :2].max(axis=1).tolist() == [[4, 4], [2, 12]]
+    assert row["images"].shape == (2, *vision.image_shape)
+    assert row["images"][0, :16, 2:].max() == -1 and row["images"][1, :, 2:].min() == 1
+
+
 def test_loss_never_counts_tokens_of_images(tmp_path: Path) -> None:
     made, vision = record_type(tmp_path, "data.loss_on=all")
     (example,) = made.encode([{"messages": messages(TEXT, IMAGE), "images": [{"bytes": png((1, 2, 3))}]}])

@@ -108,3 +108,15 @@ def test_adapters_reach_the_encoder_by_name() -> None:
 def test_sizes_that_do_not_fit(override: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         compose(["model=micro-audio", override])
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("model.audio.conformer.conv_dims=[]", "is empty"),
+        ("model.audio.chunk_frames=50", "model.audio.encoder=transformer"),
+    ],
+)
+def test_options_of_a_conformer(override: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        compose(["model=gemma4-tiny-audio", override])

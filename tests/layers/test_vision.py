@@ -108,3 +108,17 @@ def test_adapters_reach_the_encoder_by_name() -> None:
 def test_sizes_that_do_not_fit(override: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         compose(["model=gemma3-tiny-vision", override])
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("model.vision.axis_positions=11", "less than the 12 patches of the longest side"),
+        ("model.vision.layers.bias=true", "is not supported with clipped"),
+        ("model.vision.min_patches=4", "model.vision.fill_patches=false"),
+        ("model.vision.causal_without_window=true", "model.vision.bidirectional"),
+    ],
+)
+def test_options_of_images_of_different_sizes(override: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        compose(["model=gemma4-tiny-vision", override])

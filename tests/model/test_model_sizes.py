@@ -21,6 +21,13 @@ PUBLISHED = {
     "gemma4-31b": 30_697_345_340,
     "gemma4-e2b": 4_628_569_379,
     "gemma4-e4b": 7_463_013_418,
+    # Tensors of the encoders in transformers, on the device "meta".
+    "gemma4-26b-vision": 25_233_141_790 + 572_794_416,
+    "gemma4-31b-vision": 30_697_345_340 + 575_743_536,
+    "gemma4-e2b-vision": 4_628_569_379 + 168_544_704,
+    "gemma4-e4b-vision": 7_463_013_418 + 169_331_136,
+    "gemma4-e2b-audio": 4_628_569_379 + 307_184_384,
+    "gemma4-e4b-audio": 7_463_013_418 + 308_757_248,
     "qwen3-next-80b-a3b": 79_674_391_296,
     "qwen3.5-397b-a17b": 396_346_350_336,
     "deepseek-custom": 4_221_258_900,

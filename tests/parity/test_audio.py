@@ -15,9 +15,10 @@ from maxhydra.config.schema.model import Dtype, Dtypes
 from maxhydra.convert.hf import hf_source
 from maxhydra.convert.hf_write import find_family, write_hf
 from maxhydra.convert.streaming import FileArrays, single_device_shardings, stream_weights
-from maxhydra.layers import AudioClips, Context, DenseCacheSpec
+from maxhydra.layers import AudioClips, Context
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder
+from tests.support.cached_decoding import cached_logits
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -182,21 +183,5 @@ def test_cached_decoding_equals_one_forward_pass(folder: Path) -> None:
     """Prefill takes the clips, decode steps read the cache."""
     model, params = load(folder)
     tokens = tokens_of(model)
-    whole = logits_of(model, params, tokens, clips())
-    B, T = tokens.shape
-    cache = model.empty_cache(DenseCacheSpec(B, T))
-    outputs = []
-
-    @jax.jit
-    def step(params: Any, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
-        hidden, cache = model.hidden(params, tokens, ctx)
-        return model.logits(params, hidden, SINGLE), cache
-
-    for start, stop in ((0, T - 3), *((at, at + 1) for at in range(T - 3, T))):
-        positions = jnp.broadcast_to(jnp.arange(start, stop), (B, stop - start))
-        ctx = Context(positions=positions, segments=None, sharder=SINGLE, cache=cache, dropout_key=None)
-        if start == 0:
-            ctx = dataclasses.replace(ctx, audio=clips(), is_fresh=True)
-        logits, cache = step(params, jnp.asarray(tokens[:, start:stop]), ctx)
-        outputs.append(logits)
-    np.testing.assert_allclose(np.concatenate(outputs, axis=1), whole, atol=1e-4)
+    cached = cached_logits(model, params, tokens, {"audio": clips()})
+    np.testing.assert_allclose(cached, logits_of(model, params, tokens, clips()), atol=1e-4)

@@ -17,9 +17,10 @@ from maxhydra.convert.hf_write import find_family, write_hf
 from maxhydra.convert.streaming import FileArrays, single_device_shardings, stream_weights
 from maxhydra.data.image_tokens import patch_inputs
 from maxhydra.data.images import merged_patches
-from maxhydra.layers import Context, DenseCacheSpec
+from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder
+from tests.support.cached_decoding import cached_logits
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -186,24 +187,8 @@ def test_the_text_decoder_alone_is_a_plain_family(reference: Reference) -> None:
 def test_cached_decoding_equals_one_forward_pass(reference: Reference) -> None:
     """Prefill takes the images; decode steps continue at positions that are behind the slots of the cache."""
     model, params = load(reference.folder)
-    B, T = TOKENS.shape
-    cache, prefill, outputs = model.empty_cache(DenseCacheSpec(B, T)), T - 3, []
-    images = image_batch(model)
     # 6 - 3 and 4 - 4 tokens and positions of the images, 4 - 2 of each step of the video.
     lag = jnp.array([3 + 0 + 2 * 2, 0 + 3])
-
-    @jax.jit
-    def step(params: Any, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
-        hidden, cache = model.hidden(params, tokens, ctx)
-        return model.logits(params, hidden, SINGLE), cache
-
-    for start, stop in ((0, prefill), *((at, at + 1) for at in range(prefill, T))):
-        positions = jnp.broadcast_to(jnp.arange(start, stop), (B, stop - start))
-        ctx = Context(positions=positions, segments=None, sharder=SINGLE, cache=cache, dropout_key=None)
-        if start == 0:
-            ctx = dataclasses.replace(ctx, images=jnp.asarray(images), is_fresh=True)
-        else:
-            ctx = dataclasses.replace(ctx, axis_positions=(positions - lag[:, None])[:, :, None])
-        logits, cache = step(params, jnp.asarray(TOKENS[:, start:stop]), ctx)
-        outputs.append(logits)
-    np.testing.assert_allclose(np.concatenate(outputs, axis=1), our_logits(model, params), atol=1e-4)
+    media = {"images": jnp.asarray(image_batch(model))}
+    cached = cached_logits(model, params, TOKENS, media, lambda positions: (positions - lag[:, None])[:, :, None])
+    np.testing.assert_allclose(cached, our_logits(model, params), atol=1e-4)

@@ -19,9 +19,10 @@ from maxhydra.convert.hf_write import find_family, write_hf
 from maxhydra.convert.streaming import FileArrays, single_device_shardings, stream_weights
 from maxhydra.convert.tables.multimodal import TOWER
 from maxhydra.data.image_tokens import insert_images, join_pixels, read_images
-from maxhydra.layers import Context, DenseCacheSpec
+from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder
+from tests.support.cached_decoding import cached_logits
 from tests.support.pictures import picture
 from tests.support.skips import import_optional
 
@@ -221,22 +222,5 @@ def test_export_is_bit_identical(reference: Reference, folder: Path, tmp_path: P
 def test_cached_decoding_equals_one_forward_pass(folder: Path) -> None:
     """Prefill takes the images, decode steps read the cache."""
     model, params = load(folder)
-    whole = logits_of(model, params, TOKENS, PIXELS)
-    B, T = TOKENS.shape
-    cache = model.empty_cache(DenseCacheSpec(B, T))
-    prefill = T - 3
-    outputs = []
-
-    @jax.jit
-    def step(params: Any, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
-        hidden, cache = model.hidden(params, tokens, ctx)
-        return model.logits(params, hidden, SINGLE), cache
-
-    for start, stop in ((0, prefill), *((at, at + 1) for at in range(prefill, T))):
-        positions = jnp.broadcast_to(jnp.arange(start, stop), (B, stop - start))
-        ctx = Context(positions=positions, segments=None, sharder=SINGLE, cache=cache, dropout_key=None)
-        if start == 0:
-            ctx = dataclasses.replace(ctx, images=jnp.asarray(PIXELS), is_fresh=True)
-        logits, cache = step(params, jnp.asarray(TOKENS[:, start:stop]), ctx)
-        outputs.append(logits)
-    np.testing.assert_allclose(np.concatenate(outputs, axis=1), whole, atol=1e-4)
+    cached = cached_logits(model, params, TOKENS, {"images": jnp.asarray(PIXELS)})
+    np.testing.assert_allclose(cached, logits_of(model, params, TOKENS, PIXELS), atol=1e-4)

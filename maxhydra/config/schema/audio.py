@@ -1,9 +1,10 @@
 """Schema of the audio encoder and its projector."""
 
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any
 
-from maxhydra.config.declare import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Schema, option, schema
+from maxhydra.config.declare import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Schema, option, schema, section
 from maxhydra.config.errors import Problem
 from maxhydra.config.schema.feed_forward import Activation
 
@@ -12,13 +13,53 @@ NUM_CONVOLUTIONS = 3
 MAX_FRAMES = 2**16
 
 
+class AudioEncoder(Enum):
+    transformer = "transformer"
+    conformer = "conformer"
+
+
+class AudioFeatures(Enum):
+    centered_power = "centered_power"
+    semicausal_magnitude = "semicausal_magnitude"
+
+
+@schema
+class Conformer(Schema):
+    """audio.encoder=conformer: convolutions with stride 2, then layers of half a feed-forward, attention to a window, a
+    depthwise convolution and half a feed-forward; no frame sees a later one."""
+
+    conv_dims: list[int] = option([128, 32], ge=1, le=MAX_WIDTH)
+    """Channels of the convolutions with stride 2; two of them turn four frames into a token."""
+    kernel_size: int = option(5, ge=1, le=4096)
+    """Tokens that the depthwise convolution of a layer combines."""
+    window: int = option(12, ge=1, le=MAX_FRAMES)
+    """Tokens that a token attends to, itself included."""
+    softcap: float = option(50.0, gt=0)
+    """Attention logits are softcap * tanh(logits / softcap)."""
+    hidden_dim: int = option(1536, ge=1, le=MAX_WIDTH)
+    """Width of the projector between its two projections."""
+    clipped: bool = False
+    """Whether inputs and outputs of projections are clipped to bounds that are loaded with the weights and not
+    trained."""
+
+    def check(self) -> Iterator[Problem]:
+        if not self.conv_dims:
+            yield Problem("conv_dims", "is empty", value=[], accepted="one or more channels, such as [128, 32]")
+
+
 @schema
 class Audio(Schema):
-    """Audio in the prompt: convolutions over log-mel frames, then a transformer (Radford et al., 2022: Whisper) whose
-    outputs replace token embeddings."""
+    """Audio in the prompt: convolutions over log-mel frames, then a transformer (Radford et al., 2022: Whisper) or a
+    conformer (Gulati et al., 2020) whose outputs replace token embeddings."""
 
     num_layers: int | None = option(None, ge=1, le=MAX_LAYERS)
     """Layers of the audio encoder; null: the model takes no audio."""
+    encoder: AudioEncoder = AudioEncoder.transformer
+    """Layers of the encoder: those of Whisper, over windows of chunks, or of a conformer."""
+    conformer: Conformer = section(Conformer)
+    features: AudioFeatures = AudioFeatures.centered_power
+    """Log-mel frames: power of centered frames, as of Whisper, or magnitude of frames after half a frame of zeros, for
+    clips of up to 30 seconds at 16 kHz."""
     sampling_rate: int = option(16000, ge=1000, le=384_000)
     """Samples per second; files of other rates are resampled."""
     frame_length: int = option(400, ge=2, le=MAX_FRAMES)
@@ -62,12 +103,16 @@ class Audio(Schema):
         return halve(self.chunk_frames, NUM_CONVOLUTIONS)
 
     def num_frames(self, seconds: float) -> int:
-        """Frames of a clip, rounded up to whole chunks."""
+        """Frames of a clip, at most; of a transformer rounded up to whole chunks."""
+        if self.encoder is AudioEncoder.conformer:
+            return max(1, -(-int(seconds * self.sampling_rate) // self.hop_length))
         frames = int(seconds * self.sampling_rate) // self.hop_length
         return max(1, -(-frames // self.chunk_frames)) * self.chunk_frames
 
     def num_tokens(self, frames: int) -> int:
         """Tokens of a clip."""
+        if self.encoder is AudioEncoder.conformer:
+            return int(halve(frames, len(self.conformer.conv_dims)))
         chunks, rest = divmod(frames, self.chunk_frames)
         return chunks * self.chunk_tokens + halve(rest, NUM_CONVOLUTIONS)
 

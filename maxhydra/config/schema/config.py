@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 
 from maxhydra.config.declare import MAX_PARAMETERS, Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
-from maxhydra.config.schema.audio import Audio
+from maxhydra.config.schema.audio import Audio, AudioEncoder
 from maxhydra.config.schema.checkpoint import Checkpoint
 from maxhydra.config.schema.data import AUDIO_TYPES, CHAT_TYPES, IMAGE_TYPES, Data, PackingMethod
 from maxhydra.config.schema.hardware import Hardware, Mesh
@@ -64,8 +64,15 @@ def parameter_estimate(model: Model) -> int:
 
 def _encoder_estimate(encoder: Vision | Audio, width: int) -> int:
     """Estimated weights of an image or audio encoder."""
-    layer = encoder.emb_dim * (4 * encoder.emb_dim + 2 * encoder.mlp_dim)
-    return (encoder.num_layers or 0) * layer + (encoder.num_layers is not None) * encoder.emb_dim * width
+    if encoder.num_layers is None:
+        return 0
+    squares, matrices, positions = 4, 2, 0
+    if isinstance(encoder, Vision):
+        matrices, positions = matrices + encoder.layers.gated, 2 * (encoder.axis_positions or 0)
+    elif encoder.encoder is AudioEncoder.conformer:
+        squares, matrices = 8, 4
+    layer = encoder.emb_dim * (squares * encoder.emb_dim + matrices * encoder.mlp_dim)
+    return encoder.num_layers * layer + encoder.emb_dim * (width + positions)
 
 
 def _kind_estimate(model: Model, kind: Kind) -> int:

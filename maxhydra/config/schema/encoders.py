@@ -8,6 +8,12 @@ from maxhydra.config.schema.layer_kind import Kind, Mixer
 from maxhydra.config.schema.vision import Vision
 
 
+def placeholders(vision: Vision, audio: Audio) -> tuple[int, ...]:
+    """Placeholders of the tokens of all media that a model takes."""
+    images = () if vision.num_layers is None else vision.placeholders
+    return (*images, *(() if audio.num_layers is None or audio.placeholder_id is None else (audio.placeholder_id,)))
+
+
 def encoder_problems(
     vision: Vision, audio: Audio, *, vocab_size: int, kinds: Mapping[str, Kind], conflicts: Mapping[str, bool]
 ) -> Iterator[Problem]:

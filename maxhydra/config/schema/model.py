@@ -338,7 +338,7 @@ class Model(Schema):
 
     def _check_encoders(self) -> Iterator[Problem]:
         kinds = {name: self.kinds[name] for name in {*self.prefix, *self.pattern} if name in self.kinds}
-        conflicts = {"per_layer.dim": self.per_layer.dim is not None, "mtp.depth": self.mtp.depth > 0}
+        conflicts = {"mtp.depth": self.mtp.depth > 0}
         if len(layers := self.vision.deepstack) > len(self.prefix) or len(layers) >= self.num_layers:
             reason = f"needs as many layers in model.prefix, which has {len(self.prefix)}"
             yield Problem("vision.deepstack", reason, value=layers, hint="move the first layers to model.prefix")

@@ -12,6 +12,11 @@ MAX_IMAGE = 2**14
 MAX_TILES = 256
 
 
+class EncoderNorm(Enum):
+    layer = "layer"
+    rms = "rms"
+
+
 class Pooling(Enum):
     average = "average"
     concatenate = "concatenate"
@@ -25,8 +30,15 @@ class Projector(Schema):
     """How a block of patches becomes one token: their mean, or their concatenation (pixel shuffle)."""
     tokens: int = option(196, ge=1, le=MAX_IMAGE)
     """Tokens of an image or a tile, a square number; patches form as many square blocks."""
+    scaled: bool = False
+    """Whether pooled patches are multiplied by the root of vision.emb_dim."""
+    standardized: bool = False
+    """Whether a vector is subtracted from pooled patches and the result multiplied by another; both are loaded with the
+    weights and not trained."""
     norm: bool = True
     """Whether RMSNorm is applied to the pooled patches."""
+    norm_scale: bool = True
+    """Whether that RMSNorm has a learned scale."""
     bias: bool = False
     """Whether the hidden layers and the last projection have a bias."""
     hidden_dims: list[int] = option([], ge=1, le=MAX_WIDTH)
@@ -55,6 +67,30 @@ class Tiles(Schema):
 
 
 @schema
+class EncoderLayers(Schema):
+    """Layers of the image encoder: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    norm: EncoderNorm = EncoderNorm.layer
+    """LayerNorm, or RMSNorm without a bias."""
+    sandwich: bool = False
+    """Whether the outputs of attention and feed-forward are normalized too, before they are added."""
+    qkv_norm: bool = False
+    """Whether RMSNorm is applied to each head of queries, keys and values, the last without a scale. Attention logits
+    are then not divided by the root of the head size."""
+    gated: bool = False
+    """Whether the feed-forward has a gate (Shazeer, 2020)."""
+    bias: bool = True
+    """Whether the projections of attention and feed-forward have a bias."""
+    clipped: bool = False
+    """Whether inputs and outputs of these projections are clipped to bounds that are loaded with the weights and not
+    trained; requires bias=false."""
+
+    def check(self) -> Iterator[Problem]:
+        if self.clipped and self.bias:
+            yield Problem("bias", "is not supported with clipped", value=True, accepted="false")
+
+
+@schema
 class Vision(Schema):
     """Images in the prompt: a vision transformer (Dosovitskiy et al., 2021) whose outputs replace token embeddings."""
 
@@ -70,6 +106,12 @@ class Vision(Schema):
     interpolated, and projector.tokens its tokens. null: all images are squares of image_size."""
     min_patches: int = option(1, ge=1, le=2**20)
     """max_patches: smaller images are scaled up to about this many patches."""
+    fill_patches: bool = False
+    """max_patches: whether all images are scaled to the largest size of at most max_patches; min_patches has then no
+    effect."""
+    axis_positions: int | None = option(None, ge=1, le=2**20)
+    """max_patches: learned positions of rows, and as many of columns, whose sum is added to a patch. null: one for
+    each patch of a square of image_size, interpolated."""
     frames: int = option(1, ge=1, le=64)
     """max_patches: frames of a patch; an image is repeated for all of them."""
     emb_dim: int = option(768, ge=1, le=MAX_WIDTH)
@@ -90,10 +132,15 @@ class Vision(Schema):
     """Base of the frequencies of RoPE over column and row of a patch, in addition to learned positions; null: none."""
     pre_norm: bool = False
     """Whether a norm precedes the layers of the encoder."""
+    final_norm: bool = True
+    """Whether a norm follows the layers of the encoder."""
+    layers: EncoderLayers = section(EncoderLayers)
     projector: Projector = section(Projector)
     tiles: Tiles = section(Tiles)
     bidirectional: bool = False
     """Whether the tokens of an image attend to each other in both directions."""
+    causal_without_window: bool = False
+    """bidirectional: whether layers without a window stay causal."""
     deepstack: list[int] = option([], ge=0, le=MAX_LAYERS)
     """max_patches: encoder layers, from 0, whose outputs are also projected and added to the residual stream of image
     tokens, those of the first after the first layer of the decoder and so on (DeepStack, Meng et al., 2024). As many
@@ -184,9 +231,10 @@ class Vision(Schema):
         if self.max_patches < (least := max(self.min_patches, self.block_size**2)):
             reason = f"is less than the {least} patches of the smallest image"
             yield Problem("max_patches", reason, value=self.max_patches, accepted=f"{least} or more")
-        if self.projector.pooling is not Pooling.concatenate:
-            reason = "is not supported with max_patches"
-            yield Problem("projector.pooling", reason, value=self.projector.pooling.value, accepted="concatenate")
+        longest = self.max_patches // self.block_size
+        if self.axis_positions is not None and self.axis_positions < longest:
+            reason = f"is less than the {longest} patches of the longest side of an image"
+            yield Problem("axis_positions", reason, value=self.axis_positions, accepted=f"{longest} or more")
         assert self.num_layers is not None
         if sorted(set(self.deepstack)) != self.deepstack or max(self.deepstack, default=0) >= self.num_layers:
             accepted = f"increasing numbers from 0 to {self.num_layers - 1}"

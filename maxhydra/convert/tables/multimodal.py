@@ -10,7 +10,7 @@ from functools import reduce
 from typing import Any
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert import audio_encoder, llama4_vision, qwen_vision, siglip
+from maxhydra.convert import audio_encoder, gemma4_encoders, llama4_vision, qwen_vision, siglip
 from maxhydra.convert.name_table import Settings, Table, Weight
 from maxhydra.convert.tables import gemma, gemma4, llama4, mistral, qwen, qwen3_next
 
@@ -193,6 +193,24 @@ QWEN3_VISION = Vision(
 )
 
 
+GEMMA4_VISION = Vision(
+    layer=gemma4_encoders.VISION_LAYER,
+    non_layer=gemma4_encoders.VISION_NON_LAYER,
+    to_values=gemma4_encoders.vision_values,
+    to_settings=gemma4_encoders.vision_settings,
+    renamed={},
+    change_settings=gemma4_encoders.change_settings,
+)
+
+
+GEMMA4_AUDIO = Audio(
+    layer=gemma4_encoders.AUDIO_LAYER_ROWS,
+    non_layer=gemma4_encoders.AUDIO_NON_LAYER,
+    to_values=gemma4_encoders.audio_values,
+    to_settings=gemma4_encoders.audio_settings,
+)
+
+
 def omni_audio(prefix: str) -> Audio:
     """The audio encoder of Qwen3-Omni; `prefix` precedes the thinker's tensor names."""
     tower = f"{prefix}audio_tower."
@@ -228,6 +246,8 @@ TABLES = (
         body="model.language_model.",
         prefix="",
         ignored=("model.vision_tower.*", "model.embed_vision.*", "model.audio_tower.*", "model.embed_audio.*"),
+        vision=GEMMA4_VISION,
+        audio=GEMMA4_AUDIO,
     ),
     # Llama 4 (Meta, 2025): text and images.
     text_decoder(

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxhydra.config.schema.audio import Audio
-from maxhydra.data.audio.features import CenteredPower
+from maxhydra.config.schema.audio import Audio, AudioFeatures
+from maxhydra.data.audio.features import MAX_SAMPLES, CenteredPower, FeatureExtractor, SemicausalMagnitude
 from maxhydra.data.audio.read import MAX_SECONDS, read_audio, resample
 from maxhydra.data.image_tokens import ImageTokenizer
 from maxhydra.data.media import MediaError
@@ -19,6 +19,8 @@ from maxhydra.data.tokenizers import Tokenizer
 
 # A noncharacter, which Unicode reserves for internal use.
 CLIP_MARKER = "\ufdd0"
+# Highest frequency of the mel bands of magnitudes, in hertz.
+MAX_FREQUENCY = 8000.0
 # Types of content parts that are audio.
 AUDIO_PARTS = ("audio", "audio_url", "input_audio")
 
@@ -28,9 +30,12 @@ def clip_frames(source: Any, audio: Audio, *, max_seconds: float = MAX_SECONDS) 
 
     Raises MediaError if it cannot be read, or is longer than `max_seconds`.
     """
-    samples = _samples(source, audio.sampling_rate, max_seconds)
-    extracted = _extractor(audio.num_bands, audio.sampling_rate, audio.hop_length, audio.frame_length)([samples])
-    return extracted.features[0]
+    rate = audio.sampling_rate
+    if audio.features is AudioFeatures.semicausal_magnitude:
+        max_seconds = min(max_seconds, MAX_SAMPLES / rate)
+    extract = _extractor(audio.features, audio.num_bands, rate, audio.hop_length, audio.frame_length)
+    extracted = extract([_samples(source, rate, max_seconds)])
+    return extracted.features[0, extracted.mask[0]]
 
 
 def _samples(source: Any, rate: int, max_seconds: float) -> np.ndarray:
@@ -52,8 +57,16 @@ def _samples(source: Any, rate: int, max_seconds: float) -> np.ndarray:
 
 
 @cache
-def _extractor(bands: int, rate: int, hop: int, length: int) -> CenteredPower:
-    return CenteredPower(feature_size=bands, sampling_rate=rate, hop_length=hop, n_fft=length)
+def _extractor(kind: AudioFeatures, bands: int, rate: int, hop: int, length: int) -> FeatureExtractor:
+    if kind is AudioFeatures.centered_power:
+        return CenteredPower(feature_size=bands, sampling_rate=rate, hop_length=hop, n_fft=length)
+    return SemicausalMagnitude(
+        feature_size=bands,
+        sampling_rate=rate,
+        frame_length_ms=length * 1000 / rate,
+        hop_length_ms=hop * 1000 / rate,
+        max_frequency=min(MAX_FREQUENCY, rate / 2),
+    )
 
 
 class Clips(NamedTuple):

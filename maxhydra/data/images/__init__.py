@@ -1,7 +1,7 @@
 """Images and videos: reading, and the preprocessing of model families."""
 
 from maxhydra.data.images.patches import merged_coordinates, merged_patches
-from maxhydra.data.images.processor import ProcessedImage, Processor, make_processor
+from maxhydra.data.images.processor import ProcessedImage, Processor, make_processor, settings_processor
 from maxhydra.data.images.read import Video, read_image, read_video
 from maxhydra.data.images.video import ProcessedVideo, VideoProcessor, make_video_processor
 
@@ -17,4 +17,5 @@ __all__ = [
     "merged_patches",
     "read_image",
     "read_video",
+    "settings_processor",
 ]

@@ -59,8 +59,12 @@ def make_processor(settings: Mapping[str, Any]) -> Processor:
 
     Unknown and unsupported settings raise a ConfigError.
     """
-    parsed = image_settings(settings)
-    return _ImageProcessor(parsed, _PROCESS[type(parsed)])
+    return settings_processor(image_settings(settings))
+
+
+def settings_processor(settings: ImageSettings) -> Processor:
+    """Return the processor of parsed settings."""
+    return _ImageProcessor(settings, _PROCESS[type(settings)])
 
 
 @dataclass(frozen=True)

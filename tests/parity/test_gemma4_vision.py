@@ -1,0 +1,216 @@
+"""Gemma 4 with images of different sizes against transformers: preprocessing, logits, export and decoding."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.model import Dtype, Dtypes
+from maxhydra.convert.hf import hf_source
+from maxhydra.convert.hf_write import find_family, write_hf
+from maxhydra.convert.streaming import FileArrays, single_device_shardings, stream_weights
+from maxhydra.data.image_tokens import insert_images, join_pixels, read_images
+from maxhydra.layers import Context
+from maxhydra.model import ModelDef, build
+from maxhydra.sharding import Sharder
+from tests.support.cached_decoding import cached_logits
+from tests.support.pictures import picture
+from tests.support.skips import import_optional
+
+torch = import_optional("torch", extra="parity")
+transformers = import_optional("transformers", extra="parity")
+
+pytestmark = [pytest.mark.parity, pytest.mark.slow]
+
+SINGLE = Sharder.single()
+BEGIN, END, IMAGE = 60, 61, 62
+TOKEN_IDS = {"boi_token_id": BEGIN, "eoi_token_id": END, "image_token_id": IMAGE, "audio_token_id": 59}
+# The smallest that the image processor of transformers accepts.
+SOFT_TOKENS = 70
+TEXT = {
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "max_position_embeddings": 512,
+}
+VISION = {
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 160,
+    # Small, so that all coordinates matter.
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 20.0},
+}
+# The small models have per-layer embeddings, a shared KV cache and clipped projections; in the large ones the tokens of
+# an image attend to each other in windowed layers, and patches are standardized.
+FAMILIES = {
+    "small": (
+        {"hidden_size_per_layer_input": 6, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        {"use_clipped_linears": True},
+    ),
+    "large": (
+        {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "use_bidirectional_attention": "vision"},
+        {"standardize": True},
+    ),
+}
+# Height and width of the images of each row.
+SIZES = (((61, 20), (33, 47)), ((7, 90),))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    folder: Path
+    is_large: bool
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """A random model with weights that are large enough for every mechanism to matter."""
+    torch.manual_seed(0)
+    text, vision = FAMILIES[request.param]
+    settings = transformers.Gemma4Config(
+        text_config=TEXT | text,
+        vision_config=VISION | vision,
+        audio_config=None,
+        vision_soft_tokens_per_image=SOFT_TOKENS,
+        **TOKEN_IDS,
+    )
+    model = transformers.Gemma4ForConditionalGeneration(settings)
+    bounds = {"input_min": -1.5, "input_max": 1.3, "output_min": -1.2, "output_max": 1.4}
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            is_scale = "norm" in name and name.endswith("weight")
+            weight.normal_(float(is_scale), 0.2 if weight.ndim > 1 else 0.1)
+        for name, buffer in model.named_buffers():
+            if (end := name.rpartition(".")[2]) in bounds:
+                buffer.fill_(bounds[end])
+            elif end in ("std_bias", "std_scale"):
+                buffer.normal_(float(end == "std_scale"), 0.3)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return Reference(folder, request.param == "large")
+
+
+def load(folder: Path, **changes: Any) -> tuple[ModelDef, Any]:
+    source = hf_source("", str(folder), folder)
+    model = build(dataclasses.replace(source.model, dtypes=Dtypes(compute=Dtype.float32), **changes))
+    return model, stream_weights(source, model, shardings=single_device_shardings(model), dtype="float32")
+
+
+def inputs_of(model: ModelDef) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of two rows, and images [rows, images, patches, 2 + size] with padding."""
+    vision = model.config.vision
+    images = np.zeros((len(SIZES), max(map(len, SIZES)), *vision.image_shape), np.float32)
+    rows = []
+    for index, sizes in enumerate(SIZES):
+        read = read_images([np.asarray(picture(*size)) for size in sizes], vision)
+        prompt = np.array([1, 2, 3, *(id for _ in sizes for id in (IMAGE, 5, 6))])
+        rows.append(insert_images(prompt, read, vision)[0])
+        images[index, : len(sizes)] = join_pixels(read)
+    length = max(map(len, rows)) + 3
+    return np.array([[*row, *(7 + np.arange(length - len(row)) % 40)] for row in rows]), images
+
+
+def processor() -> Any:
+    return transformers.Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=SOFT_TOKENS)
+
+
+def expected_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """Logits of transformers for the outputs of its image processor."""
+    model = transformers.Gemma4ForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    images = processor()([picture(*size) for row in SIZES for size in row], return_tensors="pt")
+    with torch.no_grad():
+        out = model.eval()(
+            input_ids=torch.tensor(tokens),
+            pixel_values=images["pixel_values"],
+            image_position_ids=images["image_position_ids"],
+            mm_token_type_ids=torch.tensor(tokens == IMAGE).long(),
+        )
+    logits: np.ndarray = out.logits.numpy()
+    return logits
+
+
+def our_logits(model: ModelDef, params: Any, tokens: np.ndarray, images: np.ndarray) -> np.ndarray:
+    @jax.jit
+    def run(params: Any, tokens: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+        ctx = Context.of_batch(batch, SINGLE, None)
+        return model.logits(params, model.hidden(params, tokens, ctx)[0], SINGLE)
+
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return np.asarray(run(params, jnp.asarray(tokens), {"positions": positions, "images": jnp.asarray(images)}))
+
+
+def test_logits_with_images_equal_transformers(reference: Reference) -> None:
+    model, params = load(reference.folder)
+    tokens, images = inputs_of(model)
+    expected = expected_logits(reference.folder, tokens)
+    np.testing.assert_allclose(our_logits(model, params, tokens, images), expected, atol=1e-4)
+    assert np.abs(expected).max() > 1
+    vision = model.config.vision
+    assert (vision.bidirectional, vision.layers.clipped) == (reference.is_large, not reference.is_large)
+
+
+def test_cached_decoding_equals_one_forward_pass(reference: Reference) -> None:
+    model, params = load(reference.folder)
+    tokens, images = inputs_of(model)
+    cached = cached_logits(model, params, tokens, {"images": jnp.asarray(images)})
+    np.testing.assert_allclose(cached, our_logits(model, params, tokens, images), atol=1e-4)
+
+
+def test_export_is_bit_identical(reference: Reference, tmp_path: Path) -> None:
+    source = hf_source("", str(reference.folder), reference.folder)
+    model = build(source.model)
+    table = find_family(model, None)
+    write_hf(tmp_path, model, FileArrays(source, model), table=table, dtype=np.dtype("float32"), extra={})
+    stored, exported = (load_file(path / "model.safetensors") for path in (reference.folder, tmp_path))
+    # Layers with a shared KV cache do not use some of the projections that transformers stores.
+    unused = stored.keys() - exported.keys()
+    assert table.model_type == "gemma4" and exported.keys() <= stored.keys()
+    assert all(".layers.2." in name or ".layers.3." in name for name in unused)
+    for name, array in exported.items():
+        np.testing.assert_array_equal(array, stored[name])
+    before, after = (json.loads((path / "config.json").read_text()) for path in (reference.folder, tmp_path))
+    assert after["vision_config"].items() <= before["vision_config"].items()
+    tokens, _ = inputs_of(model)
+    np.testing.assert_array_equal(expected_logits(tmp_path, tokens), expected_logits(reference.folder, tokens))
+
+
+def test_patches_and_tokens_equal_those_of_the_image_processor(reference: Reference) -> None:
+    """transformers has patches by row, with columns before rows, and scales pixels in the model."""
+    options = ["model=from_hf_vision", f"model.path={reference.folder}", "train.seq_len=64"]
+    vision = compose(options).config.model.vision
+    for size in (size for row in SIZES for size in row):
+        (image,) = read_images([np.asarray(picture(*size))], vision)
+        expected = processor()([picture(*size)], return_tensors="np")
+        assert insert_images(np.array([IMAGE]), [image], vision)[0].tolist() == [
+            *(BEGIN, *[IMAGE] * int(expected["num_soft_tokens_per_image"][0]), END)
+        ]
+        (own,), positions = image.pixels, expected["image_position_ids"][0]
+        count = int((positions[:, 0] >= 0).sum())
+        order = np.lexsort((own[:count, 1], own[:count, 0]))
+        np.testing.assert_array_equal(own[:count][order, 1::-1] - 1, positions[:count])
+        assert not own[count:].any()
+        pixels = 2 * (expected["pixel_values"][0, :count].reshape(-1, 4, 4, 3).transpose(0, 3, 1, 2) - 0.5)
+        np.testing.assert_array_equal(own[:count][order, 2:].reshape(-1, 3, 4, 4), pixels)
