@@ -1,6 +1,6 @@
 """Load test of task=serve: requests, failures, latency, time to first token, CPU time and memory. Prints JSON lines.
 
-python bench/serve_load.py [--seconds 60] [--clients 64,256] [--tokens 16] [--random-weights] [--stub-steps] [OVERRIDES ...]
+python bench/serve_load.py [--seconds 60] [--clients 64,256] [--tokens 16] [--random-weights | --stub-steps] [OVERRIDES]
 
 Without overrides it serves model=tiny, trained for one step; --random-weights serves random weights of the model in the
 overrides, with a made-up vocabulary of its size; --stub-steps adds programs that compute nothing, so that only the host
