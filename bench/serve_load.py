@@ -1,9 +1,10 @@
 """Load test of task=serve: requests, failures, latency, time to first token, CPU time and memory. Prints JSON lines.
 
-python bench/serve_load.py [--seconds 60] [--clients 64,256] [--tokens 16] [--random-weights] [OVERRIDES ...]
+python bench/serve_load.py [--seconds 60] [--clients 64,256] [--tokens 16] [--random-weights | --stub-steps] [OVERRIDES]
 
 Without overrides it serves model=tiny, trained for one step; --random-weights serves random weights of the model in the
-overrides, with a made-up vocabulary of its size. Clients run in several processes, each waiting for its response before
+overrides, with a made-up vocabulary of its size; --stub-steps adds programs that compute nothing, so that only the host
+works. Clients run in several processes, each waiting for its response before
 it sends the next request. Half of them stream; one request in twenty is aborted by the client, which does not count as
 lost. A request is lost if its response is missing, truncated or not 200.
 """
@@ -22,6 +23,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import random_weights
+import stub_steps
 
 CLIENTS_PER_PROCESS, MAX_PROCESSES, WARM_SECONDS = 32, 8, 4
 HEAD = (
@@ -167,9 +169,10 @@ def measure(port: int, process: int, clients: int, options: argparse.Namespace) 
 def serve_command(folder: str, options: argparse.Namespace) -> list[str]:
     command = [sys.executable, "-m", "maxhydra"]
     serve = ["task=serve", "task.port=0"]
-    if options.random_weights:
+    if options.random_weights or options.stub_steps:
         tokenizer = random_weights.write_tokenizer(folder, options.vocab_size)
-        return [sys.executable, random_weights.__file__, *serve, *tokenizer, *options.overrides]
+        program = stub_steps if options.stub_steps else random_weights
+        return [sys.executable, program.__file__, *serve, *tokenizer, *options.overrides]
     overrides = options.overrides
     if not overrides:
         train = ["run.name=run", "train.steps=1", "train.eval_batches=0", "train.sample.tokens=0"]
@@ -185,6 +188,7 @@ def main() -> None:
     parser.add_argument("--clients", default="64")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--random-weights", action="store_true")
+    parser.add_argument("--stub-steps", action="store_true")
     parser.add_argument("--vocab-size", type=int, default=128256)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()

@@ -102,9 +102,13 @@ class FieldType:
             return "" if converted in self.names else "is not one of the accepted names"
         if self.plug_in:
             return "is not the path of an object"
-        if isinstance(converted, float) and not math.isfinite(converted):
+        return self.number_mismatch(converted)
+
+    def number_mismatch(self, value: Any) -> str:
+        """Return why a value that already has this type is rejected, or an empty string."""
+        if isinstance(value, float) and not math.isfinite(value):
             return "is not finite"
-        within = all(COMPARISONS[name][1](converted, bound) for name, bound in self.bounds.items())
+        within = all(COMPARISONS[name][1](value, bound) for name, bound in self.bounds.items())
         return "" if within else "is out of range"
 
 

@@ -72,7 +72,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return the text that was held back; call it after the last token."""
-        is_empty = self._emitted is None and self._held_back == 0
+        is_empty = not self._window or (self._emitted is None and self._held_back == 0)
         return "" if is_empty else self._tokenizer.decode(self._window)[self._num_emitted() :]
 
     def _num_emitted(self) -> int:
@@ -82,9 +82,13 @@ class Detokenizer:
         return self._emitted
 
     def _start_window(self, tokens: list[int], text: str, *, held_back: int) -> str:
-        """Start a new window with tokens whose text is emitted except for the last `held_back` characters."""
-        self._window, self._num_old = tokens, len(tokens)
-        self._emitted, self._held_back = None, held_back
+        """Start a new window with tokens whose text is emitted except for the last `held_back` characters.
+
+        It is empty if later text does not depend on them.
+        """
+        is_empty = not held_back and self._tokenizer.is_byte_level
+        self._window, self._num_old = ([], 0) if is_empty else (tokens, len(tokens))
+        self._emitted, self._held_back = 0 if is_empty else None, held_back
         return text
 
 

@@ -100,6 +100,10 @@ class Completion:
     @classmethod
     def from_deltas(cls, deltas: Sequence[Delta]) -> "Completion":
         """Concatenate all deltas of a sequence."""
+        if len(deltas) == 1:
+            (only,) = deltas
+            values = only.text, only.tokens, only.logprobs, only.finish or "", only.error
+            return cls(*values, prompt_logprobs=only.prompt_logprobs, experts=only.experts)
         return cls(
             text="".join(delta.text for delta in deltas),
             tokens=tuple(token for delta in deltas for token in delta.tokens),

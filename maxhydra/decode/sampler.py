@@ -6,7 +6,6 @@ float32 values, in a fraction of the time of a sort on every platform. Tokens th
 accepted too. B rows, V vocabulary, A alternatives.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -36,8 +35,7 @@ class SamplingArrays(NamedTuple):
     """Tokens with a logit bias."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SamplingFeatures:
+class SamplingFeatures(NamedTuple):
     """Features that at least one row needs; a program is compiled without the others."""
 
     random: bool
@@ -62,10 +60,7 @@ class SamplingFeatures:
 
     def covers(self, other: "SamplingFeatures") -> bool:
         """Return True if a program with these features gives the same tokens to rows that need the other's."""
-        return all(
-            has_feature or not is_needed
-            for has_feature, is_needed in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        )
+        return all(has_feature or not is_needed for has_feature, is_needed in zip(self, other, strict=True))
 
 
 class LogitControls(NamedTuple):

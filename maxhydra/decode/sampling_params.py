@@ -263,9 +263,16 @@ def with_overrides(sampling: Sampling, changes: Mapping[str, Any]) -> Sampling:
 
 
 def make_requests(
-    prompt: Sequence[int], sampling: Sampling, *, samples: int, seed: int, number: int, logprobs: int | None
+    prompt: Sequence[int],
+    sampling: Sampling,
+    *,
+    samples: int,
+    seed: int,
+    number: int,
+    logprobs: int | None,
+    **others: Any,
 ) -> list[Request]:
-    """Make one request per sample of a prompt.
+    """Make one request per sample of a prompt; `others`: further fields of the requests.
 
     sampling.seed is the seed of the first sample, and the others count up from it. Without it, the seed is derived from
     the run's `seed` and the `number` of the prompt, so that a prompt gets the same completions whatever else is
@@ -287,6 +294,7 @@ def make_requests(
             logprobs=logprobs,
             frequency_penalty=sampling.frequency_penalty,
             presence_penalty=sampling.presence_penalty,
+            **others,
         )
         for sample in range(samples)
     ]
@@ -315,7 +323,8 @@ def _mismatch(spec: FieldType, value: Any) -> str:
         return "is out of range"
     if isinstance(value, float) and not math.isfinite(value):
         return "is not a finite number"
-    return spec.mismatch(value)
+    # Not `mismatch`, which converts text first, and takes ten times as long.
+    return spec.number_mismatch(value)
 
 
 Message = Mapping[str, Any]

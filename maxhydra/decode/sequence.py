@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from collections.abc import Sequence as List
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -16,6 +16,7 @@ from maxhydra.decode.detokenize import Detokenizer, StopMatcher
 from maxhydra.decode.grammar import Constraint
 from maxhydra.decode.page_pool import Place
 from maxhydra.decode.request import MAX_BIAS, MEDIA, Delta, Handle, Request, TokenLogprob
+from maxhydra.decode.sampler import SamplingFeatures
 
 NOT_FINITE = "the model's logits are NaN or infinite: its weights are corrupt or overflow their dtype"
 
@@ -78,10 +79,6 @@ class Sequence:
         return self.num_computed >= len(self.request.prompt)
 
     @property
-    def is_random(self) -> bool:
-        return self.request.temperature > 0
-
-    @property
     def is_scored(self) -> bool:
         """Whether the log-probabilities of the prompt are requested."""
         return self.request.prompt_logprobs is not None
@@ -100,14 +97,23 @@ class Sequence:
         return self.is_scored or self.has_media
 
     @property
-    def has_filters(self) -> bool:
-        request = self.request
-        return self.is_random and (request.top_k > 0 or request.top_p < 1 or request.min_p > 0)
-
-    @property
     def has_penalty(self) -> bool:
         request = self.request
         return bool(request.repetition_penalty != 1 or request.frequency_penalty or request.presence_penalty)
+
+    @cached_property
+    def features(self) -> SamplingFeatures:
+        """What sampling its tokens needs; used from its first step on."""
+        request, is_random = self.request, self.request.temperature > 0
+        return SamplingFeatures(
+            random=is_random,
+            filters=is_random and (request.top_k > 0 or request.top_p < 1 or request.min_p > 0),
+            penalties=self.has_penalty,
+            logprobs=request.logprobs is not None,
+            alternatives=bool(request.logprobs),
+            bias=bool(request.logit_bias),
+            mask=self.constraint is not None,
+        )
 
     def admit(self, place: Place, prefill_place: Place, page_size: int) -> None:
         """Take a slot and pages; tokens of shared pages are computed already."""
@@ -219,17 +225,20 @@ def find_problem(request: Request, *, vocab_size: int, max_logprobs: int) -> str
         return f"the prompt has a token outside the vocabulary of {vocab_size}: use the tokenizer of this model"
     if request.grammar and request.ignore_eos:
         return "ignore_eos=true has no effect on a grammar, which says itself where a completion may end: remove it"
+    if not 0 <= request.seed < 2**64:
+        return f"seed={request.seed!r} is not 0 to 2^64 - 1"
     return _find_sampling_problem(SAMPLING_VALUES(request), max_logprobs)
 
 
-# All fields between the prompt, the first, and the media, the last.
-SAMPLING_VALUES = attrgetter(*(field.name for field in dataclasses.fields(Request)[1 : -len(MEDIA)]))
+# All fields between the prompt, the first, and the media, the last, except the seed.
+SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Request)[1 : -len(MEDIA)] if field.name != "seed")
+SAMPLING_VALUES = attrgetter(*SAMPLING_FIELDS)
 
 
 @lru_cache
 def _find_sampling_problem(values: tuple[Any, ...], max_logprobs: int) -> str | None:
     """Check sampling parameters. Cached: requests submitted together mostly share them, and checks delay the batch."""
-    request = Request((), *values)
+    request = Request((), seed=0, **dict(zip(SAMPLING_FIELDS, values, strict=True)))
     bounds = (
         ("max_tokens", request.max_tokens >= 1, "1 or more"),
         ("temperature", 0 <= request.temperature <= LARGEST, f"0 to {LARGEST:g}"),
@@ -239,7 +248,6 @@ def _find_sampling_problem(values: tuple[Any, ...], max_logprobs: int) -> str | 
         ("repetition_penalty", 0 < request.repetition_penalty <= LARGEST, f"greater than 0 and at most {LARGEST:g}"),
         ("frequency_penalty", abs(request.frequency_penalty) <= LARGEST, f"-{LARGEST:g} to {LARGEST:g}"),
         ("presence_penalty", abs(request.presence_penalty) <= LARGEST, f"-{LARGEST:g} to {LARGEST:g}"),
-        ("seed", 0 <= request.seed < 2**64, "0 to 2^64 - 1"),
         ("stop", all(request.stop), "a list of non-empty strings"),
         ("logprobs", 0 <= (request.logprobs or 0) <= max_logprobs, f"0 to {max_logprobs}"),
         ("prompt_logprobs", 0 <= (request.prompt_logprobs or 0) <= max_logprobs, f"0 to {max_logprobs}"),

@@ -110,6 +110,9 @@ class Buckets:
 
     def arrange_rows(self, items: Iterable[HasPlace], shape: StepShape) -> list[HasPlace | None]:
         """Return the items as rows of a bucket, each in the block of its group; None for padding rows."""
+        if self.groups == 1:
+            rows: list[HasPlace | None] = list(items)
+            return rows + [None] * (shape.rows - len(rows))
         blocks: list[list[HasPlace | None]] = [[] for _ in range(self.groups)]
         for item in items:
             blocks[_group(item)].append(item)
@@ -213,16 +216,8 @@ def _fullest_group(items: Iterable[PrefillChunk | Sequence]) -> int:
 
 def sampling_features(sequences: Iterable[Sequence | None]) -> SamplingFeatures:
     """Return the features that at least one of the sequences needs; None entries are padding."""
-    present = [sequence for sequence in sequences if sequence is not None]
-    return SamplingFeatures(
-        random=any(sequence.is_random for sequence in present),
-        filters=any(sequence.has_filters for sequence in present),
-        penalties=any(sequence.has_penalty for sequence in present),
-        logprobs=any(sequence.request.logprobs is not None for sequence in present),
-        alternatives=any(sequence.request.logprobs for sequence in present),
-        bias=any(sequence.request.logit_bias for sequence in present),
-        mask=any(sequence.constraint is not None for sequence in present),
-    )
+    needed = {sequence.features for sequence in sequences if sequence is not None}
+    return SamplingFeatures(*map(any, zip(*needed, strict=True)))
 
 
 def power_of_two(least: int) -> int:

@@ -11,7 +11,6 @@ B rows, T tokens per row, C input columns, N slots (the last one is the padding 
 pages per row.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -47,13 +46,13 @@ COMMAND_BUFFER_LIMIT = 1024
 
 # Sampling features that a warm-up compiles for every bucket, and for the largest batch only.
 GREEDY = SamplingFeatures(random=False, filters=False, penalties=False, logprobs=False, alternatives=False)
-COMMON_FEATURES = (GREEDY, dataclasses.replace(GREEDY, random=True))
+COMMON_FEATURES = (GREEDY, GREEDY._replace(random=True))
 RARE_FEATURES = (
-    dataclasses.replace(GREEDY, random=True, filters=True),
+    GREEDY._replace(random=True, filters=True),
     SamplingFeatures(random=True, filters=True, penalties=True, logprobs=True, bias=True),
 )
 # Masks come from the host for every token, so that only single steps have them.
-MASKED_FEATURES = dataclasses.replace(RARE_FEATURES[-1], mask=True)
+MASKED_FEATURES = RARE_FEATURES[-1]._replace(mask=True)
 ALL_TOKENS = 2**32 - 1
 
 

@@ -14,8 +14,9 @@ TEXT = "Grüße, 世界! 🦙🦙 naïve — end"
 class Counting:
     """A byte tokenizer that counts the tokens it decodes."""
 
-    def __init__(self):
+    def __init__(self, *, is_byte_level: bool = False):
         self.inner, self.special, self.decoded = ByteTokenizer(), ByteTokenizer.special, 0
+        self.is_byte_level = is_byte_level
 
     def decode(self, ids):
         self.decoded += len(ids)
@@ -50,7 +51,8 @@ def test_invalid_bytes_are_shown_as_by_the_tokenizer(seed):
     pieces = [rng.choice([bytes([rng.randrange(128, 256)]), "🦙".encode(), b"a", "é".encode()[:1]]) for _ in range(200)]
     ids = list(b"".join(pieces))
     for size in (1, 3, 8, 20):
-        assert "".join(streamed(ids, list(b"x"), size=size)) == ByteTokenizer().decode(ids)
+        for tokenizer in (Counting(), Counting(is_byte_level=True)):
+            assert "".join(streamed(ids, list(b"x"), tokenizer, size=size)) == ByteTokenizer().decode(ids)
 
 
 @pytest.mark.parametrize("unit", [b"\x80", b"\xf0\x9f\xa6", b"word ", "🦙".encode()], ids=str)
@@ -62,6 +64,13 @@ def test_the_cost_per_token_is_constant(unit):
     chunked = Counting()
     streamed(list(unit * 600), [], chunked, size=8)
     assert chunked.decoded < 1.2 * long.decoded
+
+
+def test_a_byte_level_tokenizer_decodes_each_token_once():
+    ids = list(("word " * 8 + "🦙🦙").encode())
+    window, once = Counting(), Counting(is_byte_level=True)
+    texts = [streamed(ids, list(b"Prompt: "), tokenizer, size=8) for tokenizer in (window, once)]
+    assert texts[0] == texts[1] and once.decoded < window.decoded / 2
 
 
 def test_eos_tokens_have_no_text():
@@ -128,6 +137,7 @@ def test_words_of_sentencepiece_tokenizers_keep_their_spaces():
 
     class Decoder:
         special = frozenset({14})
+        is_byte_level = False
 
         def decode(self, ids):
             return library.decode(list(ids), skip_special_tokens=False)
@@ -149,6 +159,7 @@ def test_characters_survive_a_decoder_that_invalidates_whole_runs_of_bytes(size)
 
     class Decoder:
         special = frozenset()
+        is_byte_level = False
 
         def decode(self, ids):
             return library.decode(list(ids), skip_special_tokens=False)

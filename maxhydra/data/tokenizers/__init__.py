@@ -43,6 +43,11 @@ class Tokenizer(Protocol):
     """Ids of special tokens by name, as `encode_with_special_tokens` recognizes them in text."""
 
     @property
+    def is_byte_level(self) -> bool:
+        """Whether ids decode to their concatenated bytes, so that text after a complete character is independent."""
+        ...
+
+    @property
     def max_token_bytes(self) -> int | None:
         """Longest text of one token, in UTF-8 bytes; None if a token can stand for text of any length."""
         ...

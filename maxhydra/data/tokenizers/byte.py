@@ -22,6 +22,7 @@ class ByteTokenizer:
 
     max_token_bytes = max(map(len, special_token_ids))
     token_widths = (np.arange(vocab_size) < bos).astype(np.int32)
+    is_byte_level = True
 
     def __init__(self, chat_template: str | None = None):
         self.chat_template = chat_template

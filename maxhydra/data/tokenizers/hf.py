@@ -68,6 +68,7 @@ class HuggingFaceTokenizer:
             token["content"]: token["id"] for token in description["added_tokens"] if token["special"]
         }
         self.special = frozenset(self.special_token_ids.values())
+        self.is_byte_level = (description.get("decoder") or {}).get("type") == "ByteLevel"
         self.chat_template = chat_template(config, settings.get("chat_template"))
         self._description = {**description, "post_processor": None, "truncation": None, "padding": None}
         self._plain = self._make_plain()

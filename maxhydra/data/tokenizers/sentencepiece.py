@@ -60,6 +60,7 @@ class SentencePieceTokenizer:
         unknown = {id for id, piece in enumerate(model.pieces) if piece.type == kinds.UNKNOWN}
         widths = [0 if id in self.special | unknown else width_of_piece(piece) for piece, id in ids.items()]
         self.token_widths = np.array(widths, np.int32)
+        self.is_byte_level = False
         # Text after a special token is in the middle of the whole, so no space is put before it.
         model.normalizer_spec.add_dummy_prefix = False
         self._continuation = library.SentencePieceProcessor(model_proto=model.SerializeToString())

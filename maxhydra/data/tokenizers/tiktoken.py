@@ -50,6 +50,7 @@ class TiktokenTokenizer:
         self.chat_template = chat_template(config, None)
         longest = max(len(text) for text in (*encoding.token_byte_values(), *map(str.encode, self.special_token_ids)))
         self.token_widths = np.zeros(self.vocab_size, np.int32)
+        self.is_byte_level = True
         for text in encoding.token_byte_values():
             self.token_widths[encoding.encode_single_token(text)] = len(text)
         self.max_token_bytes = None if has_own_pattern else longest

@@ -72,10 +72,21 @@ class RequestHead:
 class WatchedReader(asyncio.StreamReader):
     """A stream reader with a callback for when the client disconnects, even while no read is pending."""
 
+    _buffer: bytearray
+
     def __init__(self) -> None:
         super().__init__(limit=MAX_HEAD)
         self.is_disconnected = False
         self.on_disconnect: Callable[[], object] | None = None
+
+    @property
+    def has_head(self) -> bool:
+        """Whether `readuntil` an empty line returns at once."""
+        return b"\r\n\r\n" in self._buffer
+
+    def has_bytes(self, count: int) -> bool:
+        """Whether `readexactly` this many returns at once."""
+        return len(self._buffer) >= count
 
     def feed_eof(self) -> None:
         self._disconnect()
@@ -140,7 +151,8 @@ class Connection:
         try:
             async with asyncio.timeout(idle) as limit:
                 first = await self._reader.readexactly(1)
-                limit.reschedule(asyncio.get_running_loop().time() + self._timeout)
+                if not self._reader.has_head:
+                    limit.reschedule(asyncio.get_running_loop().time() + self._timeout)
                 return parse_head(first + await self._reader.readuntil(b"\r\n\r\n"))
         except asyncio.LimitOverrunError:
             raise HttpError(431, f"the headers exceed {MAX_HEAD} bytes") from None
@@ -156,6 +168,8 @@ class Connection:
     async def read_body(self, head: RequestHead) -> bytes:
         if head.headers.get("expect", "").lower() == "100-continue":
             self._writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if self._reader.has_bytes(head.length):
+            return await self._reader.readexactly(head.length)
         try:
             async with asyncio.timeout(self._timeout):
                 return await self._reader.readexactly(head.length)

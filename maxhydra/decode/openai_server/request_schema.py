@@ -224,7 +224,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 def _check_size(body: bytes) -> None:
     """Reject a body with too many values, before any of them is made."""
-    if _count(body, b",[{") <= MAX_VALUES and _count(body, b":") <= MAX_KEYS:
+    if len(body) <= MAX_KEYS or (_count(body, b",[{") <= MAX_VALUES and _count(body, b":") <= MAX_KEYS):
         return
     # Most of these characters may be in a text: count again without texts, which end at a quote that is not escaped.
     body = body.replace(rb"\\", b"").replace(rb"\"", b"")

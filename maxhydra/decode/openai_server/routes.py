@@ -1,7 +1,6 @@
 """The routes: check access, submit completions to the engine within the queue limit, send or stream the results."""
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -291,20 +290,18 @@ class Service:
                 seed=self._seed,
                 number=number,
                 logprobs=request.logprobs,
+                stream=request.stream,
+                adapter=request.adapter,
+                logit_bias=tuple((token, value) for token, value in request.logit_bias),
+                grammar=request.grammar,
+                names_special=self._turns.has_parts(request),
+                prompt_logprobs=request.logprobs if request.echo else None,
+                images=None if media is None else media.images,
+                audio=None if media is None else media.audio,
             )
-            changes: dict[str, Any] = {
-                "stream": request.stream,
-                "adapter": request.adapter,
-                "logit_bias": tuple((token, value) for token, value in request.logit_bias),
-                "grammar": request.grammar,
-                "names_special": self._turns.has_parts(request),
-                "prompt_logprobs": request.logprobs if request.echo else None,
-                "images": None if media is None else media.images,
-                "audio": None if media is None else media.audio,
-            }
             for engine_request in engine_requests:
                 try:
-                    queue.add(self._engine.submit(dataclasses.replace(engine_request, **changes)))
+                    queue.add(self._engine.submit(engine_request))
                 except UnknownAdapterError:
                     queue.cancel()
                     assert self._adapters is not None and request.adapter is not None
@@ -342,16 +339,16 @@ class Service:
                 _raise_failure(delta)
                 deltas[index].append(delta)
 
-        def dump_response() -> bytes:
+        def make_response() -> dict[str, Any]:
             response = builder.response([Completion.from_deltas(each) for each in deltas])
-            return dump_slices(convert(response) if convert else response)
+            return convert(response) if convert else response
 
-        if builder.has_logprobs:
-            # In a thread: log-probabilities call the tokenizer for every alternative of every token. No other request
-            # waits for a thread that does.
-            body = await asyncio.get_running_loop().run_in_executor(self._logprobs_pool, dump_response)
-        else:
-            body = dump_response()
+        if not builder.has_logprobs:
+            return await connection.send_json(200, make_response(), headers={})
+        # In a thread: log-probabilities call the tokenizer for every alternative of every token. No other request
+        # waits for a thread that does.
+        loop = asyncio.get_running_loop()
+        body = await loop.run_in_executor(self._logprobs_pool, lambda: dump_slices(make_response()))
         await connection.send(200, body, headers=JSON_TYPE)
 
     async def _send_stream(
