@@ -97,8 +97,8 @@ def bases_axes(bases: Bases, names: LogicalAxes) -> Bases:
     assert matrix is not None
     stack = [name for name in names if name in STACKED]
     rows, columns = names[matrix.rows[0]], names[matrix.columns[0]]
-    sides = ((bases.rows, (rows, columns)), (bases.columns, (columns, rows)))
-    return Bases(*(jax.tree.map(lambda _, axes=axes: (*stack, *axes), basis) for basis, axes in sides))
+    pairs = ((bases.rows, (rows, columns)), (bases.columns, (columns, rows)))
+    return Bases(*(jax.tree.map(lambda _, axes=axes: (*stack, *axes), basis) for basis, axes in pairs))
 
 
 def _matrix_shape(shape: tuple[int, ...], matrix: MatrixDims) -> tuple[int, ...]:
