@@ -24,7 +24,7 @@ from maxhydra.layers.mlp import Mlp, MlpSpec
 from maxhydra.layers.norm import NormSpec
 from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
 
-# Added to a sum of scores before dividing by it.
+# Added to the sum of the scores of all experts before dividing by it.
 TINY = 1e-20
 # Pairs of scores up to which comparing them all is faster than sorting: 64 tokens with 256 experts.
 MOST_PAIRS = 2**22
@@ -39,6 +39,7 @@ class RouterSpec:
     top_k: int
     scores: config.RouterScores
     normalize: bool
+    normalize_eps: float
     scale: float
     has_bias: bool
     norm_eps: float | None
@@ -60,6 +61,7 @@ class RouterSpec:
             top_k=moe.top_k,
             scores=router.scores,
             normalize=router.normalize,
+            normalize_eps=router.normalize_eps,
             scale=router.scale,
             has_bias=router.bias,
             norm_eps=model.norm_eps if router.norm else None,
@@ -111,8 +113,8 @@ class Router(nnx.Module):
         ids_BTK = self._choose(scores_BTE, ctx)
         weights_BTK = jnp.take_along_axis(scores_BTE, ids_BTK, axis=-1)
         if self.spec.normalize:
-            weights_BTK = _normalized(weights_BTK)
-        shares_BTE = _normalized(scores_BTE) if is_sigmoid else scores_BTE
+            weights_BTK = _normalized(weights_BTK, self.spec.normalize_eps)
+        shares_BTE = _normalized(scores_BTE, TINY) if is_sigmoid else scores_BTE
         return Routing(ids_BTK, self._scale_weights(weights_BTK, ids_BTK), shares_BTE)
 
     def _normalize(self, x_BTD: jax.Array) -> jax.Array:
@@ -177,8 +179,8 @@ def _best(scores: jax.Array, k: int) -> jax.Array:
     return jnp.sum(jnp.where(rank[..., None, :] == jnp.arange(k)[:, None], index, 0), axis=-1, dtype=jnp.int32)
 
 
-def _normalized(scores: jax.Array) -> jax.Array:
-    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + TINY)
+def _normalized(scores: jax.Array, eps: float) -> jax.Array:
+    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + eps)
 
 
 def expert_load(ids_BTK: jax.Array, is_real_BT: jax.Array | None, experts: int) -> jax.Array:

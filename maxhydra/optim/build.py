@@ -37,7 +37,7 @@ from maxhydra.optim.parameters import (
 from maxhydra.optim.schedule import Schedule, schedule
 from maxhydra.optim.soap import Bases, SoapRule, bases_axes, scale_by_soap
 from maxhydra.optim.sparsity import pruned_axes, with_sparsity
-from maxhydra.sharding import LogicalAxes, is_axes
+from maxhydra.sharding import LogicalAxes, Sharder, is_axes
 
 Tree = Any
 
@@ -136,14 +136,17 @@ def build(
     axes: Tree,
     is_unrolled: bool = False,
     rules: PathRules = PathRules(),
+    sharder: Sharder | None = None,
 ) -> Optimizer:
     """Build the optimizer for parameters with these shapes and logical axes, over a run of `steps` steps.
 
-    `is_unrolled`: the layer loop is unrolled, so gradients of stacked layers are computed layer by layer."""
+    `is_unrolled`: the layer loop is unrolled, so gradients of stacked layers are computed layer by layer.
+    `sharder`: that of the parameters; None for one device.
+    """
     names = paths(shapes)
     check_patterns(config.trainable, config.no_decay, list(config.rate_ratios), jax.tree.leaves(names))
     axes_of = axes_by_path(axes)
-    transforms = [("scale", _SCALINGS[config.kind](config, axes_of))]
+    transforms = [("scale", _SCALINGS[config.kind](config, axes_of, sharder or Sharder.single()))]
     if any(decays := _decays(config, axes_of, rules)):
         transforms.append(("decay", _add_decay(decays, is_cautious=config.cautious_decay)))
     if ratios := _ratios(config, list(axes_of), rules):
@@ -266,7 +269,7 @@ def _multiply(ratios: Mapping[str, float | np.ndarray]) -> optax.GradientTransfo
 Axes = dict[str, LogicalAxes]
 
 
-def _adamw(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
+def _adamw(config: OptimizerConfig, axes: Axes, sharder: Sharder) -> optax.GradientTransformation:
     if config.moments is MomentFormat.dynamic8:
         assert config.b1 is not None and config.b2 is not None and config.eps is not None
         return scale_by_adam8(axes, b1=config.b1, b2=config.b2, eps=config.eps, eps_root=config.eps_root or 0.0)
@@ -275,35 +278,36 @@ def _adamw(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
     )
 
 
-def _lion(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
+def _lion(config: OptimizerConfig, axes: Axes, sharder: Sharder) -> optax.GradientTransformation:
     return optax.scale_by_lion(b1=config.b1, b2=config.b2, mu_dtype=_mu_dtype(config))
 
 
-def _sgd(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
+def _sgd(config: OptimizerConfig, axes: Axes, sharder: Sharder) -> optax.GradientTransformation:
     return optax.trace(decay=config.momentum, accumulator_dtype=_mu_dtype(config))
 
 
-def _adafactor(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
+def _adafactor(config: OptimizerConfig, axes: Axes, sharder: Sharder) -> optax.GradientTransformation:
     assert config.b2_decay is not None and config.eps is not None and config.min_dim_factored is not None
     return scale_by_adafactor(axes, b2_decay=config.b2_decay, eps=config.eps, min_dim=config.min_dim_factored)
 
 
-def _muon(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
-    return orthogonal_momentum(config, axes, _adamw(config, axes))
+def _muon(config: OptimizerConfig, axes: Axes, sharder: Sharder) -> optax.GradientTransformation:
+    return orthogonal_momentum(config, axes, _adamw(config, axes, sharder))
 
 
-def _soap(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
+def _soap(config: OptimizerConfig, axes: Axes, sharder: Sharder) -> optax.GradientTransformation:
     rule = SoapRule(config.b1, config.b2, config.eps, config.precondition_every, config.precondition_max_dim)  # type: ignore[arg-type]
-    matrices = layer_matrices(axes)
-    return partition_matrices("soap", scale_by_soap(matrices, rule), _adamw(config, axes), matrices)
+    return partition_matrices(
+        "soap", scale_by_soap(axes, rule, sharder), _adamw(config, axes, sharder), layer_matrices(axes)
+    )
 
 
-def _schedule_free(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
+def _schedule_free(config: OptimizerConfig, axes: Axes, sharder: Sharder) -> optax.GradientTransformation:
     """AdamW without a first moment, whose part the average of the weights takes."""
     return optax.scale_by_rms(decay=config.b2, eps=config.eps, eps_in_sqrt=False, bias_correction=True)
 
 
-def _function(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
+def _function(config: OptimizerConfig, axes: Axes, sharder: Sharder) -> optax.GradientTransformation:
     assert config.function is not None
     return call_plug_in(config.function, options=config.options, key="optimizer.function")
 
@@ -312,7 +316,7 @@ def _mu_dtype(config: OptimizerConfig) -> str | None:
     return config.mu_dtype.value if config.mu_dtype else None
 
 
-_SCALINGS: dict[OptimizerKind, Callable[[OptimizerConfig, Axes], optax.GradientTransformation]] = {
+_SCALINGS: dict[OptimizerKind, Callable[[OptimizerConfig, Axes, Sharder], optax.GradientTransformation]] = {
     OptimizerKind.adamw: _adamw,
     OptimizerKind.adafactor: _adafactor,
     OptimizerKind.sgd: _sgd,
@@ -328,8 +332,8 @@ def state_axes(optimizer: Optimizer, shapes: Tree, axes: Tree) -> Tree:
     """A tree with the structure of `transform.init`'s result and the logical axes of each leaf.
 
     Every tree of moments has the keys of the parameters, so the end of a leaf's path names its parameter. A moment has
-    its parameter's axes, as have the codes and scales of a quantized one; a factored one and a basis have the axes of
-    their side of the matrix; counts and constants are replicated.
+    its parameter's axes, as have the codes and scales of a quantized one; a factored one has the axes of its side
+    of the matrix, a basis those of both; counts and constants are replicated.
     """
     state = jax.eval_shape(optimizer.transform.init, shapes)
     by_keys = {

@@ -4,11 +4,12 @@ A gradient G has the second moments E[G G^T] over its rows and E[G^T G] over its
 rotated to the eigenvectors of both, and its update is rotated back. A refresh of the eigenvectors is one step of
 the power method and a QR decomposition. As in the authors' implementation, the first step only initializes the
 eigenvectors, so that no gradient is rotated by a basis computed from itself.
+
+On a mesh, a basis is sharded over the axes that shard its matrix. Each decomposition runs on one device.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxhydra.optim.parameters import STACKED, MatrixDims, path_of
-from maxhydra.sharding import LogicalAxes
+from maxhydra.kernels.placement import Placement
+from maxhydra.optim.distribute import MatrixRule, map_matrices
+from maxhydra.optim.parameters import STACKED, MatrixDims, layer_matrices, matrix_dims, path_of
+from maxhydra.sharding import LogicalAxes, Sharder
 
 Tree = Any
 
@@ -56,8 +59,9 @@ class SoapRule:
     max_dim: int
 
 
-def scale_by_soap(matrices: dict[str, MatrixDims], rule: SoapRule) -> optax.GradientTransformation:
+def scale_by_soap(axes: dict[str, LogicalAxes], rule: SoapRule, sharder: Sharder) -> optax.GradientTransformation:
     """Scale the gradients of these matrices; each layer and expert of a stack is a separate matrix."""
+    matrices = layer_matrices(axes)
 
     def init(params: Tree) -> SoapState:
         def bases(keys: jax.tree_util.KeyPath, param: jax.Array) -> Bases:
@@ -80,16 +84,21 @@ def scale_by_soap(matrices: dict[str, MatrixDims], rule: SoapRule) -> optax.Grad
         ]
         scaled, first, second, bases = (jax.tree.unflatten(structure, leaves) for leaves in zip(*found, strict=True))
         choice = jnp.where(state.applied == 0, 1, jnp.where(state.applied % rule.every == 0, 2, 0))
-        branches = [partial(_map_bases, change) for change in (lambda basis: basis, _initialize, _refresh)]
-        return scaled, SoapState(state.applied + 1, first, second, jax.lax.switch(choice, branches, bases))
+        changes = [partial(_update_vectors, new, axes, sharder) for new in (_initialize, _refresh)]
+        bases = jax.lax.switch(choice, [lambda bases: bases, *changes], bases)
+        return scaled, SoapState(state.applied + 1, first, second, bases)
 
     return optax.GradientTransformation(init, update)
 
 
 def bases_axes(bases: Bases, names: LogicalAxes) -> Bases:
-    """Logical axes of the bases of a parameter."""
+    """Logical axes of the bases of a parameter: a side's own axis along one dimension, the other's along the other."""
+    matrix = matrix_dims(names)
+    assert matrix is not None
     stack = [name for name in names if name in STACKED]
-    return jax.tree.map(lambda _: (*stack, None, None), bases)  # type: ignore[no-any-return]
+    rows, columns = names[matrix.rows[0]], names[matrix.columns[0]]
+    pairs = ((bases.rows, (rows, columns)), (bases.columns, (columns, rows)))
+    return Bases(*(jax.tree.map(lambda _, axes=axes: (*stack, *axes), basis) for basis, axes in pairs))
 
 
 def _matrix_shape(shape: tuple[int, ...], matrix: MatrixDims) -> tuple[int, ...]:
@@ -148,17 +157,25 @@ def _rotate_back(x: jax.Array, bases: Bases) -> jax.Array:
     return x if bases.columns is None else x @ _transpose(bases.columns.vectors)
 
 
-def _map_bases(change: Callable[[Basis], Basis], tree: Tree) -> Tree:
-    return jax.tree.map(change, tree, is_leaf=lambda node: isinstance(node, Basis))
+def _update_vectors(rule: MatrixRule, axes: dict[str, LogicalAxes], sharder: Sharder, bases: Tree) -> Tree:
+    """Replace the eigenvectors by those that a rule computes from the moments and the old ones."""
+    names = jax.tree_util.tree_map_with_path(
+        lambda keys, node: bases_axes(node, axes[path_of(keys)]), bases, is_leaf=lambda node: isinstance(node, Bases)
+    )
+    found, structure = jax.tree.flatten(bases, is_leaf=lambda node: isinstance(node, Basis))
+    moment_axes = [basis.moment for basis in structure.flatten_up_to(names)]
+    specs = [sharder.dividing_spec(of, basis.moment.shape) for of, basis in zip(moment_axes, found, strict=True)]
+    vectors = map_matrices(rule, found, specs, Placement(sharder.platform, sharder.mesh))
+    return structure.unflatten([basis._replace(vectors=new) for basis, new in zip(found, vectors, strict=True)])
 
 
-def _initialize(basis: Basis) -> Basis:
-    return basis._replace(vectors=jnp.linalg.eigh(basis.moment)[1])
+def _initialize(moment: jax.Array, vectors: jax.Array) -> jax.Array:
+    return jnp.linalg.eigh(moment)[1]
 
 
-def _refresh(basis: Basis) -> Basis:
+def _refresh(moment: jax.Array, vectors: jax.Array) -> jax.Array:
     """Improve the eigenvectors. QR sees them by descending estimates of the eigenvalues; they keep their places."""
-    power = basis.moment @ basis.vectors
-    order = jnp.argsort(jnp.sum(basis.vectors * power, axis=-2), axis=-1, descending=True)[..., None, :]
+    power = moment @ vectors
+    order = jnp.argsort(jnp.sum(vectors * power, axis=-2), axis=-1, descending=True)[..., None, :]
     vectors = jnp.linalg.qr(jnp.take_along_axis(power, order, axis=-1))[0]
-    return basis._replace(vectors=jnp.take_along_axis(vectors, jnp.argsort(order, axis=-1), axis=-1))
+    return jnp.take_along_axis(vectors, jnp.argsort(order, axis=-1), axis=-1)

@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxhydra import model, optim
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.schema.optimizer import OptimizerKind
 from maxhydra.config.schema.quantization import QAT, STORED_KINDS, TRAINING_KINDS
 from maxhydra.model import ModelDef, amax_histories, fit_adapter, merge_trees, split_trainable
 from maxhydra.optim import Optimizer, OptimizerState, exchange, state_axes
@@ -349,10 +348,6 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
     for key in ("offload", "offload_weights"):
         if getattr(config.optimizer, key):
             _require_host_memory(sharder, f"optimizer.{key}")
-    if config.optimizer.kind is OptimizerKind.soap and sharder.mesh.size > 1:
-        reason = f"runs on one device, and the mesh has {sharder.mesh.size}"
-        hint = "optimizer=muon also preconditions matrices, on any mesh"
-        raise ConfigError(Problem("optimizer.kind", reason, value="soap", accepted="another kind", hint=hint))
     decoder = model.build(config.model, config.adapter, config.quantization, has_value_head=config.task.has_value_head)
     decoder.check_mesh(sharder)
     shapes, axes = split_trainable(decoder.shapes)[0], split_trainable(decoder.axes)[0]
@@ -364,6 +359,7 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         # Gradient accumulation is a loop that adds up whole layer stacks.
         is_unrolled=decoder.is_unrolled_on(sharder) and config.train.grad_accum == 1,
         rules=path_rules(config, decoder),
+        sharder=sharder,
     )
     return StateFactory(
         decoder,

@@ -38,3 +38,13 @@ def test_models_of_a_project_are_listed(tmp_path: Path, monkeypatch: pytest.Monk
     assert found["description"] == "Mine."
     assert main.run(["models", "mine"]) == 2
     assert main.run(["models", "--config-dir", "nowhere"]) == 2 and "no such folder" in capsys.readouterr().err
+
+
+def test_only_published_models_have_a_license(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(models, "CACHE", tmp_path / "models.json")
+    monkeypatch.setattr(models, "_count", lambda name: dict.fromkeys(("parameters", "active", "layers", "context"), 0))
+    assert main.run(["models", "--json"]) == 0
+    found = {model["model"]: model["licence"] for model in json.loads(capsys.readouterr().out)}
+    tiny = {name: licence for name, licence in found.items() if "tiny" in name}
+    assert "gemma3-tiny-vision" in tiny and not any(tiny.values())
+    assert found["gemma3-4b"] == "Gemma Terms of Use"

@@ -61,6 +61,17 @@ def test_dropless_equals_dense_evaluation_of_the_selected_experts():
     assert_close(found, dense, 2e-5)
 
 
+def test_eps_is_added_to_the_sum_of_the_scores():
+    """The softmax of all experts has a sum of 1, so that an eps of 1 halves the output."""
+    plain, halved = (
+        Mixture(config.Moe(experts=2, top_k=2, router=config.Router(**fields)))
+        for fields in ({}, {"normalize_eps": 1.0})
+    )
+    x = plain.inputs(1, 3)
+    found, expected = (mixture(plain.weights, x).out_BTD for mixture in (halved, plain))
+    np.testing.assert_allclose(found, 0.5 * np.asarray(expected), rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_capacity_drops_only_overflow_in_token_order():
     """Capacity six for twelve tokens: an expert drops its seventh and later tokens. Padding uses no capacity."""

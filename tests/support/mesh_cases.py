@@ -89,7 +89,9 @@ class Setup:
         self.decoder = model.build(self.config.model)
         shapes, axes = self.decoder.shapes, self.decoder.axes
         self.sharder.check(axes, shapes)
-        self.optimizer = optim.build(self.config.optimizer, steps=case.steps, shapes=shapes, axes=axes)
+        self.optimizer = optim.build(
+            self.config.optimizer, steps=case.steps, shapes=shapes, axes=axes, sharder=self.sharder
+        )
         self.states = StateFactory(self.decoder, self.optimizer, self.sharder)
 
     def step(self) -> Any:

@@ -117,7 +117,7 @@ def _count(name: str, folders: Sequence[Path] = PACKAGED) -> dict[str, int]:
 def _licence(name: str, licences: dict[str, str]) -> str:
     """Return the license of the longest matching name prefix; test models (-tiny) have no published weights."""
     matching = [prefix for prefix in licences if name.startswith(prefix)]
-    return licences[max(matching, key=len)] if matching and not name.endswith("-tiny") else ""
+    return licences[max(matching, key=len)] if matching and "tiny" not in name.split("-") else ""
 
 
 def _table(entries: list[dict[str, Any]]) -> Iterator[str]:

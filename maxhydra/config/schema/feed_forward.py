@@ -73,6 +73,8 @@ class Router(Schema):
     or an independent sigmoid per expert (DeepSeek-AI, 2024)."""
     normalize: bool = True
     """Divide the scores of the top_k experts by their sum; those of softmax_of_chosen sum to one already."""
+    normalize_eps: float = option(1e-20, gt=0)
+    """Added to that sum."""
     scale: float = option(1.0, gt=0)
     """Factor on the scores of the top_k experts."""
     scaled: Scaled = Scaled.output

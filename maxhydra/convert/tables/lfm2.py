@@ -139,6 +139,7 @@ def lfm2_moe_to_model(settings: Settings) -> dict[str, Any]:
     router = {
         "scores": "sigmoid",
         "normalize": settings.get("norm_topk_prob", True),
+        "normalize_eps": 1e-6,
         "scale": float(settings.get("routed_scaling_factor", 1.0)),
         "bias_rate": 0.001 if settings.get("use_expert_bias", True) else None,
     }
