@@ -72,7 +72,7 @@ class Projector:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """The encoder of one family: what the families name or set differently."""
+    """The encoder of one family: names and defaults that differ between families."""
 
     vision_type: str
     """`model_type` of vision_config."""
@@ -149,7 +149,7 @@ class Encoder:
         }
 
     def _deepstack(self, vision: Settings) -> list[int]:
-        """Encoder layers with a projector of their own."""
+        """Encoder layers with a separate projector."""
         if self.deepstack_list is None:
             siglip.require_settings(vision, {DEEPSTACK: []})
             return []

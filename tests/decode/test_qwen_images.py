@@ -1,6 +1,7 @@
 """Images of different sizes in prompts: their tokens, and RoPE positions that are behind the slots of the cache."""
 
 import base64
+import dataclasses
 import io
 from typing import Any
 
@@ -36,6 +37,14 @@ def data_url(width: int, height: int) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
+def video_url() -> str:
+    """A second of eight frames, of which four are seen, as two steps of 2 x 1 tokens."""
+    frames = [Image.new("RGB", (8, 16), (30 * number, 0, 0)) for number in range(8)]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, "WEBP", save_all=True, append_images=frames[1:], duration=125, lossless=True)
+    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
 @pytest.fixture(scope="module")
 def prompts() -> PromptEncoder:
     data = compose(["data.tokenizer.chat_template=lines"]).config.data
@@ -53,16 +62,29 @@ def test_tokens_follow_from_the_size_of_an_image(prompts: PromptEncoder) -> None
         prompts.read_images([data_url(800, 8)])
 
 
+def test_a_video_has_its_steps_with_their_times(prompts: PromptEncoder) -> None:
+    ids = prompts.encode_messages(MESSAGES)
+    prompt, images = prompts.insert_images(ids, prompts.read_images([{"video": video_url()}, data_url(9, 23)]))
+    step = [BEGIN, 301, 301, END]
+    video = [*b"<0.1 seconds>", *step, *b"<0.8 seconds>", *step]
+    assert prompt == [256, ord("a"), *video, ord("b"), BEGIN, *[IMAGE] * 3, END, ord("c"), ord("\n")]
+    assert images is not None and images.shape == (3, *MODEL.vision.image_shape)
+    without = PromptEncoder(prompts.data, vocab_size=320, vision=dataclasses.replace(MODEL.vision, video_id=None))
+    with pytest.raises(PromptError, match="takes no videos"):
+        without.read_images([{"video": video_url()}])
+
+
 @pytest.mark.slow
 def test_completions_equal_one_forward_pass(prompts: PromptEncoder) -> None:
     model = build(MODEL)
     sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)
     params = jax.tree.map(lambda weight: 3 * weight, jax.jit(model.init)(jax.random.key(0)))
-    settings = EngineConfig(max_batch=4, cache_tokens=256, page_size=4, max_context=64, prefill_chunk=64)
+    settings = EngineConfig(max_batch=4, cache_tokens=512, page_size=4, max_context=64, prefill_chunk=64)
     placed = jax.device_put(params, sharder.tree(model.axes))
     engine = Engine(model, placed, ByteTokenizer(), settings, sharder=sharder, eos=())
     ids = prompts.encode_messages(MESSAGES)
     cases = [prompts.insert_images(ids, prompts.read_images([data_url(*size), data_url(60, 40)])) for size in SIZES]
+    cases.append(prompts.insert_images(ids, prompts.read_images([{"video": video_url()}, data_url(9, 23)])))
     try:
         with pytest.raises(RequestRejectedError, match="9 image tokens, but 1 images, which have 3"):
             engine.submit(request(cases[0][0], cases[0][1][:1]))
@@ -78,8 +100,8 @@ def test_completions_equal_one_forward_pass(prompts: PromptEncoder) -> None:
         return jax.nn.log_softmax(model.logits(params, hidden, Sharder.single())[0])
 
     for (prompt, images), completion in zip(cases, completions, strict=False):
-        tokens = np.zeros((1, 32), np.int32)
-        tokens[0, : len(prompt) + 5] = [*prompt, *completion.tokens]
+        tokens = np.zeros((1, 64), np.int32)
+        tokens[0, : len(prompt) + 4] = [*prompt, *completion.tokens[:-1]]
         expected = np.asarray(forward(jnp.asarray(tokens), jnp.asarray(images)))[len(prompt) - 1 :][:5]
         assert completion.tokens == tuple(expected.argmax(axis=1).tolist())
         np.testing.assert_allclose([each.logprob for each in completion.logprobs], expected.max(axis=1), atol=1e-4)
