@@ -26,6 +26,10 @@ def _audio_values(key: str, folder: str) -> dict[str, Any]:
     return hf_audio_section(key, folder)
 
 
+def _media_values(key: str, folder: str) -> dict[str, Any]:
+    return {"model": _vision_values(key, folder)["model"] | _audio_values(key, folder)["model"]}
+
+
 def _run_values(key: str, folder: str) -> dict[str, Any]:
     from maxhydra.convert.hf_config import hf_run_section  # noqa: PLC0415
 
@@ -36,4 +40,5 @@ def _run_values(key: str, folder: str) -> dict[str, Any]:
 register_option_source("model/from_hf", _model_values)
 register_option_source("model/from_hf_vision", _vision_values)
 register_option_source("model/from_hf_audio", _audio_values)
+register_option_source("model/from_hf_media", _media_values)
 register_option_source("recipe/from_hf", _run_values)

@@ -25,7 +25,8 @@ TOLERANCE = 1e-5
 KEYS_WITHOUT_EFFECT_ON_WEIGHTS = (
     *("path", "context_length", "dropout", "init_scale", "dtypes.*", "remat.*", "scan_unroll", "kernels.*", "mtp.*"),
     *("kinds.*.moe.balance_weight", "kinds.*.moe.capacity_factor", "kinds.*.moe.router.bias_rate"),
-    *("kinds.*.mla.indexer.loss_weight", "expert_parallel.*", "vision.tiles.*", "vision.m*_patches", "diffusion.*"),
+    *("kinds.*.mla.indexer.loss_weight", "expert_parallel.*", "vision.tiles.*", "vision.m*_patches", "vision.videos.*"),
+    "diffusion.*",
 )
 """Keys that a run may choose freely for given weights: they change how the model is computed, trained or initialized,
 not the function that the weights represent. fnmatch patterns of paths below `model`; `kinds.*` is any layer kind."""

@@ -39,7 +39,7 @@ def hf_model_section(key: str, location: str) -> dict[str, Any]:
 
 def hf_vision_section(key: str, location: str) -> dict[str, Any]:
     """The section `model.vision` described by a Hugging Face folder."""
-    accepted = "a folder of Gemma 3, Gemma 4, Llama 4 or Qwen3-VL"
+    accepted = "a folder of Gemma 3, Gemma 4, Llama 4, Qwen3-VL, Qwen3.5 or Qwen3-Omni"
     return _encoder_section("vision", key, location, missing="image", accepted=accepted)
 
 

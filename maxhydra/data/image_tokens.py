@@ -102,7 +102,9 @@ def _processor(size: int, patch_size: int, token_rows: int, max_tiles: int) -> P
 
 
 def image_ids(image: ProcessedImage, vision: Vision) -> list[int]:
-    """The tokens of one image."""
+    """The tokens of one image or video."""
+    if image.ids is not None:
+        return list(image.ids)
     tiles = vision.tiles
     ids = {"p": vision.placeholder_id, "b": vision.begin_id, "e": vision.end_id}
     ids |= {"c": tiles.column_id, "r": tiles.row_id, "w": tiles.whole_id}

@@ -21,7 +21,7 @@ def complete(client: PromptClient, prompt: str, write: Callable[[str], None]) ->
     """Stream the completion of one prompt; several samples follow each other, each under a header line."""
     try:
         prompts, task = client.prompts, client.task
-        media = prompts.insert_media(client.encode(prompt), images=task.images, audios=task.audios)
+        media = prompts.insert_media(client.encode(prompt), images=task.visual_media, audios=task.audios)
         requests = client.requests(media.prompt, task.sampling, number=0)
         made = [dataclasses.replace(request, images=media.images, audio=media.audio) for request in requests]
         handles = [client.engine.submit(request) for request in made]

@@ -27,10 +27,11 @@ from maxhydra.config.schema.vision import Vision
 from maxhydra.data import load_tokenizer
 from maxhydra.data.audio.tokens import CLIP_MARKER, Clips, ClipTokenizer, clip_frames, placeholder_counts, stack_clips
 from maxhydra.data.chat import ChatTemplate, ChatTemplateError, Tools, compile_chat_template
-from maxhydra.data.image_tokens import MARKER, ImageTokenizer, insert_images, join_pixels, read_images
+from maxhydra.data.image_tokens import MARKER, ImageTokenizer, insert_images, join_pixels
 from maxhydra.data.images import ProcessedImage
 from maxhydra.data.media import MediaError
 from maxhydra.data.tokenizers import count_token_bytes, special_token_pattern
+from maxhydra.data.video_tokens import read_media
 from maxhydra.decode.request import Engine, Request
 
 log = logging.getLogger("maxhydra")
@@ -117,13 +118,13 @@ class PromptEncoder:
         return ids
 
     def read_images(self, images: Sequence[Any]) -> list[ProcessedImage]:
-        """Images of paths or data URLs."""
+        """Images of paths or data URLs, and videos {"video": path or data URL}."""
         if not images:
             return []
         if self.vision is None:
             raise PromptError("the model takes no images: choose one with model.vision")
         try:
-            return read_images(images, self.vision)
+            return read_media(images, self.vision, self.tokenizer.encode)
         except MediaError as error:
             raise PromptError(str(error)) from None
 
@@ -350,7 +351,7 @@ class PromptClient:
         """Encode a prompt: as a user message in a chat, otherwise as plain text."""
         if not self.is_chat:
             return self.prompts.encode_text(prompt)
-        content = MARKER * len(self.task.images) + CLIP_MARKER * len(self.task.audios) + prompt
+        content = MARKER * len(self.task.visual_media) + CLIP_MARKER * len(self.task.audios) + prompt
         return self.prompts.encode_messages([*self.initial_messages(), {"role": "user", "content": content}])
 
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:

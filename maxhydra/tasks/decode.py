@@ -34,7 +34,12 @@ def run(job: Job) -> Outcome:
     prompts = open_prompts(config)
     # Raises early if a chat template is required and missing.
     has_template = is_chat(task, prompts)
-    for name, read in {"images": prompts.read_images, "audios": prompts.read_audio}.items():
+    readers: dict[str, Callable[[list[str]], Any]] = {
+        "images": prompts.read_images,
+        "videos": lambda files: prompts.read_images([{"video": file} for file in files]),
+        "audios": prompts.read_audio,
+    }
+    for name, read in readers.items():
         _check_media(f"task.{name}", getattr(task, name), read, has_template=has_template)
     outcome = _complete(job, task, prompts) if is_main() else _follow(config, task, prompts)
     return Outcome(*broadcast([outcome.status, outcome.reason]))

@@ -66,6 +66,7 @@ NEEDS = {
     ("model", "from_hf"): [f"model.path={Path(__file__).parents[1] / 'parity' / 'golden' / 'llama'}"],
     ("model", "from_hf_vision"): [f"model.path={Path(__file__).parent / 'gemma3_vision'}"],
     ("model", "from_hf_audio"): [f"model.path={Path(__file__).parent / 'omni_audio'}"],
+    ("model", "from_hf_media"): [f"model.path={Path(__file__).parent / 'omni_media'}"],
     ("environment", "openenv"): ["environment.url=http://localhost:8000"],
     ("environment", "verifiers"): ["environment.function=math:sqrt"],
     ("optimizer/schedule", "wsd_s"): ["optimizer.schedule.restarts=[150]", "optimizer.schedule.decay_steps=50"],

@@ -80,6 +80,43 @@ def test_rows_have_the_tiles_of_images(tmp_path: Path) -> None:
     assert counted == [id for id in tokens[1:] if id != vision.placeholder_id]
 
 
+def test_rows_have_the_steps_of_videos(tmp_path: Path) -> None:
+    """Eight frames at 4 per second are sampled at 2 per second: two steps of 1 x 2 tokens, the first and last frame."""
+    made, _ = record_type(tmp_path, "model=qwen3-vl-tiny", "data.max_images=3", "train.seq_len=96", "data.loss_on=all")
+    np.save(tmp_path / "video.npy", np.full((8, 8, 16, 3), 255, np.uint8))
+    video = {"path": str(tmp_path / "video.npy"), "fps": 4}
+    step, image = [302, 301, 301, 303], [302, 300, 300, 303]
+    times = [*b"<0.2 seconds>", *step, *b"<1.5 seconds>", *step]
+    content = [{"type": "video", "video": video["path"], "fps": 4}, TEXT, IMAGE]
+    images = [np.zeros((7, 17, 3), np.uint8)]
+    (inline,) = made.encode([{"messages": messages(*content), "images": images}])
+    (column,) = made.encode(
+        [{"messages": messages({"type": "video"}, TEXT, IMAGE), "images": images, "videos": [video]}]
+    )
+    tokens = [256, *times, ord("a"), *image, ord("\n"), *b"ok", 257]
+    for example in (inline, column):
+        row = made.row(example, 96)
+        assert row["tokens"][: len(tokens) - 1].tolist() == tokens[:-1]
+        np.testing.assert_array_equal(row["images"][:, 0, 2], [1, 1, -1])
+        counted = row["targets"][row["weights"] > 0].tolist()
+        assert counted == [id for id in tokens[1:] if id not in (300, 301)]
+    missing, extra, still = made.encode(
+        [
+            {"messages": messages({"type": "video"}), "images": []},
+            {"messages": messages(IMAGE), "images": images, "videos": [video]},
+            {"messages": messages({"type": "video", "video": "absent.npy"})},
+        ]
+    )
+    assert "has 0 videos, but 1 video parts" in missing.reason and "has 1 videos, but 0 video parts" in extra.reason
+    assert "no such file" in still.reason
+    few, _ = record_type(tmp_path, "model=qwen3-vl-tiny", "data.max_images=2")
+    (rejected,) = few.encode([{"messages": messages(*content), "images": images}])
+    assert rejected.reason == "has 3 images, more than data.max_images=2"
+    none, _ = record_type(tmp_path)
+    (rejected,) = none.encode([{"messages": messages({"type": "video"}), "videos": [video]}])
+    assert "the model takes no videos" in rejected.reason
+
+
 def test_rows_have_patches_of_images_of_different_sizes(tmp_path: Path) -> None:
     """Images of 1 x 2 and 3 x 1 tokens of 8 x 8 pixels; patches have rows and columns from 1, padding has zeros."""
     made, _ = record_type(tmp_path, "model=qwen3-vl-tiny")

@@ -162,6 +162,19 @@ def test_image_urls_of_chat_requests() -> None:
     np.testing.assert_allclose(pixels[0, 3, 4], [1, -1, -1 / 255], atol=1e-6)
 
 
+def test_video_urls_of_chat_requests() -> None:
+    def message(url: str) -> dict[str, Any]:
+        parts = [{"type": "video_url", "video_url": {"url": url}}, {"type": "image_url", "image_url": data_url(png())}]
+        return {"messages": [{"role": "user", "content": parts}]}
+
+    given = message("data:video/mp4;base64,AA==")
+    assert parse_images(given) == [{"video": "data:video/mp4;base64,AA=="}, data_url(png())]
+    assert parse_messages(given) == [{"role": "user", "content": "\ufffc\ufffc"}]
+    for url in ("https://example.com/a.mp4", "file:///etc/passwd", "/etc", "data:text/html;base64,AA"):
+        with pytest.raises(HttpError, match="a video URL other than data:video/"):
+            parse_images(message(url))
+
+
 def test_the_number_of_tokens_depends_on_the_tiles_of_an_image() -> None:
     """An image of 2 x 1 tiles and the whole image, then one of one tile."""
     vision = model_option("llama4-tiny-vision").vision

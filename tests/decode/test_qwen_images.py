@@ -1,13 +1,14 @@
 """Images of different sizes in prompts: their tokens, and RoPE positions that are behind the slots of the cache."""
 
 import base64
+import dataclasses
 import io
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import soundfile
 from PIL import Image
 
 from maxhydra.config.compose.composer import compose
@@ -15,10 +16,11 @@ from maxhydra.config.options import model_option
 from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.hardware import RULES, Mesh
+from maxhydra.data.audio.tokens import CLIP_MARKER
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.request import Request, RequestRejectedError
-from maxhydra.decode.sampling_params import PromptEncoder, PromptError, make_requests
+from maxhydra.decode.sampling_params import MediaPrompt, PromptEncoder, PromptError, make_requests
 from maxhydra.layers import Context
 from maxhydra.model import build
 from maxhydra.sharding import Sharder, build_mesh
@@ -34,6 +36,14 @@ def data_url(width: int, height: int) -> str:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def video_url() -> str:
+    """A second of eight frames, of which four are seen, as two steps of 2 x 1 tokens."""
+    frames = [Image.new("RGB", (8, 16), (30 * number, 0, 0)) for number in range(8)]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, "WEBP", save_all=True, append_images=frames[1:], duration=125, lossless=True)
+    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 @pytest.fixture(scope="module")
@@ -53,39 +63,79 @@ def test_tokens_follow_from_the_size_of_an_image(prompts: PromptEncoder) -> None
         prompts.read_images([data_url(800, 8)])
 
 
-@pytest.mark.exhaustive
-def test_completions_equal_one_forward_pass(prompts: PromptEncoder) -> None:
-    model = build(MODEL)
+def test_a_video_has_its_steps_with_their_times(prompts: PromptEncoder) -> None:
+    ids = prompts.encode_messages(MESSAGES)
+    prompt, images = prompts.insert_images(ids, prompts.read_images([{"video": video_url()}, data_url(9, 23)]))
+    step = [BEGIN, 301, 301, END]
+    video = [*b"<0.1 seconds>", *step, *b"<0.8 seconds>", *step]
+    assert prompt == [256, ord("a"), *video, ord("b"), BEGIN, *[IMAGE] * 3, END, ord("c"), ord("\n")]
+    assert images is not None and images.shape == (3, *MODEL.vision.image_shape)
+    without = PromptEncoder(prompts.data, vocab_size=320, vision=dataclasses.replace(MODEL.vision, video_id=None))
+    with pytest.raises(PromptError, match="takes no videos"):
+        without.read_images([{"video": video_url()}])
+
+
+def check_completions(name: str, cases: list[MediaPrompt], rejected: dict[str, MediaPrompt]) -> None:
+    """Decode prompts together, and compare each with a forward pass without a cache."""
+    model = build(model_option(name))
     sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)
     params = jax.tree.map(lambda weight: 3 * weight, jax.jit(model.init)(jax.random.key(0)))
-    settings = EngineConfig(max_batch=4, cache_tokens=256, page_size=4, max_context=64, prefill_chunk=64)
+    settings = EngineConfig(max_batch=4, cache_tokens=512, page_size=4, max_context=64, prefill_chunk=64)
     placed = jax.device_put(params, sharder.tree(model.axes))
     engine = Engine(model, placed, ByteTokenizer(), settings, sharder=sharder, eos=())
-    ids = prompts.encode_messages(MESSAGES)
-    cases = [prompts.insert_images(ids, prompts.read_images([data_url(*size), data_url(60, 40)])) for size in SIZES]
     try:
-        with pytest.raises(RequestRejectedError, match="9 image tokens, but 1 images, which have 3"):
-            engine.submit(request(cases[0][0], cases[0][1][:1]))
-        handles = engine.submit_all([request(*case) for case in (*cases, ([256, 65, 66], None))])
+        for reason, case in rejected.items():
+            with pytest.raises(RequestRejectedError, match=reason):
+                engine.submit(request(case))
+        handles = engine.submit_all([request(case) for case in (*cases, MediaPrompt([256, 65, 66], None, None))])
         completions = [handle.result() for handle in handles]
     finally:
         engine.close()
 
     @jax.jit
-    def forward(tokens: jax.Array, images: jax.Array) -> jax.Array:
-        batch = {"positions": jnp.arange(tokens.shape[1])[None], "images": images[None]}
+    def forward(tokens: jax.Array, media: dict[str, jax.Array]) -> jax.Array:
+        batch = {"positions": jnp.arange(tokens.shape[1])[None], **{key: value[None] for key, value in media.items()}}
         hidden, _ = model.hidden(params, tokens, Context.of_batch(batch, Sharder.single(), None))
         return jax.nn.log_softmax(model.logits(params, hidden, Sharder.single())[0])
 
-    for (prompt, images), completion in zip(cases, completions, strict=False):
-        tokens = np.zeros((1, 32), np.int32)
-        tokens[0, : len(prompt) + 5] = [*prompt, *completion.tokens]
-        expected = np.asarray(forward(jnp.asarray(tokens), jnp.asarray(images)))[len(prompt) - 1 :][:5]
+    for (prompt, images, audio), completion in zip(cases, completions, strict=False):
+        tokens = np.zeros((1, 64), np.int32)
+        tokens[0, : len(prompt) + 4] = [*prompt, *completion.tokens[:-1]]
+        media = {"images": jnp.asarray(images)}
+        media |= {} if audio is None else {"audio": audio.frames, "audio_lengths": audio.lengths}
+        expected = np.asarray(forward(jnp.asarray(tokens), media))[len(prompt) - 1 :][:5]
         assert completion.tokens == tuple(expected.argmax(axis=1).tolist())
         np.testing.assert_allclose([each.logprob for each in completion.logprobs], expected.max(axis=1), atol=1e-4)
 
 
-def request(prompt: list[int], images: Any) -> Request:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["qwen3-vl-tiny", "qwen3.5-tiny-vision"])
+def test_completions_equal_one_forward_pass(name: str, prompts: PromptEncoder) -> None:
+    ids = prompts.encode_messages(MESSAGES)
+    sources = [[data_url(*size), data_url(60, 40)] for size in SIZES]
+    cases = [
+        prompts.insert_media(ids, images=each, audios=[])
+        for each in (*sources, [{"video": video_url()}, data_url(9, 23)])
+    ]
+    rejected = cases[0]._replace(images=cases[0].images[:1])
+    check_completions(name, cases, {"9 image tokens, but 1 images, which have 3": rejected})
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_completions_with_images_and_audio_equal_one_forward_pass(prompts: PromptEncoder) -> None:
+    model = model_option("qwen3-omni-tiny-media")
+    encoder = PromptEncoder(prompts.data, vocab_size=320, vision=model.vision, audio=model.audio)
+    samples, buffer = np.random.default_rng(0).uniform(-0.5, 0.5, 6400), io.BytesIO()
+    soundfile.write(buffer, samples, 16000, format="WAV")
+    ids = encoder.encode_messages([{"role": "user", "content": f"a\ufffcb{CLIP_MARKER}c\ufffc"}])
+    images = [data_url(9, 23), data_url(60, 40)]
+    check_completions(
+        "qwen3-omni-tiny-media", [encoder.insert_media(ids, images=images, audios=[buffer.getvalue()])], {}
+    )
+
+
+def request(media: MediaPrompt) -> Request:
     sampling = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
-    (made,) = make_requests(prompt, sampling, samples=1, seed=0, number=0, logprobs=0)
-    return Request(**{**vars(made), "images": images})
+    (made,) = make_requests(media.prompt, sampling, samples=1, seed=0, number=0, logprobs=0)
+    return Request(**{**vars(made), "images": media.images, "audio": media.audio})

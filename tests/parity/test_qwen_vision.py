@@ -1,9 +1,9 @@
-"""Qwen3-VL, dense and with experts, against transformers: images of different sizes and a video."""
+"""Qwen3-VL and Qwen3.5, dense and with experts, against transformers: images of different sizes and a video."""
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,40 @@ VISION = {
     "deepstack_visual_indexes": [0, 2],
     "out_hidden_size": 40,
 }
-FAMILIES = {"qwen3_vl": ("Qwen3VL", TEXT), "qwen3_vl_moe": ("Qwen3VLMoe", TEXT | EXPERTS)}
+ROPE = TEXT["rope_parameters"]
+HYBRID = TEXT | {
+    # The norm of a state that the query hardly reads would amplify rounding.
+    "rms_norm_eps": 1e-2,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+}
+SHARED_EXPERT = {"shared_expert_intermediate_size": 20}
+NO_DEEPSTACK = {key: value for key, value in VISION.items() if key != "deepstack_visual_indexes"}
+
+
+class Family(NamedTuple):
+    """Class name without its ending, settings, and the model_type of the text decoder alone."""
+
+    name: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    text_type: str
+
+
+FAMILIES = {
+    "qwen3_vl": Family("Qwen3VL", TEXT, VISION, "qwen3"),
+    "qwen3_vl_moe": Family("Qwen3VLMoe", TEXT | EXPERTS, VISION, "qwen3_moe"),
+    "qwen3_5": Family("Qwen3_5", HYBRID, NO_DEEPSTACK, "qwen3_5_text"),
+    "qwen3_5_moe": Family("Qwen3_5Moe", HYBRID | EXPERTS | SHARED_EXPERT, NO_DEEPSTACK, "qwen3_next"),
+}
+CASES = [
+    *("qwen3_vl", "qwen3_5"),
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("qwen3_vl_moe", "qwen3_5_moe")),
+]
 # Pixels [frames, height, width, 3] of two images of 2 x 3 and 4 x 1 tokens, and of a video of two steps of 2 x 2.
 GENERATOR = np.random.default_rng(0)
 PIXELS = [
@@ -89,23 +122,24 @@ class Reference:
     folder: Path
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.exhaustive)])
+@pytest.fixture(scope="module", params=CASES)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """A random model with weights that are large enough for every mechanism to matter."""
     torch.manual_seed(0)
-    name, text = FAMILIES[request.param]
+    name, text, vision, _ = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    settings = getattr(transformers, f"{name}Config")(text_config=text, vision_config=VISION, **TOKEN_IDS)
+    settings = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **TOKEN_IDS)
     model_class = getattr(transformers, f"{name}ForConditionalGeneration")
     model = model_class(settings)
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():
             is_scale = "norm" in weight_name and weight_name.endswith("weight")
-            weight.normal_(float(is_scale), 0.3 if weight.ndim > 1 else 0.1)
+            weight.normal_(float(is_scale), 0.2 if weight.ndim > 1 else 0.1)
     model.save_pretrained(folder)
-    # Published files have [experts, inputs, outputs], of which transformers reads both orders.
+    # Published files of Qwen3-VL have [experts, inputs, outputs], of which transformers reads both orders.
     arrays = load_file(folder / "model.safetensors")
-    stacked = {key: np.ascontiguousarray(value.swapaxes(1, 2)) for key, value in arrays.items() if ".experts." in key}
+    experts = {key: value for key, value in arrays.items() if ".experts." in key and value.ndim == 3}
+    stacked = {key: np.ascontiguousarray(value.swapaxes(1, 2)) for key, value in experts.items()}
     save_file(arrays | stacked, folder / "model.safetensors", metadata={"format": "pt"})
     return Reference(request.param, model_class, folder)
 
@@ -181,7 +215,7 @@ def test_export_is_bit_identical(reference: Reference, tmp_path: Path) -> None:
 def test_the_text_decoder_alone_is_a_plain_family(reference: Reference) -> None:
     source = hf_source("", str(reference.folder), reference.folder)
     text = dataclasses.replace(source.model, vision=dataclasses.replace(source.model.vision, num_layers=None))
-    assert find_family(build(text), None).model_type == reference.model_type.replace("_vl", "")
+    assert find_family(build(text), None).model_type == FAMILIES[reference.model_type].text_type
 
 
 def test_cached_decoding_equals_one_forward_pass(reference: Reference) -> None:

@@ -82,7 +82,7 @@ ROLES = {
     "text": ("text",),
     "tokens": ("tokens",),
     "chat": ("messages", "tools"),
-    "image_chat": ("messages", "images"),
+    "image_chat": ("messages", "images", "videos"),
     "audio_chat": ("messages", "audios"),
     "preference": ("prompt", "chosen", "rejected", "margin"),
     "image_preference": ("prompt", "chosen", "rejected", "margin", "images"),

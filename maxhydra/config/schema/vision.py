@@ -91,6 +91,29 @@ class EncoderLayers(Schema):
 
 
 @schema
+class Videos(Schema):
+    """Frames of a video: sampled in time, and resized together. Defaults are those of Qwen3-VL."""
+
+    fps: float = option(2.0, gt=0, le=1000)
+    """Sampled frames per second of video."""
+    min_frames: int = option(4, ge=1, le=4096)
+    """Minimum of sampled frames; shorter videos have all of theirs."""
+    max_frames: int = option(768, ge=1, le=4096)
+    """Maximum of sampled frames."""
+    min_patches: int = option(512, ge=1, le=2**24)
+    """Smaller videos are scaled up to about this many patches of all sampled frames together."""
+    max_patches: int = option(3072, ge=1, le=2**24)
+    """Larger videos are scaled down to this many patches of all sampled frames together."""
+
+    def check(self) -> Iterator[Problem]:
+        for name in ("frames", "patches"):
+            low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            if low > high:
+                reason = f"is less than min_{name}={low}"
+                yield Problem(f"max_{name}", reason, value=high, accepted=f"{low} or more")
+
+
+@schema
 class Vision(Schema):
     """Images in the prompt: a vision transformer (Dosovitskiy et al., 2021) whose outputs replace token embeddings."""
 
@@ -149,6 +172,7 @@ class Vision(Schema):
     """Placeholder of one image token; needed if num_layers is set."""
     video_id: int | None = option(None, ge=0)
     """max_patches: placeholder of one token of a video; null: no videos."""
+    videos: Videos = section(Videos)
     begin_id: int | None = option(None, ge=0)
     """Token before the tokens of an image; null: none."""
     end_id: int | None = option(None, ge=0)

@@ -25,13 +25,13 @@ class Vision:
     layer: tuple[Weight, ...]
     non_layer: tuple[Weight, ...]
     to_values: Callable[[Settings], dict[str, Any]]
-    """Converts config.json to the values of our `model.vision` section."""
+    """Converts the section around the text settings to the values of our `model.vision` section."""
     to_settings: Callable[[config.Vision], Settings]
     """Inverse of `to_values`: keys of config.json other than the text settings."""
     renamed: dict[str, str]
     """Prefixes as in `Table.renamed`."""
     change_decoder: Callable[[dict[str, Any], Settings], dict[str, Any]] = lambda values, _: values
-    """Adapts the values of `model` to images; its second argument is config.json."""
+    """Adapts the values of `model` to images; its second argument is the section around the text settings."""
     change_settings: Callable[[Settings, config.Model], Settings] = lambda settings, _: settings
     """Inverse of `change_decoder`, from and to the contents of config.json."""
 
@@ -76,7 +76,7 @@ def text_decoder(
         tied = {key: settings[key] for key in ("tie_word_embeddings",) if key in settings}
         values = table.to_model({**tied, **owner[config_keys[-1]]})
         values |= _encoder_values(owner, vision, audio)
-        return vision.change_decoder(values, settings) if vision is not None and "vision" in values else values
+        return vision.change_decoder(values, owner) if vision is not None and "vision" in values else values
 
     def rename(name: str) -> str:
         return body + name.removeprefix(BODY) if name.startswith(BODY) else prefix + name
@@ -112,7 +112,7 @@ def text_decoder(
 def _encoder_values(owner: Settings, vision: Vision | None, audio: Audio | None) -> dict[str, Any]:
     """Sections `vision` and `audio` of our model, for the encoders that the section around the text settings has."""
     values = {}
-    if vision is not None and owner.get("vision_config") is not None:
+    if vision is not None and (section := owner.get("vision_config")) is not None and section.get("depth") != 0:
         values["vision"] = vision.to_values(owner)
     if audio is not None and owner.get("audio_config") is not None:
         values["audio"] = audio.to_values(owner)
@@ -182,15 +182,17 @@ LLAMA4_VISION = Vision(
     renamed={},
 )
 
-QWEN3_VISION = Vision(
-    layer=qwen_vision.LAYER,
-    non_layer=qwen_vision.NON_LAYER,
-    to_values=qwen_vision.to_values,
-    to_settings=qwen_vision.to_settings,
-    renamed={},
-    change_decoder=qwen_vision.change_decoder,
-    change_settings=qwen_vision.change_settings,
-)
+
+def qwen_images(encoder: qwen_vision.Encoder) -> Vision:
+    return Vision(
+        layer=encoder.layer,
+        non_layer=encoder.non_layer,
+        to_values=encoder.to_values,
+        to_settings=encoder.to_settings,
+        renamed={},
+        change_decoder=encoder.change_decoder,
+        change_settings=encoder.change_settings,
+    )
 
 
 GEMMA4_VISION = Vision(
@@ -218,11 +220,16 @@ def omni_audio(prefix: str) -> Audio:
         layer=audio_encoder.layer_rows(tower),
         non_layer=audio_encoder.other_rows(tower),
         to_values=audio_encoder.to_values,
-        to_settings=lambda model: {**audio_encoder.to_settings(model), "vision_config": NO_IMAGES},
+        to_settings=omni_settings,
     )
 
 
-# The thinker of transformers always has an image encoder. An export describes one without layers.
+def omni_settings(model: config.Model) -> Settings:
+    no_images = {} if model.vision.num_layers is not None else {"vision_config": NO_IMAGES}
+    return {**audio_encoder.to_settings(model), **no_images}
+
+
+# The thinker of transformers always has an image encoder. An export without images describes one without layers.
 NO_IMAGES = {"depth": 0, "deepstack_visual_indexes": [], "hidden_size": 2, "num_heads": 1, "num_position_embeddings": 1}
 
 TABLES = (
@@ -269,7 +276,8 @@ TABLES = (
         body="model.language_model.",
         prefix="",
         ignored=("model.visual.*",),
-        vision=QWEN3_VISION,
+        vision=qwen_images(qwen_vision.QWEN3_VL),
+        text_type="qwen3_vl_text",
     ),
     text_decoder(
         qwen.QWEN3_VL_MOE,
@@ -279,7 +287,8 @@ TABLES = (
         body="model.language_model.",
         prefix="",
         ignored=("model.visual.*",),
-        vision=QWEN3_VISION,
+        vision=qwen_images(qwen_vision.QWEN3_VL_MOE),
+        text_type="qwen3_vl_moe_text",
     ),
     # Mistral Small 4 (Mistral AI, 2026): text and images.
     text_decoder(
@@ -291,7 +300,7 @@ TABLES = (
         prefix="language_model.",
         ignored=("vision_tower.*", "multi_modal_projector.*"),
     ),
-    # Qwen3.5 (Qwen Team, 2026): text and images, dense and with experts.
+    # Qwen3.5 (Qwen Team, 2026): text, images and videos, dense and with experts.
     text_decoder(
         qwen3_next.QWEN3_5,
         model_type="qwen3_5",
@@ -300,6 +309,7 @@ TABLES = (
         body="model.language_model.",
         prefix="",
         ignored=("model.visual.*",),
+        vision=qwen_images(qwen_vision.QWEN3_5),
     ),
     text_decoder(
         qwen3_next.QWEN3_5_MOE,
@@ -309,9 +319,10 @@ TABLES = (
         body="model.language_model.",
         prefix="",
         ignored=("model.visual.*",),
+        vision=qwen_images(qwen_vision.QWEN3_5_MOE),
     ),
-    # Qwen3-Omni (Qwen Team, 2025): text and audio of the thinker, which is exported alone. The three axes of its rotary
-    # positions are equal for tokens of text and audio.
+    # Qwen3-Omni (Qwen Team, 2025): text, images and audio of the thinker, which is exported alone. The three axes of
+    # its rotary positions are equal for tokens of text and audio.
     text_decoder(
         qwen.QWEN3_MOE,
         model_type="qwen3_omni_moe_thinker",
@@ -320,6 +331,7 @@ TABLES = (
         body="model.",
         prefix="",
         ignored=("visual.*", "model.visual.*", "audio_tower.*"),
+        vision=qwen_images(qwen_vision.omni("")),
         audio=omni_audio(""),
         text_type="qwen3_omni_moe_text",
     ),
@@ -331,6 +343,7 @@ TABLES = (
         body="thinker.model.",
         prefix="thinker.",
         ignored=("thinker.visual.*", "thinker.audio_tower.*", "talker.*", "code2wav.*"),
+        vision=qwen_images(qwen_vision.omni("thinker.")),
         audio=omni_audio("thinker."),
     ),
 )

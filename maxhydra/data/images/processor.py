@@ -46,6 +46,8 @@ class ProcessedImage:
     pixels: np.ndarray
     grid: tuple[int, int] | None
     tokens: int
+    ids: tuple[int, ...] | None = None
+    """Tokens of a video, whose steps are the images; None for images, whose tokens follow from the rest."""
 
 
 class Processor(Protocol):

@@ -1,4 +1,4 @@
-"""Images of a record: a column with one or several of them, in the order of the image parts of its messages."""
+"""Images and videos of a record: columns with one or several of them, in the order of the parts of its messages."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,13 +9,14 @@ import numpy as np
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.config.schema.vision import Vision
-from maxhydra.data.image_tokens import ImageTokenizer, insert_images, join_pixels, read_images
+from maxhydra.data.image_tokens import ImageTokenizer, insert_images, join_pixels
 from maxhydra.data.images import ProcessedImage
 from maxhydra.data.media import MediaError
 from maxhydra.data.record_types import Rejected, column_of
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Document
 from maxhydra.data.tokenizers import load_tokenizer
+from maxhydra.data.video_tokens import has_videos, order_media, read_media
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,18 +38,22 @@ class RecordImages:
         """The tokenizer of data, with markers of images as placeholders."""
         return ImageTokenizer(load_tokenizer(self.data), self.vision)
 
-    def read(self, record: Record) -> Any:
-        """The images of a record, or a Rejected."""
-        images = column_of(record, self.corpus, "images")
+    def read(self, record: Record, messages: Any = ()) -> Any:
+        """The images and videos of a record in the order of the parts of messages, or a Rejected."""
+        videos = _listed(record.get(self.corpus.columns.get("videos", "videos")))
+        is_optional = has_videos(messages) and self.corpus.columns.get("images", "images") not in record
+        images = [] if is_optional else column_of(record, self.corpus, "images")
         if isinstance(images, Rejected):
             return images
-        sources = [] if images is None else images if isinstance(images, (list, tuple)) else [images]
         try:
-            read = read_images(sources, self.vision)
+            sources = order_media(messages, _listed(images), videos)
+            read = read_media(sources, self.vision, load_tokenizer(self.data).encode)
         except MediaError as error:
             return Rejected(str(error))
-        if len(read) > self.data.max_images:
-            return Rejected(f"has {len(read)} images, more than data.max_images={self.data.max_images}")
+        # Each step of a video is an image.
+        count = sum(1 if image.ids is None else len(image.pixels) for image in read)
+        if count > self.data.max_images:
+            return Rejected(f"has {count} images, more than data.max_images={self.data.max_images}")
         return read
 
     def insert(self, document: Document, images: Sequence[ProcessedImage]) -> Any:
@@ -59,7 +64,7 @@ class RecordImages:
             return Rejected(str(error))
         assert document.weights is not None
         # A model never has to generate the tokens of images.
-        weights = np.where(tokens == self.vision.placeholder_id, 0, document.weights[index])
+        weights = np.where(np.isin(tokens, self.vision.placeholders), 0, document.weights[index])
         return dataclasses.replace(document, tokens=tokens, weights=weights)
 
     @property
@@ -73,3 +78,8 @@ class RecordImages:
         if (joined := join_pixels(images)) is not None:
             pixels[: len(joined)] = joined
         return pixels
+
+
+def _listed(values: Any) -> list[Any]:
+    """The values of a column with none, one or several."""
+    return [] if values is None else list(values) if isinstance(values, (list, tuple)) else [values]

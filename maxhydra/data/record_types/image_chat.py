@@ -1,9 +1,10 @@
 """Conversations with images: messages with content parts {"type": "image"}, and a column with the images in order.
 
-An image is a path, a data URL, the bytes of a file, or {bytes, path}. A record fills a row, or shares it
-with others if data.packing.method says so. A row also has a column `images`: the pixels of data.max_images images or of
-their tiles, zeros for those that it does not have. The loss is that of conversations and never counts the tokens of
-images.
+An image is a path, a data URL, the bytes of a file, or {bytes, path}. Parts {"type": "video"} are videos, which are in
+the part under `video`, or in a column `videos`; each step of a video counts as an image. A record fills a row, or
+shares it with others if data.packing.method says so. A row also has a column `images`: the pixels of data.max_images
+images or of their tiles, zeros for those that it does not have. The loss is that of conversations and never counts the
+tokens of images.
 """
 
 import dataclasses
@@ -14,13 +15,14 @@ import numpy as np
 from maxhydra.config.schema.data import Corpus, Data, PackingMethod
 from maxhydra.config.schema.vision import Vision
 from maxhydra.data.chat import compile_chat_template
-from maxhydra.data.image_tokens import with_markers
+from maxhydra.data.image_tokens import IMAGE_PARTS, with_markers
 from maxhydra.data.record_types import Rejected, column_of
 from maxhydra.data.record_types._images import RecordImages
 from maxhydra.data.record_types.chat import Chat
 from maxhydra.data.record_types.preference import fit_document, has_loss, padded_columns
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Document, Row
+from maxhydra.data.video_tokens import VIDEO_PARTS
 
 
 class Example(NamedTuple):
@@ -41,10 +43,11 @@ class ImageChat(Chat):
 
     def _example(self, record: Record) -> Any:
         messages = column_of(record, self.corpus, "messages")
-        images = messages if isinstance(messages, Rejected) else self.images.read(record)
+        images = messages if isinstance(messages, Rejected) else self.images.read(record, messages)
         if isinstance(images, Rejected):
             return images
-        document = super()._example({**record, self.corpus.columns.get("messages", "messages"): with_markers(messages)})
+        marked = with_markers(messages, (*IMAGE_PARTS, *VIDEO_PARTS))
+        document = super()._example({**record, self.corpus.columns.get("messages", "messages"): marked})
         document = document if isinstance(document, Rejected) else self.images.insert(document, images)
         document = document if isinstance(document, Rejected) else self._fit(document)
         if isinstance(document, Rejected):

@@ -9,7 +9,8 @@ from maxhydra.data.image_tokens import MARKER
 from maxhydra.decode.grammar import GrammarError, json_grammar
 from maxhydra.decode.openai_server.fields import bad_field, get_typed
 
-DATA_URL = "data:image/"
+# Types of parts with a URL -> medium, and prefixes of accepted URLs.
+VISUAL_TYPES = {"image_url": ("image", ("data:image/",)), "video_url": ("video", ("data:video/", "data:image/"))}
 MAX_MESSAGES, MAX_TOOLS, MAX_IMAGES, MAX_CLIPS = 4096, 512, 64, 64
 AUDIO_FORMATS = ("wav", "flac")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -62,35 +63,42 @@ def _parse_content(path: str, content: Any) -> str:
 
 def _parse_part(path: str, part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "image_url" and _image_url(part) is not None:
+    if kind in VISUAL_TYPES and _url(part, kind) is not None:
         return MARKER
     if kind == "input_audio":
         return CLIP_MARKER
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise bad_field(path, "is neither a string nor a list of parts of type text, image_url or input_audio")
+        raise bad_field(
+            path, "is neither a string nor a list of parts of type text, image_url, video_url or input_audio"
+        )
     return str(part["text"])
 
 
-def _image_url(part: Mapping[str, Any]) -> str | None:
-    image = part.get("image_url")
-    url = image.get("url") if isinstance(image, dict) else image
+def _url(part: Mapping[str, Any], kind: str) -> str | None:
+    value = part.get(kind)
+    url = value.get("url") if isinstance(value, dict) else value
     return url if isinstance(url, str) else None
 
 
-def parse_images(given: Mapping[str, Any]) -> list[str]:
-    """Return the data URLs of the images of all messages, in order; other URLs are rejected and never fetched."""
-    urls: list[str] = []
+def parse_images(given: Mapping[str, Any]) -> list[Any]:
+    """Return the data URLs of the images of all messages, in order, those of videos as {"video": URL}.
+
+    Other URLs are rejected and never fetched.
+    """
+    urls: list[Any] = []
     for number, message in enumerate(given["messages"]):
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
-            if part.get("type") != "image_url":
+            if (kind := part.get("type")) not in VISUAL_TYPES:
                 continue
-            path, url = f"messages[{number}].content", _image_url(part) or ""
-            if not url.startswith(DATA_URL):
-                raise bad_field(path, f"has an image URL other than {DATA_URL}...;base64,; URLs are not fetched")
-            urls.append(url)
+            (medium, prefixes), url = VISUAL_TYPES[kind], _url(part, kind) or ""
+            if not url.startswith(prefixes):
+                path, accepted = f"messages[{number}].content", f"{prefixes[0]}...;base64,"
+                article = "an" if medium == "image" else "a"
+                raise bad_field(path, f"has {article} {medium} URL other than {accepted}; URLs are not fetched")
+            urls.append(url if medium == "image" else {"video": url})
     if len(urls) > MAX_IMAGES:
-        raise bad_field("messages", f"has {len(urls)} images; accepted: at most {MAX_IMAGES}")
+        raise bad_field("messages", f"has {len(urls)} images and videos; accepted: at most {MAX_IMAGES}")
     return urls
 
 

@@ -101,8 +101,8 @@ class CompletionRequest:
     """The completion is a JSON list of calls."""
     max_calls: int | None = None
     """Calls of a turn that are returned; None: all."""
-    images: list[str] = dataclasses.field(default_factory=list)
-    """Data URLs of the images of the messages, in order."""
+    images: list[Any] = dataclasses.field(default_factory=list)
+    """Data URLs of the images of the messages, in order; {"video": URL} for videos."""
     audios: list[str] = dataclasses.field(default_factory=list)
     """Data URLs of the audio clips of the messages, in order."""
 

@@ -27,6 +27,9 @@ class DecodeTask(Task):
     """Prompt to complete; with a chat template, the user message to reply to."""
     images: list[str] = option([])
     """Files of images before the text of task.prompt, for models with model.vision."""
+    videos: list[str] = option([])
+    """Videos after the images of task.prompt, for models with model.vision.video_id: animations (GIF, WebP, PNG),
+    folders of images, .npy files of frames, and with PyAV MP4, MOV, MKV and WebM."""
     audios: list[str] = option([])
     """WAV and FLAC files before the text of task.prompt, for models with model.audio."""
     input: str | None = None
@@ -51,11 +54,16 @@ class DecodeTask(Task):
     sampling: Sampling = section(Sampling)
     engine: Engine = section(Engine)
 
+    @property
+    def visual_media(self) -> list[Any]:
+        """Images and videos of task.prompt in order."""
+        return [*self.images, *({"video": path} for path in self.videos)]
+
     def check(self) -> Iterator[Problem]:
         if self.prompt is not None and self.input is not None:
             reason = "cannot be combined with task.input"
             yield Problem("prompt", reason, value=self.prompt, hint="remove one of the two")
-        for name, files in {"images": self.images, "audios": self.audios}.items():
+        for name, files in {"images": self.images, "videos": self.videos, "audios": self.audios}.items():
             if files and (self.prompt is None or self.chat is Chat.off):
                 hint = "set task.prompt, and leave task.chat=auto"
                 yield Problem(name, "requires a prompt that is a message of a chat", value=files, hint=hint)
