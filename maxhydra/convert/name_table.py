@@ -93,6 +93,8 @@ class Weight:
     """True if the HF tensor orders a head's features for RoPE on adjacent pairs; parameters pair the two halves."""
     gguf_interleaved_rope: bool = False
     """The same for the GGUF tensor."""
+    dtype: str = ""
+    """Dtype of the HF tensor if it holds integers; parameters hold them in float32."""
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -90,12 +90,17 @@ class ParamBuilder:
         return nnx.Param(jnp.zeros(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
 
     def random(
-        self, shape: tuple[int, ...], axes: LogicalAxes, sample: Callable[[jax.Array, tuple[int, ...]], jax.Array]
+        self,
+        shape: tuple[int, ...],
+        axes: LogicalAxes,
+        sample: Callable[[jax.Array, tuple[int, ...]], jax.Array],
+        *,
+        dtype: np.dtype | None = None,
     ) -> nnx.Param:
-        """Random values from a function of key and shape."""
+        """Random values from a function of key and shape. `dtype`: if it is not that of the other weights."""
         key, stacked = self._sampler.key(self._next_path()), self._stack + shape
         values = jnp.zeros(stacked) if key is None else sample(key, stacked)
-        return nnx.Param(values.astype(self._dtype), axes=self._stack_axes + axes)
+        return nnx.Param(values.astype(dtype or self._dtype), axes=self._stack_axes + axes)
 
     def matrix(
         self,

@@ -111,6 +111,10 @@ class Engine(Schema):
         if self.prefix_cache and model.is_recurrent:
             reason = "is not supported with recurrent layers, whose state covers a whole sequence and is not paged"
             yield Problem("engine.prefix_cache", reason, value=True, accepted="false or null")
+        rates = [model.kinds[name].compressed.rate for name in {*model.prefix, *model.pattern} if name in model.kinds]
+        for rate in sorted(rate for rate in rates if rate is not None and self.page_size % rate):
+            reason = f"is not a multiple of compressed.rate={rate}, so that entries would be split between pages"
+            yield Problem("engine.page_size", reason, value=self.page_size, accepted=f"a multiple of {rate}")
         longest = model.context_length
         if model.embedding.positions is Positions.learned and (self.max_context or 0) > longest:
             reason = f"exceeds model.context_length={longest}, and learned position embeddings end there"
