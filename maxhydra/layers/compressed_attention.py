@@ -256,9 +256,9 @@ class CompressedAttention(nnx.Module):
         layer = dataclasses.replace(layer, length_B=count_B)
         stored = layer.read(ctx.rows, self.spec.dtypes.compute)
         # What other sequences left behind need not be finite.
-        is_written_BW1 = (stored.positions_BS >= 0)[:, :, None]
+        exists_BW1 = (stored.positions_BS >= 0)[:, :, None]
         all_BWC = jnp.concatenate([stored.key_BSKH, stored.value_BSKH], axis=-1)[:, :, 0]
-        all_BWC = jnp.where(is_written_BW1, all_BWC, 0)
+        all_BWC = jnp.where(exists_BW1, all_BWC, 0)
         entry_BWH, index_BWI = jnp.split(all_BWC, [self.spec.head_dim], axis=-1)
         ends_BW = jnp.where(stored.positions_BS < 0, -1, (stored.positions_BS + 1) * rate - 1)
         is_visible_BTW = _visible_entries(Groups(ends_BW, ends_BW, None), dataclasses.replace(ctx, segments=None))

@@ -2,7 +2,7 @@
 
 An entry is the sum of a projection of its tokens, with weights for each feature that are a softmax over the tokens of
 another projection plus a bias by place in the group. With overlap it also sums the tokens of the group before, by
-projections of their own. It is normalized and rotated to the position of its first token.
+separate projections. It is normalized and rotated to the position of its first token.
 
 Groups are counted from the start of a sequence, so packed sequences have the entries that each has alone. A row of T
 tokens has at most T / rate entries, whose last tokens are found first.
@@ -29,9 +29,9 @@ class Groups(NamedTuple):
     """The complete groups that end in this call."""
 
     last_BW: jax.Array
-    """Index of the last token of each group in this call; any if there is no such group."""
+    """Index of the last token of each group in this call; any if the group does not exist."""
     positions_BW: jax.Array
-    """Position of that token in its sequence, -1 if there is no such group."""
+    """Position of that token in its sequence, -1 if the group does not exist."""
     segments_BW: jax.Array | None
     """Its segment; None without segments."""
 

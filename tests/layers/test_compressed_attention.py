@@ -34,6 +34,7 @@ def logits(model: ModelDef, params, sharder: Sharder) -> np.ndarray:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_mesh_gives_the_output_of_one_device(model):
     params = jax.jit(model.init)(jax.random.key(0))
     sharder = Sharder(build_mesh(Mesh(fsdp=2, tensor=2), jax.devices()[:4]), RULES)
