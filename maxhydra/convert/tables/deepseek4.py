@@ -178,7 +178,7 @@ def to_model(settings: Settings) -> dict[str, Any]:
     if unknown := [name for name in mixtures if name not in (BY_TOKEN, BY_SCORE)]:
         raise UnsupportedError(f"unsupported mlp_layer_types {unknown[0]} (supported: {BY_TOKEN}, {BY_SCORE})")
     attention, kinds, names = attention_values(settings), dict[str, Any](), []
-    routers = {BY_TOKEN: {"by_token": True}, BY_SCORE: {"bias_rate": 0.001}}
+    routers: dict[str, dict[str, Any]] = {BY_TOKEN: {"by_token": True}, BY_SCORE: {"bias_rate": 0.001}}
     for layer_type, mixture in zip(types, mixtures, strict=True):
         name = KINDS[layer_type] + ("_by_token" if mixture == BY_TOKEN else "")
         moe = moe_values(settings, routers[mixture])
