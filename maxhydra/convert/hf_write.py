@@ -19,7 +19,7 @@ from maxhydra.model import ModelDef
 
 SAFETENSORS_DTYPES = {
     **{"float32": "F32", "bfloat16": "BF16", "float16": "F16"},
-    **{"int8": "I8", "float8_e4m3fn": "F8_E4M3"},
+    **{"int8": "I8", "int64": "I64", "float8_e4m3fn": "F8_E4M3"},
 }
 # Maximum bytes per file; transformers splits at the same size.
 MAX_SHARD_BYTES = 5 * 10**9
@@ -125,6 +125,8 @@ def write_safetensors(path: Path, tensors: Sequence[StoredTensor]) -> None:
 
 
 def _tensor(arrays: Arrays, mapping: ParamMapping, tensor: TensorIndex, dtype: np.dtype) -> StoredTensor:
+    dtype = np.dtype(mapping.row.dtype) if mapping.row.dtype else dtype
+
     def read() -> np.ndarray:
         params = [arrays.read_slice(keys, tensor.index).astype(dtype) for keys in mapping.keys]
         return mapping.layout.to_hf(params, interleaved_rope=mapping.row.interleaved_rope)

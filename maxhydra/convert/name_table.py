@@ -98,6 +98,8 @@ class Weight:
     """The input axes of the parameter in the order in which the HF tensor flattens them; (): unchanged."""
     gguf_interleaved_rope: bool = False
     """The same for the GGUF tensor."""
+    dtype: str = ""
+    """Dtype of the HF tensor if it holds integers; parameters hold them in float32."""
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -86,7 +86,7 @@ class _Stack:
     def __init__(self, mapping: ParamMapping, which: int, sharding: NamedSharding, dtype: DTypeLike):
         stack_shape = mapping.stack_shape
         self._shape = (*stack_shape, *mapping.layout.shapes[which])
-        self._dtype, self._sharding = np.dtype(dtype), sharding
+        self._dtype, self._sharding = np.dtype("float32" if mapping.row.dtype else dtype), sharding
         self._slice_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[len(stack_shape) :]))
         self._host: np.ndarray | None = None
         self._device: jax.Array | None = None

@@ -92,7 +92,7 @@ class Context:
     adapters_B: jax.Array | None = None
     """[B] index of each row's adapter, in a model with several; None: no row has one."""
     tokens: jax.Array | None = None
-    """[B, T] ids of the tokens, for layers with a memory of n-grams; None in models without."""
+    """[B, T] ids of the tokens, for layers with a memory of n-grams or experts by token; None in models without."""
     images: jax.Array | None = None
     """[B, images, height, width, channels] pixels of each row's images, in the order of their placeholders, then
     padding; read by the decoder, None inside a layer. With fewer rows than tokens have, adjacent rows share them. None:
@@ -279,7 +279,7 @@ class Context:
 
     def for_output_tokens(self) -> "Context":
         """The context of the tokens that `select_output_tokens` selects."""
-        names = ("positions", "segments", "layer_input", "expert_ids", "axis_positions")
+        names = ("positions", "segments", "layer_input", "expert_ids", "axis_positions", "tokens")
         tokens = {name: self.select_output_tokens(getattr(self, name)) for name in names}
         return dataclasses.replace(self, **tokens, output_index=None)
 

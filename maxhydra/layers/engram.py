@@ -25,7 +25,7 @@ from flax import nnx
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.rms_norm.reference import unit_rms
 from maxhydra.layers.context import Context
-from maxhydra.layers.kv_cache import CacheSpec, SequenceIndex, StateSpec
+from maxhydra.layers.kv_cache import CacheSpec, StateSpec
 from maxhydra.layers.params import Dtypes, ParamBuilder
 from maxhydra.layers.short_convolution import last_tokens
 from maxhydra.layers.table_lookup import look_up
@@ -194,29 +194,3 @@ class Engram(nnx.Module):
             is_inside_BT = (ctx.positions >= distance)[:, :, None, None]
             total_BTnD += jnp.where(is_inside_BT, earlier_BTnD.astype(jnp.float32), 0) * filter_WnD[tap]
         return total_BTnD, last_tokens(all_BSnD, ctx.segments, self._reach)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class EngramCache:
-    """The cache of a layer with a memory: that of its mixer, and the memory's states. Also the view of one layer."""
-
-    mixer: Any
-    memory: Any
-
-    def at(self, layer: jax.Array | int) -> "EngramCache":
-        return EngramCache(self.mixer.at(layer), self.memory.at(layer))
-
-    def with_layer(self, view: "EngramCache") -> "EngramCache":
-        return EngramCache(self.mixer.with_layer(view.mixer), self.memory.with_layer(view.memory))
-
-    def axes(self) -> "EngramCache":
-        return EngramCache(self.mixer.axes(), self.memory.axes())
-
-    def take(self, index: SequenceIndex) -> "EngramCache":
-        """The caches of one sequence."""
-        return EngramCache(self.mixer.take(index), self.memory.take(index))
-
-    def put(self, taken: "EngramCache", index: SequenceIndex) -> "EngramCache":
-        """The caches with those of one sequence replaced."""
-        return EngramCache(self.mixer.put(taken.mixer, index), self.memory.put(taken.memory, index))

@@ -19,7 +19,7 @@ from maxhydra.config.schema import model as config
 from maxhydra.kernels.grouped_matmul import grouped_matmul
 from maxhydra.kernels.placement import Placement
 from maxhydra.layers.context import KernelChoice, kernel_errors_as_config_errors
-from maxhydra.layers.mlp import ACTIVATIONS, gated
+from maxhydra.layers.mlp import ACTIVATIONS, gated, limited
 from maxhydra.layers.params import Dtypes, residual_scale
 
 
@@ -34,6 +34,7 @@ class ExpertsSpec:
     has_bias: bool
     clamp: float | None
     clamp_slope: float
+    limit: float | None
     scales_input: bool
     kernel: KernelChoice
     is_fused: bool
@@ -54,6 +55,7 @@ class ExpertsSpec:
             has_bias=moe.bias,
             clamp=moe.clamp,
             clamp_slope=moe.clamp_slope,
+            limit=moe.limit,
             scales_input=moe.router.scaled is config.Scaled.input,
             kernel=KernelChoice(model.kernels.grouped_matmul.value, model.kernels.sizes("grouped_matmul")),
             is_fused=model.kernels.fused_linear is config.FusedLinearBackend.auto,
@@ -66,13 +68,14 @@ class ExpertsSpec:
     def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """The input of the down projection: activation(gate) * up, or the clamped SwiGLU of GPT-OSS."""
         if self.clamp is None:
-            return gated(self.activation, gate, up)
+            return gated(self.activation, *limited(gate, up, self.limit))
         return self.wide_hidden(gate, up).astype(gate.dtype)
 
     def wide_hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """`hidden` in float32."""
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
         if self.clamp is None:
+            gate, up = limited(gate, up, self.limit)
             return ACTIVATIONS[self.activation](gate) * up
         gate, up = jnp.minimum(gate, self.clamp), jnp.clip(up, -self.clamp, self.clamp)
         return (up + 1) * gate * jax.nn.sigmoid(self.clamp_slope * gate)
@@ -119,7 +122,8 @@ class SharedExpert(NamedTuple):
 
     def __call__(self, x_BTD: jax.Array, spec: ExpertsSpec) -> jax.Array:
         gate_BTF, up_BTF = (jnp.einsum("BTD,DF->BTF", x_BTD, kernel_DF) for kernel_DF in (self.gate_DF, self.up_DF))
-        hidden_BTF = gated(spec.activation, checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up"))
+        gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
+        hidden_BTF = gated(spec.activation, *limited(gate_BTF, up_BTF, spec.limit))
         if self.scale_BT1 is not None:
             hidden_BTF = (hidden_BTF * self.scale_BT1).astype(hidden_BTF.dtype)
         return jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down_FD)

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config.schema import model as config
+from maxhydra.config.schema.compressed import CompressedAttention
 from maxhydra.layers.context import Context
 from maxhydra.layers.interfaces import AuxOutputs, visible_keys
+from maxhydra.layers.linear import Linear
 from maxhydra.layers.norm import LayerNorm
 from maxhydra.layers.params import Dtypes, ParamBuilder
 from maxhydra.layers.rope import Rotation, rotate
@@ -40,16 +42,20 @@ class IndexerSpec:
     @classmethod
     def of(cls, model: config.Model, kind: config.Kind) -> "IndexerSpec | None":
         """None for dense attention."""
-        indexer, mla = kind.mla.indexer, kind.mla
+        section: config.Mla | CompressedAttention = kind.mla
+        rotated_dim = kind.mla.qk_rope_head_dim
+        if kind.mixer is config.Mixer.compressed:
+            section, rotated_dim = kind.compressed, model.head_dim
+        indexer = section.indexer
         if indexer.top_k is None:
             return None
-        assert mla.q_lora_rank is not None
+        assert section.q_lora_rank is not None
         return cls(
             emb_dim=model.emb_dim,
-            query_rank=mla.q_lora_rank,
+            query_rank=section.q_lora_rank,
             num_heads=indexer.num_heads,
             head_dim=indexer.head_dim,
-            rotation=Rotation.of(dataclasses.replace(mla.rope, pairs=indexer.pairs), mla.qk_rope_head_dim),
+            rotation=Rotation.of(dataclasses.replace(section.rope, pairs=indexer.pairs), rotated_dim),
             top_k=indexer.top_k,
             loss_weight=indexer.loss_weight,
             init_scale=model.init_scale,
@@ -61,21 +67,12 @@ class IndexerSpec:
         return 2.0 * weights + 2.0 * self.num_heads * self.head_dim * visible_keys(None, seq_len)
 
 
-class Indexer(nnx.Module):
+class KeyScorer(nnx.Module):
     """Scores of keys for queries, and the loss that trains them."""
 
-    def __init__(self, spec: IndexerSpec, make: ParamBuilder):
-        self.spec = spec
-        D, N, I, scale = spec.emb_dim, spec.num_heads, spec.head_dim, spec.init_scale
-        self.query = make.projection("query", (spec.query_rank,), (N, I), ("latent", None, "head_dim"), scale=scale)
-        self.key = make.projection("key", (D,), (I,), ("embed", "head_dim"), scale=scale)
-        self.key_norm = LayerNorm(I, eps=NORM_EPS, dtypes=spec.dtypes, make=make)
-        self.weight = make.projection("weight", (D,), (N,), ("embed", None), scale=scale)
-
-    def keys(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-        """Indexer keys of the tokens, [B, T, I]."""
-        key_BTI = self.key_norm(self.key(jax.lax.stop_gradient(x_BTD), ctx))
-        return self._rotate(key_BTI[:, :, None], ctx)[:, :, 0]
+    spec: IndexerSpec
+    query: Linear
+    weight: Linear
 
     @jax.named_scope("indexer")
     def __call__(
@@ -90,7 +87,7 @@ class Indexer(nnx.Module):
 
         With several queries the heads are summed in a scan, so no array [B, T, N, S] is allocated.
         """
-        q_BTNI = self._rotate(self.query(jax.lax.stop_gradient(low_rank_BTQ), ctx), ctx)
+        q_BTNI = self.rotate_heads(self.query(jax.lax.stop_gradient(low_rank_BTQ), ctx), ctx)
         weight_BTN = self.weight(jax.lax.stop_gradient(x_BTD), ctx).astype(jnp.float32)
         weight_BTN = weight_BTN * (self.spec.num_heads * self.spec.head_dim) ** -0.5
         if q_BTNI.shape[1] == 1:
@@ -125,9 +122,26 @@ class Indexer(nnx.Module):
         total = jnp.sum(jnp.where(has_keys_BT, kl_BT, 0.0))
         return {"loss_sum": self.spec.loss_weight * total, "tokens": jnp.sum(has_keys_BT, dtype=jnp.float32)}
 
-    def _rotate(self, x_BTNI: jax.Array, ctx: Context) -> jax.Array:
+    def rotate_heads(self, x_BTNI: jax.Array, ctx: Context) -> jax.Array:
         """Apply RoPE."""
         return x_BTNI if self.spec.rotation is None else rotate(x_BTNI, ctx.positions, self.spec.rotation)
+
+
+class Indexer(KeyScorer):
+    """The scores of tokens."""
+
+    def __init__(self, spec: IndexerSpec, make: ParamBuilder):
+        self.spec = spec
+        D, N, I, scale = spec.emb_dim, spec.num_heads, spec.head_dim, spec.init_scale
+        self.query = make.projection("query", (spec.query_rank,), (N, I), ("latent", None, "head_dim"), scale=scale)
+        self.key = make.projection("key", (D,), (I,), ("embed", "head_dim"), scale=scale)
+        self.key_norm = LayerNorm(I, eps=NORM_EPS, dtypes=spec.dtypes, make=make)
+        self.weight = make.projection("weight", (D,), (N,), ("embed", None), scale=scale)
+
+    def keys(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+        """Indexer keys of the tokens, [B, T, I]."""
+        key_BTI = self.key_norm(self.key(jax.lax.stop_gradient(x_BTD), ctx))
+        return self.rotate_heads(key_BTI[:, :, None], ctx)[:, :, 0]
 
 
 # A finite logit with zero softmax weight.
@@ -141,12 +155,17 @@ def _scores(q_BTNI: jax.Array, weight_BTN: jax.Array, key_BSI: jax.Array) -> jax
 
 
 def _attention(q_BTNH: jax.Array, k_BSNH: jax.Array, visible_BTS: jax.Array, scale: float) -> jax.Array:
-    """Mean attention weights over heads, one head at a time; zeros for a query without visible keys."""
+    """Mean attention weights over heads, one head at a time; zeros for a query without visible keys.
 
-    def add(total_BTS: jax.Array, head: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        logits_BTS = jnp.einsum("BTH,BSH->BTS", *head, preferred_element_type=jnp.float32) * scale
+    Keys may have one head that all queries share.
+    """
+    shared_BSH = k_BSNH[:, :, 0] if k_BSNH.shape[2] == 1 else None
+
+    def add(total_BTS: jax.Array, head: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, None]:
+        q_BTH, k_BSH = head[0], head[1] if shared_BSH is None else shared_BSH
+        logits_BTS = jnp.einsum("BTH,BSH->BTS", q_BTH, k_BSH, preferred_element_type=jnp.float32) * scale
         return total_BTS + jax.nn.softmax(logits_BTS, axis=-1, where=visible_BTS), None
 
-    heads = (jnp.moveaxis(q_BTNH, 2, 0), jnp.moveaxis(k_BSNH, 2, 0))
+    heads = (jnp.moveaxis(q_BTNH, 2, 0), None if shared_BSH is not None else jnp.moveaxis(k_BSNH, 2, 0))
     shape = (*q_BTNH.shape[:2], k_BSNH.shape[1])
     return jax.lax.scan(add, jnp.zeros(shape, jnp.float32), heads)[0] / q_BTNH.shape[2]

@@ -71,6 +71,10 @@ class CacheSpec(Protocol):
         """A cache of keys and values per token and head. `value_dim`: size of values if it differs from keys."""
         ...
 
+    def every(self, tokens: int) -> "CacheSpec":
+        """The capacity for one key and value per this many tokens."""
+        ...
+
     def states(self, layers: int, arrays: Mapping[str, "StateSpec"]) -> Cache:
         """A cache of arrays of fixed size per sequence, such as the state of a recurrence."""
         ...
@@ -107,6 +111,9 @@ class DenseCacheSpec:
         key, value = (jnp.zeros((*shape, size), dtype) for size in (head_dim, value_dim or head_dim))
         return DenseCache(key, value, jnp.zeros(shape[:2], jnp.int32))
 
+    def every(self, tokens: int) -> "DenseCacheSpec":
+        return dataclasses.replace(self, length=-(-self.length // tokens))
+
     def states(self, layers: int, arrays: Mapping[str, StateSpec]) -> "StateCache":
         return StateCache(
             {name: jnp.zeros((layers, self.batch, *spec.shape), spec.dtype) for name, spec in arrays.items()},
@@ -133,6 +140,31 @@ class NoCache:
 
     def put(self, taken: "NoCache", index: SequenceIndex) -> "NoCache":
         return self
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class JointCache:
+    """Several caches of the same layers by name. Also the view of one layer."""
+
+    parts: dict[str, Any]
+
+    def at(self, layer: jax.Array | int) -> "JointCache":
+        return JointCache({name: part.at(layer) for name, part in self.parts.items()})
+
+    def with_layer(self, view: "JointCache") -> "JointCache":
+        return JointCache({name: part.with_layer(view.parts[name]) for name, part in self.parts.items()})
+
+    def axes(self) -> "JointCache":
+        return JointCache({name: part.axes() for name, part in self.parts.items()})
+
+    def take(self, index: SequenceIndex) -> "JointCache":
+        """The caches of one sequence."""
+        return JointCache({name: part.take(index) for name, part in self.parts.items()})
+
+    def put(self, taken: "JointCache", index: SequenceIndex) -> "JointCache":
+        """The caches with those of one sequence replaced."""
+        return JointCache({name: part.put(taken.parts[name], index) for name, part in self.parts.items()})
 
 
 @jax.tree_util.register_dataclass

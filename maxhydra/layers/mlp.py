@@ -43,6 +43,8 @@ class MlpSpec:
     init_scale: float
     out_scale: float
     dtypes: Dtypes
+    limit: float | None = None
+    """Bound of gate and up; None: no bound."""
 
     @classmethod
     def of(cls, model: config.Model, kind: config.Kind) -> "MlpSpec":
@@ -100,10 +102,11 @@ class Mlp(nnx.Module):
             up_BTF = ctx.constrain(self.up(x_BTD, ctx), "act_batch", "act_length", "act_mlp")
             return apply_activation(self.spec.activation, checkpoint_name(up_BTF, "mlp_up"))
         activation = ACTIVATIONS[self.spec.activation]
-        if can_gate(self.gate, self.up, x_BTD, ctx, activation):
+        if self.spec.limit is None and can_gate(self.gate, self.up, x_BTD, ctx, activation):
             return fused_projection((self.gate, self.up), x_BTD, activation=activation)
         gate_BTF, up_BTF = self._gate_and_up(self.gate, x_BTD, ctx)
-        return gated(self.spec.activation, checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up"))
+        gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
+        return gated(self.spec.activation, *limited(gate_BTF, up_BTF, self.spec.limit))
 
     def _gate_and_up(self, gate: Linear, x_BTD: jax.Array, ctx: Context) -> list[jax.Array]:
         """Both projections, by one matmul if their weights are stored as one."""
@@ -116,6 +119,11 @@ class Mlp(nnx.Module):
 def apply_activation(activation: config.Activation, x: jax.Array) -> jax.Array:
     """activation(x), in float32 and rounded once."""
     return ACTIVATIONS[activation](x.astype(jnp.float32)).astype(x.dtype)
+
+
+def limited(gate: jax.Array, up: jax.Array, limit: float | None) -> tuple[jax.Array, jax.Array]:
+    """min(gate, limit) and clip(up, -limit, limit); both unchanged without a limit."""
+    return (gate, up) if limit is None else (jnp.minimum(gate, limit), jnp.clip(up, -limit, limit))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

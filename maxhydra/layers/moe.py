@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -49,6 +50,8 @@ class RouterSpec:
     top_groups: int
     group_score: config.GroupScore
     bias_rate: float | None
+    table_rows: int | None
+    """Token ids in the table of their experts; None: experts are chosen by score."""
     init_scale: float
 
     @classmethod
@@ -70,6 +73,7 @@ class RouterSpec:
             top_groups=router.top_groups,
             group_score=router.group_score,
             bias_rate=router.bias_rate,
+            table_rows=model.vocab_size if router.by_token else None,
             init_scale=model.init_scale,
         )
 
@@ -86,7 +90,7 @@ class Routing(NamedTuple):
 
 
 class Router(nnx.Module):
-    """Top-k experts by score, a softmax or sigmoid of x @ kernel."""
+    """Top-k experts by score, a function of x @ kernel, or those of the token's id."""
 
     def __init__(self, spec: RouterSpec, make: ParamBuilder):
         self.spec = spec
@@ -97,6 +101,7 @@ class Router(nnx.Module):
         self.scale = make.ones((D,), ("norm",)) if spec.norm_eps is not None else None
         self.expert_scale = make.ones((E,), (None,)) if spec.has_expert_scale else None
         self.correction = make.zeros((E,), (None,)) if spec.bias_rate is not None else None
+        self.table = None if spec.table_rows is None else _expert_table(spec.table_rows, spec, make)
 
     @jax.named_scope("router")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Routing:
@@ -108,13 +113,13 @@ class Router(nnx.Module):
             ids_BTK = self._choose(logits_BTE, ctx)
             weights_BTK = jax.nn.softmax(jnp.take_along_axis(logits_BTE, ids_BTK, axis=-1))
             return Routing(ids_BTK, self._scale_weights(weights_BTK, ids_BTK), jax.nn.softmax(logits_BTE))
-        is_sigmoid = self.spec.scores is config.RouterScores.sigmoid
-        scores_BTE = jax.nn.sigmoid(logits_BTE) if is_sigmoid else jax.nn.softmax(logits_BTE)
+        is_independent = self.spec.scores is not config.RouterScores.softmax
+        scores_BTE = SCORES[self.spec.scores](logits_BTE)
         ids_BTK = self._choose(scores_BTE, ctx)
         weights_BTK = jnp.take_along_axis(scores_BTE, ids_BTK, axis=-1)
         if self.spec.normalize:
             weights_BTK = _normalized(weights_BTK, self.spec.normalize_eps)
-        shares_BTE = _normalized(scores_BTE, TINY) if is_sigmoid else scores_BTE
+        shares_BTE = _normalized(scores_BTE, TINY) if is_independent else scores_BTE
         return Routing(ids_BTK, self._scale_weights(weights_BTK, ids_BTK), shares_BTE)
 
     def _normalize(self, x_BTD: jax.Array) -> jax.Array:
@@ -137,6 +142,9 @@ class Router(nnx.Module):
 
         Every device sorts the scores of its tokens; the compiler would gather those of all devices.
         """
+        if self.table is not None:
+            assert ctx.tokens is not None
+            return jnp.round(jax.lax.stop_gradient(self.table[...])[ctx.tokens]).astype(jnp.int32)
         scores_BTE = jax.lax.stop_gradient(scores_BTE)
         if self.correction is not None:
             scores_BTE = scores_BTE + jax.lax.stop_gradient(self.correction[...]).astype(jnp.float32)
@@ -162,6 +170,33 @@ class Router(nnx.Module):
         best_BTg = _best(groups_BTG, spec.top_groups)
         is_best_BTG = jnp.any(best_BTg[..., None] == jnp.arange(spec.groups), axis=2)
         return jnp.where(is_best_BTG[..., None], by_group_BTGE, -jnp.inf).reshape(scores_BTE.shape)
+
+
+def _sqrt_softplus(logits: jax.Array) -> jax.Array:
+    # The slope of the root is infinite at zero, where softplus underflows.
+    return jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), TINY))
+
+
+SCORES = {
+    config.RouterScores.softmax: jax.nn.softmax,
+    config.RouterScores.sigmoid: jax.nn.sigmoid,
+    config.RouterScores.sqrt_softplus: _sqrt_softplus,
+}
+
+
+def _expert_table(rows: int, spec: RouterSpec, make: ParamBuilder) -> nnx.Param:
+    """[V, K] experts of each token id: distinct ones, from a random expert on at equal distances.
+
+    Float32, whose integers are exact: optimizers and checkpoints then treat the table like other weights.
+    """
+
+    def sample(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        first = jax.random.randint(key, (*shape[:-1], 1), 0, spec.experts)
+        return (first + np.arange(spec.top_k) * (spec.experts // spec.top_k)) % spec.experts
+
+    table = make.random((rows, spec.top_k), ("positions", None), sample, dtype=jnp.dtype(jnp.float32))
+    table.set_metadata(is_wide=True)
+    return table
 
 
 def _best(scores: jax.Array, k: int) -> jax.Array:
@@ -228,6 +263,7 @@ class MoeSpec:
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
+            limit=section.limit,
         )
         return cls(
             router=RouterSpec.of(model, section),
@@ -263,6 +299,9 @@ class MoeSpec:
 
     def apply_aux_updates(self, new: Any, old: Any, aux: AuxOutputs) -> Any:
         """Weights after an optimizer step, with the routing bias updated by the load instead of a gradient."""
+        if "table" in new.get("router", {}):
+            # It has no gradient, but weight decay would change it.
+            new = {**new, "router": {**new["router"], "table": old["router"]["table"]}}
         rate = self.router.bias_rate
         if rate is None or "correction" not in new.get("router", {}):
             return new

@@ -49,6 +49,10 @@ class PagedCacheSpec:
         scale = jnp.zeros(shape, jnp.float32) if storage in SCALED else None
         return PagedCache(key, value, scale, scale)
 
+    def every(self, tokens: int) -> "PagedCacheSpec":
+        """Pages of the same tokens, with fewer entries; the engine checks that the page size is a multiple."""
+        return dataclasses.replace(self, page_size=self.page_size // tokens)
+
     def states(self, layers: int, arrays: Mapping[str, StateSpec]) -> "StateCache":
         """One slot per sequence decoded at a time, in the dtypes of the arrays."""
         shape = (self.groups, layers, self.slots // self.groups)

@@ -93,12 +93,17 @@ class ParamBuilder:
         return self.full(shape, axes, 0.0)
 
     def random(
-        self, shape: tuple[int, ...], axes: LogicalAxes, sample: Callable[[jax.Array, tuple[int, ...]], jax.Array]
+        self,
+        shape: tuple[int, ...],
+        axes: LogicalAxes,
+        sample: Callable[[jax.Array, tuple[int, ...]], jax.Array],
+        *,
+        dtype: np.dtype | None = None,
     ) -> nnx.Param:
-        """Random values from a function of key and shape."""
+        """Random values from a function of key and shape. `dtype`: if it is not that of the other weights."""
         key, stacked = self._sampler.key(self._next_path()), self._stack + shape
         values = jnp.zeros(stacked) if key is None else sample(key, stacked)
-        return nnx.Param(values.astype(self._dtype), axes=self._stack_axes + axes)
+        return nnx.Param(values.astype(dtype or self._dtype), axes=self._stack_axes + axes)
 
     def matrix(
         self,

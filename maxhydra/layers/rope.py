@@ -119,6 +119,23 @@ def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, rotation: Rotation) -> ja
     return out if size == x_BTNH.shape[-1] else jnp.concatenate([out, x_BTNH[..., size:]], axis=-1)
 
 
+def rotate_last(
+    x_BTNH: jax.Array, positions_BT: jax.Array, rotation: Rotation, *, is_inverse: bool = False
+) -> jax.Array:
+    """`rotate` for the last dimensions of a head instead of the first; features keep their order.
+
+    `is_inverse`: rotate by the negative position.
+    """
+    plain, last = jnp.split(x_BTNH, [x_BTNH.shape[-1] - 2 * len(rotation.frequencies)], axis=-1)
+    cos, sin = cos_and_sin(positions_BT[:, :, None, None], rotation)
+    sin = -sin if is_inverse else sin
+    if rotation.pairs is config.Pairs.halves:
+        return jnp.concatenate([plain, rotate_halves(last, cos, sin)], axis=-1)
+    halves = rotate_halves(as_halves(last), cos, sin)
+    pairs = halves.reshape(*halves.shape[:-1], 2, -1)
+    return jnp.concatenate([plain, pairs.mT.reshape(last.shape)], axis=-1)
+
+
 def rotate_2d(x_IPAH: jax.Array, positions_IP2: jax.Array, theta: float) -> jax.Array:
     """Rotate heads by two coordinates, such as the row and the column of a patch, in float32.
 

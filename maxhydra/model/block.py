@@ -43,6 +43,7 @@ from maxhydra.layers import (
     norm_with_residual,
 )
 from maxhydra.layers.absent import NoMixerSpec, NoMlpSpec
+from maxhydra.layers.compressed_attention import CompressedSpec
 from maxhydra.layers.engram import EngramSpec
 from maxhydra.layers.hyper_connections import HyperSpec
 from maxhydra.layers.interfaces import MixerOutput
@@ -53,6 +54,7 @@ from maxhydra.layers.statistics import LAYER, activation_statistics
 
 MIXERS: dict[config.Mixer, Any] = {
     config.Mixer.attention: AttentionSpec,
+    config.Mixer.compressed: CompressedSpec,
     config.Mixer.convolution: ConvolutionSpec,
     config.Mixer.delta: DeltaSpec,
     config.Mixer.mla: MlaSpec,

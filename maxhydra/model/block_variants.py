@@ -8,8 +8,9 @@ import dataclasses
 import jax
 
 from maxhydra.layers import Cache, CacheSpec, Context, ParamBuilder, dropout
-from maxhydra.layers.engram import Engram, EngramCache
+from maxhydra.layers.engram import Engram
 from maxhydra.layers.hyper_connections import HyperConnection
+from maxhydra.layers.kv_cache import JointCache
 from maxhydra.model.block import Block, BlockOutput, BlockSpec, add_residual, block_output
 
 
@@ -77,14 +78,15 @@ class EngramBlock(Block):
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> BlockOutput:
         cache = ctx.cache
-        mixer_ctx = ctx if cache is None else dataclasses.replace(ctx, cache=cache.mixer)
-        memory_ctx = ctx if cache is None else dataclasses.replace(ctx, cache=cache.memory)
+        mixer_ctx = ctx if cache is None else dataclasses.replace(ctx, cache=cache.parts["mixer"])
+        memory_ctx = ctx if cache is None else dataclasses.replace(ctx, cache=cache.parts["memory"])
         x_BTD, memory = self.engram(x_BTD, memory_ctx)
         out = super().__call__(x_BTD, mixer_ctx)
-        return out if cache is None else out._replace(cache=EngramCache(out.cache, memory))
+        return out if cache is None else out._replace(cache=JointCache({"mixer": out.cache, "memory": memory}))
 
     def empty_cache(self, cache_spec: CacheSpec, layers: int) -> Cache:
-        return EngramCache(super().empty_cache(cache_spec, layers), self.engram.empty_cache(cache_spec, layers))
+        memory = self.engram.empty_cache(cache_spec, layers)
+        return JointCache({"mixer": super().empty_cache(cache_spec, layers), "memory": memory})
 
 
 class EngramHyperBlock(EngramBlock, HyperBlock):

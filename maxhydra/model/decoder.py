@@ -41,7 +41,7 @@ from maxhydra.layers import (
 )
 from maxhydra.layers.audio import AudioSpec
 from maxhydra.layers.conformer import ConformerSpec, audio_spec, build_audio_tower
-from maxhydra.layers.hyper_connections import HyperSpec, expand_streams, sum_streams
+from maxhydra.layers.hyper_connections import HyperSpec, StreamHead, expand_streams, sum_streams
 from maxhydra.layers.patch_tower import build_vision_tower
 from maxhydra.layers.weight_sampler import Sizes
 from maxhydra.model.block import Block, BlockSpec, Mtp, Remat, is_cast
@@ -173,6 +173,7 @@ class Decoder(nnx.Module):
         self.prefix = self._build_blocks(spec.prefix, make)
         self.pattern = self._build_blocks(spec.pattern, make.stacked(spec.repetitions))
         self.remainder = self._build_blocks(spec.remainder, make)
+        self.stream_head = StreamHead(spec.hyper, make) if spec.hyper and spec.hyper.is_weighted else None
         self.final_norm = spec.norm.build(spec.vocabulary.emb_dim, make)
         self.head = None if spec.is_tied or spec.has_score else Head(spec.vocabulary, make)
         self.score = ScoreHead(spec.vocabulary, make) if spec.has_score else None
@@ -195,7 +196,8 @@ class Decoder(nnx.Module):
         spec, first = self.spec, len(self.spec.layers) - len(self.remainder)
         remainder = self._run_blocks(self.remainder, pattern.x_BTD, pattern.ctx, caches["remainder"], None, first=first)
         stacks = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
-        x_BTD = sum_streams(remainder.ctx.select_output_tokens(remainder.x_BTD), spec.hyper)
+        x_BTD = remainder.ctx.select_output_tokens(remainder.x_BTD)
+        x_BTD = sum_streams(x_BTD, spec.hyper) if self.stream_head is None else self.stream_head(x_BTD)
         hidden_BTD = ctx.constrain_stream(self.final_norm(x_BTD) * spec.vocabulary.hidden_factor)
         mtp = self._run_mtp(hidden_BTD, tokens_BT, ctx) if mtp_hidden else StackOutput(hidden_BTD, [], [], {}, ctx)
         return ModelOutput(

@@ -127,7 +127,7 @@ class ModelDef:
 
         `keep_layers`: also return the residual stream after every layer. `mtp_hidden`: also run the MTP layers.
         """
-        if self.config.has_memory:
+        if self.config.reads_tokens:
             ctx = dataclasses.replace(ctx, tokens=tokens)
         return self._bind(params)(tokens, ctx, keep_layers=keep_layers, mtp_hidden=mtp_hidden)
 

@@ -137,7 +137,7 @@ def _context(model: config.Model, spec: BlockSpec, compute: np.dtype, platform: 
         cache=None,
         dropout_key=None,
         layer_input=per_layer,
-        tokens=tokens if spec.engram is not None else None,
+        tokens=tokens if model.reads_tokens else None,
         shared=shared,
     )
 

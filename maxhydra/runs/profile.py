@@ -31,7 +31,20 @@ _WRAPPER = re.compile(r"^(p?jit|jvp|transpose|vmap|checkpoint|remat|shard_map|cu
 _CONTROL = {"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation"}
 # Named scopes of the model and the training step.
 SCOPES = {
-    *("embedding", "per_layer", "norm", "attention", "mla", "indexer", "delta", "convolution", "mlp", "moe", "router"),
+    *(
+        "embedding",
+        "per_layer",
+        "norm",
+        "attention",
+        "compressed",
+        "mla",
+        "indexer",
+        "delta",
+        "convolution",
+        "mlp",
+        "moe",
+        "router",
+    ),
     *("ssm", "loss", "logprobs", "update", "vision", "audio", "engram", "hyper_connection"),
 }
 Event = dict[str, Any]

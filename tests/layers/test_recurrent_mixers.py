@@ -10,6 +10,7 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema import model as config
+from maxhydra.config.schema.compressed import CompressedAttention
 from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.data.tokenizers.byte import ByteTokenizer
@@ -23,6 +24,15 @@ VOCAB = 48
 SINGLE = Sharder.single()
 DELTA = config.Delta(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=8)
 SSM = config.Ssm(num_heads=4, head_dim=6, num_groups=2, state_dim=5)
+COMPRESSED = CompressedAttention(
+    q_lora_rank=6,
+    window=4,
+    rate=2,
+    overlap=True,
+    out_groups=2,
+    out_rank=6,
+    indexer=config.Indexer(top_k=3, num_heads=4, head_dim=8),
+)
 KINDS = {
     "convolution": config.Kind(mixer=config.Mixer.convolution, convolution=config.Convolution(bias=True)),
     "delta": config.Kind(mixer=config.Mixer.delta, delta=DELTA),
@@ -30,6 +40,7 @@ KINDS = {
         mixer=config.Mixer.delta,
         delta=dataclasses.replace(DELTA, decay_rank=3, gate_rank=2, gate=config.DeltaGate.sigmoid),
     ),
+    "compressed": config.Kind(mixer=config.Mixer.compressed, compressed=COMPRESSED),
     # A layer of one branch, followed by one of the other.
     "ssm": config.Kind(mixer=config.Mixer.ssm, ssm=SSM, feed_forward=config.FeedForward.none),
 }
@@ -64,7 +75,7 @@ def logits(model: ModelDef, params, tokens, *, segments=None, positions=None, sh
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("delta-paged", "ssm-paged")
+@pytest.mark.default_cases("delta-paged", "ssm-paged", "compressed-paged")
 @pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
 @pytest.mark.parametrize("mixer", KINDS)
 def test_chunked_prefill_and_decode_equal_one_forward_pass(mixer, paged):
@@ -104,7 +115,7 @@ def test_chunked_prefill_and_decode_equal_one_forward_pass(mixer, paged):
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("convolution", "delta", "ssm")
+@pytest.mark.default_cases("compressed", "convolution", "delta", "ssm")
 @pytest.mark.parametrize("mixer", KINDS)
 def test_packed_documents_do_not_attend_to_each_other(mixer):
     model = make(mixer, num_layers=2)
@@ -120,7 +131,7 @@ def test_packed_documents_do_not_attend_to_each_other(mixer):
 @pytest.mark.slow
 @pytest.mark.default_cases("delta-axes0", "convolution-axes0", "ssm-axes0")
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2, "sequence": 2}, {"sequence": 8}])
-@pytest.mark.parametrize("mixer", KINDS)
+@pytest.mark.parametrize("mixer", [name for name in KINDS if name != "compressed"])
 def test_sharded_output_equals_one_device(mixer, axes):
     model = make(mixer)
     params, tokens = weights(model), ids(2, 16)

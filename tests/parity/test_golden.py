@@ -14,7 +14,17 @@ PARITY = Path(__file__).parent
 FAMILIES = sorted(folder.name for folder in (PARITY / "golden").iterdir() if folder.is_dir())
 # The families whose layers differ most; gradients and decoding of the others, whose layers are combinations of these,
 # would compile for minutes. `scripts/parity_table.py` compares the gradients of all families.
-DIFFERENTIATED = ["deepseek3.2", "gemma2", "gemma4_e", "gpt2", "gpt_oss", "lfm2", "llama4_text", "mistral4"]
+DIFFERENTIATED = [
+    "deepseek3.2",
+    "deepseek4",
+    "gemma2",
+    "gemma4_e",
+    "gpt2",
+    "gpt_oss",
+    "lfm2",
+    "llama4_text",
+    "mistral4",
+]
 DIFFERENTIATED += ["nemotron_h", "qwen3_next"]
 
 

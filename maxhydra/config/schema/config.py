@@ -85,6 +85,11 @@ def _kind_estimate(model: Model, kind: Kind) -> int:
         values = (delta.num_value_heads or heads) * (delta.value_dim or head_dim)
         gate = width * values if delta.gate_rank is None else delta.gate_rank * (width + values)
         mixer = width * 2 * (keys + values) + gate + (delta.decay_rank or 0) * (width + keys)
+    elif kind.mixer is Mixer.compressed:
+        section = kind.compressed
+        rate_widths = 0 if section.rate is None else 2 * head_dim * (1 + section.overlap)
+        mixer = section.q_lora_rank * (width + heads * head_dim) + width * (head_dim + rate_widths)
+        mixer += section.out_rank * (heads * head_dim + section.out_groups * width)
     elif kind.mixer is Mixer.none:
         mixer = 0
     elif kind.mixer is Mixer.convolution:

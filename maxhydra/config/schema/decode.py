@@ -5,7 +5,7 @@ from enum import Enum
 
 from maxhydra.config.declare import Schema, option, schema
 from maxhydra.config.errors import Problem
-from maxhydra.config.schema.model import Model, Positions
+from maxhydra.config.schema.model import Mixer, Model, Positions
 
 # Sampling parameters are sent to the device as float32, whose maximum is 3.4e38.
 LARGEST = 1e38
@@ -111,6 +111,11 @@ class Engine(Schema):
         if self.prefix_cache and model.is_recurrent:
             reason = "is not supported with recurrent layers, whose state covers a whole sequence and is not paged"
             yield Problem("engine.prefix_cache", reason, value=True, accepted="false or null")
+        used = [model.kinds[name] for name in {*model.prefix, *model.pattern} if name in model.kinds]
+        rates = {kind.compressed.rate or 1 for kind in used if kind.mixer is Mixer.compressed}
+        for rate in sorted(rate for rate in rates if self.page_size % rate):
+            reason = f"is not a multiple of compressed.rate={rate}, so that entries would be split between pages"
+            yield Problem("engine.page_size", reason, value=self.page_size, accepted=f"a multiple of {rate}")
         longest = model.context_length
         if model.embedding.positions is Positions.learned and (self.max_context or 0) > longest:
             reason = f"exceeds model.context_length={longest}, and learned position embeddings end there"

@@ -47,6 +47,7 @@ class RouterScores(Enum):
     softmax = "softmax"
     softmax_of_chosen = "softmax_of_chosen"
     sigmoid = "sigmoid"
+    sqrt_softplus = "sqrt_softplus"
 
 
 class GroupScore(Enum):
@@ -70,7 +71,7 @@ class Router(Schema):
 
     scores: RouterScores = RouterScores.softmax
     """softmax over all experts (Shazeer et al., 2017), softmax_of_chosen over the logits of the top_k experts only,
-    or an independent sigmoid per expert (DeepSeek-AI, 2024)."""
+    an independent sigmoid per expert (DeepSeek-AI, 2024), or the square root of softplus (DeepSeek-V4, 2026)."""
     normalize: bool = True
     """Divide the scores of the top_k experts by their sum; those of softmax_of_chosen sum to one already."""
     normalize_eps: float = option(1e-20, gt=0)
@@ -94,6 +95,9 @@ class Router(Schema):
     bias_rate: float | None = option(None, ge=0)
     """Loss-free balancing (Wang et al., 2024): a bias that affects expert selection but not the scores. After
     each step it rises by this much for experts below the mean load and falls for the others. null: no bias."""
+    by_token: bool = False
+    """Experts of a token are those of its id in a table that is loaded with the weights and not trained; scores only
+    weight them (Roller et al., 2021)."""
 
 
 @schema
@@ -125,6 +129,9 @@ class Moe(Schema):
     (up + 1) * gate * sigmoid(clamp_slope * gate). null: activation(gate) * up."""
     clamp_slope: float = option(1.702, gt=0)
     """Slope of the sigmoid if clamp is set."""
+    limit: float | None = option(None, gt=0)
+    """Bound of the two factors of an expert, routed or shared: activation(min(gate, limit)) * clip(up, -limit, limit).
+    null: no bound."""
     router: Router = section(Router)
     shared: Shared = section(Shared)
     capacity_factor: float | None = option(None, gt=0)
@@ -138,6 +145,13 @@ class Moe(Schema):
         if self.experts is None:
             return
         router = self.router
+        if self.limit is not None and self.clamp is not None:
+            yield Problem("limit", f"cannot be combined with clamp={self.clamp}", value=self.limit, accepted="null")
+        if router.by_token and (router.bias_rate is not None or router.groups > 1):
+            reason = "chooses experts by the token, so that router.bias_rate and router.groups have no effect"
+            yield Problem("router.by_token", reason, value=True, accepted="false, or bias_rate=null and groups=1")
+        if router.by_token and router.scores is RouterScores.softmax_of_chosen:
+            yield Problem("router.by_token", "is not supported with scores=softmax_of_chosen", True, accepted="false")
         if self.top_k > self.experts:
             yield Problem("top_k", f"is more than experts={self.experts}", value=self.top_k)
         if self.experts % router.groups:

@@ -6,6 +6,7 @@ from enum import Enum
 from maxhydra.config.declare import MAX_WIDTH, Schema, option, schema, section
 from maxhydra.config.errors import Problem
 from maxhydra.config.schema.attention import Attention, Delta, Mla
+from maxhydra.config.schema.compressed import CompressedAttention
 from maxhydra.config.schema.feed_forward import Mlp, Moe, ParallelMoe
 from maxhydra.config.schema.plug_in import PlugIn
 from maxhydra.config.schema.recurrence import Convolution, Ssm
@@ -20,6 +21,7 @@ class Norms(Enum):
 
 class Mixer(Enum):
     attention = "attention"
+    compressed = "compressed"
     convolution = "convolution"
     delta = "delta"
     mla = "mla"
@@ -45,6 +47,7 @@ class Kind(Schema):
     """Token mixer; configured in the section of the same name. own_mixer: one of yours. none: a layer without a mixer
     and its norms, x + feed_forward(norm(x))."""
     attention: Attention = section(Attention)
+    compressed: CompressedAttention = section(CompressedAttention)
     convolution: Convolution = section(Convolution)
     delta: Delta = section(Delta)
     mla: Mla = section(Mla)
@@ -68,7 +71,7 @@ class Kind(Schema):
     @property
     def is_recurrent(self) -> bool:
         """True if the mixer keeps a state of fixed size per sequence."""
-        return self.mixer in (Mixer.convolution, Mixer.delta, Mixer.ssm)
+        return self.mixer in (Mixer.compressed, Mixer.convolution, Mixer.delta, Mixer.ssm)
 
     def check(self) -> Iterator[Problem]:
         yield from self._check_latent()

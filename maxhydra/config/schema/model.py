@@ -54,6 +54,7 @@ from maxhydra.config.schema.feed_forward import (
     Scaled,
     Shared,
 )
+from maxhydra.config.schema.heads import head_problems
 from maxhydra.config.schema.kernels import (
     AttentionBackend,
     FusedLinearBackend,
@@ -247,12 +248,18 @@ class Model(Schema):
         return any(self.kinds[name].engram.vocab_sizes for name in {*self.prefix, *self.pattern} if name in self.kinds)
 
     @property
+    def reads_tokens(self) -> bool:
+        """True if a layer reads the ids of the tokens."""
+        used = [self.kinds[name] for name in {*self.prefix, *self.pattern} if name in self.kinds]
+        return self.has_memory or any(kind.moe.experts and kind.moe.router.by_token for kind in used)
+
+    @property
     def has_axis_positions(self) -> bool:
         """True if RoPE of a layer turns with time, row and column of an image token."""
         return any(kind.attention.rope.sections for kind in self.kinds.values())
 
     def check(self) -> Iterator[Problem]:
-        yield from self._check_heads()
+        yield from head_problems(self.kinds, self.num_heads, self.num_kv_heads, self.head_dim)
         for field in ("prefix", "pattern"):
             for name in getattr(self, field):
                 if name not in self.kinds:
@@ -279,8 +286,8 @@ class Model(Schema):
         if self.mtp.depth and self.multipliers.logit_divisor != 1:
             reason = "is not supported together with mtp layers"
             yield Problem("multipliers.logit_divisor", reason, value=self.multipliers.logit_divisor, accepted="1.0")
-        if self.mtp.depth and self.has_memory:
-            reason = "is not supported with layers that have an engram"
+        if self.mtp.depth and self.reads_tokens:
+            reason = "is not supported with layers that have an engram or router.by_token"
             yield Problem("mtp.depth", reason, value=self.mtp.depth, accepted="0")
         if self.embedding.positions is Positions.sinusoidal and self.emb_dim % 2:
             reason = "is odd, but sinusoidal positions are pairs of sine and cosine"
@@ -363,37 +370,3 @@ class Model(Schema):
     def _kv_sizes(self, kind: Kind) -> tuple[int, int]:
         attention = kind.attention
         return attention.num_kv_heads or self.num_kv_heads, attention.head_dim or self.head_dim
-
-    def _check_heads(self) -> Iterator[Problem]:
-        for prefix, kind in {
-            "": None,
-            **{f"kinds.{name}.attention.": kind for name, kind in self.kinds.items()},
-        }.items():
-            layer = kind.attention if kind else None
-            heads = layer.num_heads if layer and layer.num_heads else self.num_heads
-            kv_heads = layer.num_kv_heads if layer and layer.num_kv_heads else self.num_kv_heads
-            head_dim = layer.head_dim if layer and layer.head_dim else self.head_dim
-            is_repeat = layer is not None and (layer.num_heads, layer.num_kv_heads) == (None, None)
-            if heads % kv_heads and not is_repeat:
-                divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
-                yield Problem(
-                    f"{prefix}num_kv_heads",
-                    f"does not divide {prefix}num_heads={heads}",
-                    value=kv_heads,
-                    accepted=", ".join(divisors),
-                )
-            if head_dim % 2 and not (layer is not None and layer.head_dim is None):
-                yield Problem(
-                    f"{prefix}head_dim", "is odd, but RoPE rotates pairs", value=head_dim, accepted="an even number"
-                )
-            elif layer and int(head_dim * layer.rope.share) not in range(2, head_dim + 1, 2):
-                accepted = f"a value for which share * head_dim={head_dim} is even"
-                yield Problem(
-                    f"{prefix}rope.share",
-                    "does not select a whole number of pairs",
-                    value=layer.rope.share,
-                    accepted=accepted,
-                )
-            elif layer and layer.rope.sections and sum(layer.rope.sections) != (pairs := layer.rope.pairs_of(head_dim)):
-                reason, value = f"does not have the {pairs} rotated pairs of a head", layer.rope.sections
-                yield Problem(f"{prefix}rope.sections", reason, value=value, accepted=f"numbers with the sum {pairs}")

@@ -1,6 +1,7 @@
 """Schema of extensions of the residual stream: multipliers, hyper-connections, and a memory of n-grams."""
 
 from collections.abc import Iterator
+from enum import Enum
 
 from maxhydra.config.declare import MAX_HEADS, MAX_VOCABULARY, MAX_WIDTH, Schema, option, schema
 from maxhydra.config.errors import Problem
@@ -19,6 +20,11 @@ class Multipliers(Schema):
     """Logits are divided by this; the output of the final norm is, before the head."""
 
 
+class StreamForm(Enum):
+    summed = "summed"
+    weighted = "weighted"
+
+
 @schema
 class HyperConnections(Schema):
     """Manifold-constrained hyper-connections (Xie et al., 2025): several residual streams, mixed at every branch."""
@@ -28,6 +34,14 @@ class HyperConnections(Schema):
     weight; the weights depend on the token. 1: one stream, to which branches are added."""
     sinkhorn_iterations: int = option(20, ge=1, le=100)
     """Column and row normalizations by which the matrix that mixes the streams becomes doubly stochastic."""
+    form: StreamForm = StreamForm.summed
+    """summed: as published, with the sum of the streams before the final norm. weighted: as in DeepSeek-V4 (2026), with
+    a weighted sum there, whose weights depend on the token as those of a branch do. Its norms have no scale, 1e-6 is
+    added to the weights by which a branch reads and in the normalizations, and the mixing matrix is transposed."""
+
+    def check(self) -> Iterator[Problem]:
+        if self.streams == 1 and self.form is not StreamForm.summed:
+            yield Problem("form", "is not used with streams=1", value=self.form.value, accepted="summed")
 
 
 @schema

@@ -5,7 +5,8 @@
     expected.npz                     ids and mask [2, 300], the second row padded on the left; logits; loss
 
 The JSON file holds keyword arguments of the transformers config. Its key `vary` has further values per argument, from
-which test_parity.py samples. Needs the parity extra.
+which test_parity.py samples, and `padding` the padded tokens if there are not 70: transformers counts the windows of
+compressed attention from the first column, padding included. Needs the parity extra.
 """
 
 import json
@@ -41,10 +42,11 @@ def settings_of(family: str, *, seed: int | None = None) -> dict[str, Any]:
 
 def make(folder: Path, settings: dict[str, Any]) -> None:
     """Write a golden model."""
-    model = random_model(settings)
+    padding = settings.get("padding", PADDING)
+    model = random_model({name: value for name, value in settings.items() if name != "padding"})
     ids = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, (2, LENGTH))
     mask = np.ones((2, LENGTH), np.int32)
-    mask[1, :PADDING] = 0
+    mask[1, :padding] = 0
     loss, logits = run(model, ids, mask)
     loss.backward()
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,6 +79,9 @@ def random_model(settings: dict[str, Any]) -> Any:
                 mean = -2.0 if name.endswith("A_log") else 1.0 if is_scale else 0.0
                 weight.normal_(mean, 0.15 if weight.ndim > 1 else 0.1)
                 weight.copy_(weight.bfloat16().float())
+            elif weight.ndim == 2:
+                # Experts by token id: different ones for each token.
+                weight.copy_(torch.rand(len(weight), config.num_local_experts).argsort()[:, : weight.shape[1]])
     return model
 
 

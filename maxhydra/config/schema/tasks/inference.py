@@ -191,8 +191,8 @@ class ServeTask(Task):
             for path, (value, neutral, accepted) in unused.items():
                 if value not in neutral:
                     yield Problem(path, reason, value=value, accepted=accepted)
-        if self.has_adapters and any(kind.mixer is Mixer.mla for kind in kinds):
-            reason = "are not supported with MLA, which decodes with a product of its matrices"
+        if self.has_adapters and any(kind.mixer in (Mixer.compressed, Mixer.mla) for kind in kinds):
+            reason = "are not supported with mixer=mla or compressed, which multiply their matrices in another order"
             hint = "merge the adapter: task=convert checkpoint.load_parameters=ADAPTER"
             yield Problem("adapters", reason, value=list(self.adapters), accepted="{}", hint=hint)
 
