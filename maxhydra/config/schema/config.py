@@ -66,11 +66,10 @@ def _encoder_estimate(encoder: Vision | Audio, width: int) -> int:
     """Estimated weights of an image or audio encoder."""
     if encoder.num_layers is None:
         return 0
-    squares, matrices, positions = 4, 2, 0
     if isinstance(encoder, Vision):
-        matrices, positions = matrices + encoder.layers.gated, 2 * (encoder.axis_positions or 0)
-    elif encoder.encoder is AudioEncoder.conformer:
-        squares, matrices = 8, 4
+        squares, matrices, positions = 4, 2 + encoder.layers.gated, 2 * (encoder.axis_positions or 0)
+    else:
+        squares, matrices, positions = (8, 4, 0) if encoder.encoder is AudioEncoder.conformer else (4, 2, 0)
     layer = encoder.emb_dim * (squares * encoder.emb_dim + matrices * encoder.mlp_dim)
     return encoder.num_layers * layer + encoder.emb_dim * (width + positions)
 
