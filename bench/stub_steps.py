@@ -44,12 +44,13 @@ def use_stub_steps() -> None:
         def _sample(self, shape: tuple[int, ...], steps: int) -> SampledTokens:
             type(self).free_at = max(self.free_at, time.monotonic()) + steps * STEP_SECONDS
             values = self.random.integers(256, self._model.config.vocab_size - 1, shape, np.int32)
-            return SampledTokens(Tokens(values, self.free_at), *[None] * (len(SampledTokens._fields) - 1))
+            tokens: Any = Tokens(values, self.free_at)
+            return SampledTokens(tokens, *[None] * (len(SampledTokens._fields) - 1))
 
         def warm_up(self, *args: Any) -> list[Any]:
             return []
 
-        def forward(self, shape: Any, weights: Any, cache: Any, slots: Any, inputs: np.ndarray, *media: Any) -> Any:
+        def forward(self, shape: Any, weights: Any, cache: Any, slots: Any, inputs: Any, *media: Any) -> Any:
             return Forwarded(inputs[:, :1], cache, inputs, None, None)
 
         def sample(self, slot_state: Any, output: Any, *args: Any) -> Any:

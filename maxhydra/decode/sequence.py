@@ -1,7 +1,6 @@
 """The state of one request in the engine: its slot and pages, computed and generated tokens, emitted text."""
 
 import dataclasses
-from collections.abc import Iterator
 from collections.abc import Sequence as List
 from functools import cached_property, lru_cache
 from operator import attrgetter
@@ -19,6 +18,7 @@ from maxhydra.decode.request import MAX_BIAS, MEDIA, Delta, Handle, Request, Tok
 from maxhydra.decode.sampler import SamplingFeatures
 
 NOT_FINITE = "the model's logits are NaN or infinite: its weights are corrupt or overflow their dtype"
+NO_TOKENS: frozenset[int] = frozenset()
 
 
 class Sequence:
@@ -40,6 +40,7 @@ class Sequence:
         self.position_lag = 0
         """How far positions of RoPE are behind those of the cache: an image takes fewer positions than tokens."""
         self.tokens = list(request.prompt)
+        self._max_tokens = len(request.prompt) + budget
         self.num_computed = 0
         """Tokens whose KV cache is computed or in flight."""
         self.num_scheduled = 0
@@ -69,10 +70,6 @@ class Sequence:
     def cache_tokens(self) -> int:
         """Tokens that the KV cache must hold: the last generated token is never an input."""
         return len(self.request.prompt) + self.budget - 1
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
 
     @property
     def is_prefilled(self) -> bool:
@@ -124,13 +121,15 @@ class Sequence:
         self, tokens: List[int], logprobs: List[TokenLogprob], *, tokenizer: Tokenizer, eos: frozenset[int]
     ) -> int:
         """Append sampled tokens up to the last valid one and emit a delta; return how many were appended."""
-        eos = frozenset() if self.request.ignore_eos else eos
+        eos = NO_TOKENS if self.request.ignore_eos else eos
+        valid = self._cut(tokens, eos)
         if not self._is_streamed:
-            return self._append_silently(tokens, logprobs, tokenizer=tokenizer, eos=eos)
+            return self._append_silently(valid, logprobs, tokenizer=tokenizer, eos=eos, is_cut=len(valid) < len(tokens))
         if self._detokenizer is None:
             self._detokenizer = self._make_detokenizer(tokenizer)
         text, finish, count = "", None, 0
-        for piece in self._split(tokens, eos):
+        # One token at a time when stop strings are set, since any token may complete one.
+        for piece in [[token] for token in valid] if self.request.stop else [valid] if valid else []:
             new_text, finish = self._append_piece(piece, self._detokenizer, eos)
             text, count = text + new_text, count + len(piece)
             if finish is not None:
@@ -150,22 +149,22 @@ class Sequence:
         return Detokenizer(tokenizer, self.request.prompt, names_special=self.request.names_special)
 
     def _append_silently(
-        self, tokens: List[int], logprobs: List[TokenLogprob], *, tokenizer: Tokenizer, eos: frozenset[int]
+        self, valid: List[int], logprobs: List[TokenLogprob], *, tokenizer: Tokenizer, eos: frozenset[int], is_cut: bool
     ) -> int:
-        """Append sampled tokens, and emit all of the sequence once it is finished."""
-        valid = next(self._split(tokens, eos), [])
+        """Append valid tokens, and emit all of the sequence once it is finished."""
         self.tokens += valid
-        self._logprobs += logprobs[: len(valid)]
+        if logprobs:
+            self._logprobs += logprobs[: len(valid)]
         is_eos = bool(valid) and valid[-1] in eos
-        self.is_finished = is_eos or self.num_generated >= self.budget
-        if self.is_finished:
+        if is_eos or len(self.tokens) >= self._max_tokens:
+            self.is_finished = True
             generated = self.tokens[len(self.request.prompt) :]
             detokenizer = self._make_detokenizer(tokenizer)
             text = detokenizer.add(generated[:-1] if is_eos else generated) + detokenizer.flush()
             finish, experts = "stop" if is_eos else "length", self._recorded_experts()
             logprobs, prompt_logprobs = tuple(self._logprobs), self._take_prompt_logprobs()
             self.handle.put(Delta(text, tuple(generated), logprobs, finish, "", prompt_logprobs, experts=experts))
-        elif len(valid) < len(tokens):
+        elif is_cut:
             self.fail(NOT_FINITE)
         return len(valid)
 
@@ -178,23 +177,20 @@ class Sequence:
         """Experts of all tokens but the last, which was not an input."""
         return np.concatenate(self.experts)[: len(self.tokens) - 1] if self.experts else None
 
-    def _split(self, tokens: List[int], eos: frozenset[int]) -> Iterator[List[int]]:
-        """Split new tokens into pieces to detokenize, cut at EOS or an invalid token.
-
-        One token at a time when stop strings are set, since any token may complete one.
-        """
-        tokens = tokens[: self.budget - self.num_generated]
+    def _cut(self, tokens: List[int], eos: frozenset[int]) -> List[int]:
+        """Cut new tokens after EOS, before an invalid token, or at the maximum."""
+        tokens = tokens[: self._max_tokens - len(self.tokens)]
         if min(tokens) < 0 or not eos.isdisjoint(tokens):
             last = next(index for index, token in enumerate(tokens) if token < 0 or token in eos)
             tokens = tokens[: last + (tokens[last] >= 0)]
-        return ([token] for token in tokens) if self.request.stop else iter([tokens] if tokens else [])
+        return tokens
 
     def _append_piece(self, tokens: List[int], detokenizer: Detokenizer, eos: frozenset[int]) -> tuple[str, str | None]:
         """Return the text that tokens add, and the finish reason if the sequence ends with the last of them."""
         self.tokens += tokens
         is_eos = tokens[-1] in eos
         text = self._stop_matcher.add(detokenizer.add(tokens[:-1] if is_eos else tokens))
-        is_full = self.num_generated >= self.budget
+        is_full = len(self.tokens) >= self._max_tokens
         finish = "stop" if is_eos or self._stop_matcher.is_stopped else "length" if is_full else None
         if finish is not None and not self._stop_matcher.is_stopped:
             text += self._stop_matcher.add(detokenizer.flush())

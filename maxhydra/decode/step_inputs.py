@@ -146,7 +146,7 @@ class Buckets:
             self.round_pages(max(chunk.stop for chunk in chunks)),
             all(chunk.start == 0 for chunk in chunks),
         )
-        count = _fullest_group(chunks)
+        count = self._fullest_group(chunks)
         rows = self.round_rows(count)
         if self.is_coarse:
             rows = next(size for size in (*self._prefill_rows(tokens), rows) if size >= self.groups * count)
@@ -157,6 +157,10 @@ class Buckets:
         counts = (images, *(max(size, default=0) for size in zip(*sizes, strict=True))) if sizes else (images, 0, 0)
         media = dict(zip(("images", "clips", "frames"), (power_of_two(n) if n else 0 for n in counts), strict=True))
         return StepShape(rows, tokens, pages, is_prefill=True, is_fresh=is_fresh, is_scored=is_scored, **media)
+
+    def _fullest_group(self, items: List[PrefillChunk] | List[Sequence]) -> int:
+        """Return the number of rows of the group with the most rows."""
+        return len(items) if self.groups == 1 else max(Counter(map(_group, items)).values())
 
     def split_prefill(self, chunks: List[PrefillChunk]) -> list[List[PrefillChunk]]:
         """Split chunks into calls: prompts with media separately, and few rows together for long contexts."""
@@ -200,18 +204,13 @@ class Buckets:
     def decode_shape(self, sequences: List[Sequence], *, lookahead: int, extra_rows: int) -> StepShape:
         """Return the bucket for decoding one more token per sequence, some steps later or with additional rows."""
         longest = max(sequence.num_computed for sequence in sequences) + 1 + lookahead
-        count = max(_fullest_group(sequences), -(-(len(sequences) + extra_rows) // self.groups))
+        count = max(self._fullest_group(sequences), -(-(len(sequences) + extra_rows) // self.groups))
         return StepShape(self.round_rows(count), 1, self.round_pages(longest), is_prefill=False)
 
 
 def _group(item: PrefillChunk | Sequence) -> int:
     assert item.place is not None
     return item.place.group
-
-
-def _fullest_group(items: Iterable[PrefillChunk | Sequence]) -> int:
-    """Return the number of rows of the group with the most rows."""
-    return max(Counter(map(_group, items)).values())
 
 
 def sampling_features(sequences: Iterable[Sequence | None]) -> SamplingFeatures:

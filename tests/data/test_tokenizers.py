@@ -105,6 +105,15 @@ class TestEveryKind:
                 ends = [len(tokenizer.decode(ids[: end + 1].tolist())) for end in range(len(ids))]
                 assert np.abs(np.cumsum(counts) - ends).max() <= 1
 
+    def test_text_after_a_complete_character_is_independent(
+        self, tokenizer: Tokenizer, request: pytest.FixtureRequest
+    ) -> None:
+        assert tokenizer.is_byte_level == any(name in request.node.name for name in ("byte_level", "tiktoken"))
+        for ids in map(tokenizer.encode, TEXTS if tokenizer.is_byte_level else ()):
+            for end in range(len(ids)):
+                if not (text := tokenizer.decode(ids[:end])).endswith("\ufffd"):
+                    assert text + tokenizer.decode(ids[end:]) == tokenizer.decode(ids)
+
     def test_plain_text_never_becomes_a_special_token(self, tokenizer: Tokenizer) -> None:
         # The unknown token is special too, and replaces any unknown letter.
         special = tokenizer.special - {tokenizer.special_token_ids.get("<unk>")}

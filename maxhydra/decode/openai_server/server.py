@@ -206,7 +206,7 @@ class _Server:
 async def _run_unless_disconnected(connection: Connection, coroutine: Coroutine[Any, Any, None]) -> bool:
     """Run a coroutine and cancel it if the client disconnects; return True if it completed.
 
-    It runs in the task of the connection: a task of its own would double the cost of a small request.
+    It runs in the task of the connection, so that a small request needs no second one.
     """
     task, reader, loop = asyncio.current_task(), connection.reader, asyncio.get_running_loop()
     assert task is not None
