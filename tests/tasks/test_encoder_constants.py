@@ -26,7 +26,9 @@ def stored(folder: Path, step: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("data", "encoder"), [("shapes", "vision"), ("tones", "audio")])
+@pytest.mark.parametrize(
+    ("data", "encoder"), [("shapes", "vision"), pytest.param("tones", "audio", marks=pytest.mark.exhaustive)]
+)
 def test_bounds_are_constant_and_projections_are_trained(data: str, encoder: str, tmp_path: Path) -> None:
     run_ok(*RUN, f"data={data}", f"model=gemma4-tiny-{encoder}", "run.name=a", cwd=tmp_path)
     assert all(np.isfinite(loss) for loss in losses(tmp_path / "outputs/a").values())
