@@ -162,6 +162,7 @@ def _update_vectors(rule: MatrixRule, axes: dict[str, LogicalAxes], sharder: Sha
     names = jax.tree_util.tree_map_with_path(
         lambda keys, node: bases_axes(node, axes[path_of(keys)]), bases, is_leaf=lambda node: isinstance(node, Bases)
     )
+    structure: Any
     found, structure = jax.tree.flatten(bases, is_leaf=lambda node: isinstance(node, Basis))
     moment_axes = [basis.moment for basis in structure.flatten_up_to(names)]
     specs = [sharder.dividing_spec(of, basis.moment.shape) for of, basis in zip(moment_axes, found, strict=True)]
