@@ -2,7 +2,7 @@
 
 A video is a source {"video": path or data URL, "fps": frames per second} among the images of a conversation, with one
 marker in its text. Two frames, or as many as a patch has, become a step of the video, which the model sees as an image
-with tokens of its own. The seconds of each step are text before it.
+with its tokens. The seconds of each step are text before it.
 """
 
 import math
@@ -84,18 +84,18 @@ def order_media(messages: Any, images: Sequence[Any], videos: Sequence[Any]) -> 
     A part of a video may have the video itself, {"type": "video", "video": path}. Raises MediaError if the number of
     videos is not that of the parts.
     """
-    left, others, ordered, count = list(videos), list(images), [], 0
+    remaining, others, ordered, count = list(videos), list(images), [], 0
     for part in _media_parts(messages):
         if part.get("type") not in VIDEO_PARTS:
             ordered += [others.pop(0)] if others else []
             continue
         count += 1
-        source = part.get("video") or (left.pop(0) if left else None)
+        source = part.get("video") or (remaining.pop(0) if remaining else None)
         if source is not None:
             ordered.append({"video": source, "fps": part.get("fps")})
     found = sum(map(is_video, ordered))
-    if left or found != count:
-        raise MediaError("messages", f"has {found + len(left)} videos, but {count} video parts in its messages")
+    if remaining or found != count:
+        raise MediaError("messages", f"has {found + len(remaining)} videos, but {count} video parts in its messages")
     return [*ordered, *others]
 
 

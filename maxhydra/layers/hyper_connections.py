@@ -142,9 +142,9 @@ class HyperConnection(StreamLogits):
 
     def write(self, x_BTS: jax.Array, branch_BTD: jax.Array, weights: StreamWeights) -> jax.Array:
         """The streams after the branch, H_res x + H_post branch."""
-        mixed_BTnD = jnp.einsum("BTij,BTjD->BTiD", weights.mix_BTnn, self.streams(x_BTS))
+        combined_BTnD = jnp.einsum("BTij,BTjD->BTiD", weights.mix_BTnn, self.streams(x_BTS))
         added_BTnD = weights.post_BTn[..., None] * branch_BTD.astype(jnp.float32)[:, :, None]
-        return (mixed_BTnD + added_BTnD).astype(x_BTS.dtype).reshape(x_BTS.shape)
+        return (combined_BTnD + added_BTnD).astype(x_BTS.dtype).reshape(x_BTS.shape)
 
 
 def sinkhorn(logits: jax.Array, iterations: int) -> jax.Array:
