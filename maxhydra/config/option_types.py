@@ -83,6 +83,15 @@ def nested(path: str, value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+@cache
+def schema_node(cls: type) -> DictConfig:
+    """Return the config node of a schema class with its defaults; shared, so callers copy it before they change it."""
+    # OmegaConf copies each section into its parent, which is a sixth of the time, unless this flag is set.
+    node: DictConfig = OmegaConf.structured(cls, flags={"no_deepcopy_set_nodes": True})
+    node._set_flag("no_deepcopy_set_nodes", None)
+    return node
+
+
 def set_section_type(node: DictConfig, path: str, section: DictConfig) -> None:
     """Set the section at a path of a config node to a copy of a node with more fields; create dict entries above it."""
     names, parent = path.split("."), node

@@ -35,11 +35,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
 
 from maxhydra.config.compose.overrides import parse
 from maxhydra.config.compose.provenance import COMMAND_LINE, read_yaml
-from maxhydra.config.compose.schema_store import schema_node
 from maxhydra.config.declare import Options
 from maxhydra.config.errors import Problem, did_you_mean, options_shown
 from maxhydra.config.migrations import renamed_option
-from maxhydra.config.option_types import nested, option_types, set_section_type
+from maxhydra.config.option_types import nested, option_types, schema_node, set_section_type
 from maxhydra.config.registry import OPTION_SOURCES
 
 # Characters in the name of a job's folder, and digits of a number in it that someone may have written.

@@ -11,12 +11,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from maxhydra.config.compose.provenance import COMMAND_LINE, SourcedValue
-from maxhydra.config.compose.schema_store import schema_node
 from maxhydra.config.declare import MISSING
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.fields import FieldType, fields, is_open, walk
 from maxhydra.config.migrations import migrate_key
-from maxhydra.config.option_types import set_section_type
+from maxhydra.config.option_types import schema_node, set_section_type
 from maxhydra.config.registry import GLOBAL, groups, task_schemas
 from maxhydra.config.schema.config import Config
 

@@ -4,22 +4,13 @@
 """
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 from hydra.core.config_store import ConfigNode, ConfigStore
-from omegaconf import DictConfig, OmegaConf
+
+from maxhydra.config.option_types import schema_node
 
 PROVIDER = "maxhydra"
-
-
-@cache
-def schema_node(cls: type) -> DictConfig:
-    """Return the config node of a schema class with its defaults; shared, so callers copy it before they change it."""
-    # OmegaConf copies each section into its parent, which is a sixth of the time, unless this flag is set.
-    node: DictConfig = OmegaConf.structured(cls, flags={"no_deepcopy_set_nodes": True})
-    node._set_flag("no_deepcopy_set_nodes", None)
-    return node
 
 
 class SchemaEntry(ConfigNode):
