@@ -42,8 +42,10 @@ def find_groups(ctx: Context, rate: int) -> Groups:
     is_last_BT = ((ctx.positions + 1) % rate == 0) & ctx.is_real_BT
     sorted_BW = jnp.sort(jnp.where(is_last_BT, jnp.arange(T), T), axis=1)[:, : -(-T // rate)]
     exists_BW, last_BW = sorted_BW < T, jnp.minimum(sorted_BW, T - 1)
-    positions_BW = jnp.where(exists_BW, jnp.take_along_axis(ctx.positions, last_BW, axis=1), -1)
-    segments_BW = None if ctx.segments is None else jnp.take_along_axis(ctx.segments, last_BW, axis=1)
+    positions_BW = jnp.where(exists_BW, _take_tokens(ctx.positions[..., None], last_BW[..., None], ctx)[..., 0], -1)
+    segments_BW = (
+        None if ctx.segments is None else _take_tokens(ctx.segments[..., None], last_BW[..., None], ctx)[..., 0]
+    )
     return Groups(last_BW, positions_BW, segments_BW)
 
 
@@ -107,9 +109,7 @@ class Compressor(nnx.Module):
             """Values and biased gates of these tokens, a part of their features."""
             flat_BI1 = jnp.maximum(index_BWR, 0).reshape(B, -1, 1)
             value_BSC, gate_BSC = (x[..., part] for x in jnp.split(all_BSC, 2, axis=-1))
-            value, gate = (
-                jnp.take_along_axis(x, flat_BI1, axis=1).reshape(*index_BWR.shape, -1) for x in (value_BSC, gate_BSC)
-            )
+            value, gate = (_take_tokens(x, flat_BI1, ctx).reshape(*index_BWR.shape, -1) for x in (value_BSC, gate_BSC))
             return value, gate.astype(jnp.float32) + self.position_bias[..., part].astype(jnp.float32)
 
         value_BWRH, gate_BWRH = gather(own_BWR, slice(spec.width - spec.head_dim, None))
@@ -123,3 +123,13 @@ class Compressor(nnx.Module):
         entry_BWH = self.norm(jnp.sum(value_BWRH * weights_BWRH, axis=2))
         first_BW = jnp.maximum(groups.positions_BW + 1 - spec.rate, 0)
         return rotate_last(entry_BWH[:, :, None], first_BW, spec.rotation)[:, :, 0], tail_BPC
+
+
+def _take_tokens(x_BSC: jax.Array, index_BI1: jax.Array, ctx: Context) -> jax.Array:
+    """[B, I, C] features of the tokens with these indices; each device takes those of its sequences.
+
+    XLA's partitioner aborts on this gather with stages and tensor parallelism.
+    """
+    place = ctx.place.dividing(batch=x_BSC.shape[0])
+    rows = place.spec("batch", None, None)
+    return place.shard_map(lambda x, index: jnp.take_along_axis(x, index, axis=1), (rows, rows), rows)(x_BSC, index_BI1)
