@@ -33,7 +33,8 @@ def test_a_sampled_configuration_equals_transformers(family: str, tmp_path: Path
     make.make(tmp_path, settings)
     golden = Golden(tmp_path)
     distance, logits = golden.distance()
-    assert distance.logits < 2e-4 and distance.kl < 1e-8 and distance.gradients < 1e-3, (distance, settings)
+    # Logits of transformers in float32 are up to 2e-4 from its own in float64 (Gemma 4 with per-layer embeddings).
+    assert distance.logits < 5e-4 and distance.kl < 1e-8 and distance.gradients < 3e-3, (distance, settings)
     assert np.abs(logits).max() > 0.1
 
 
