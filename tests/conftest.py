@@ -1,6 +1,6 @@
 """Eight simulated CPU devices for every test, set before jax is imported; meshes use `jax.devices()[:n]`.
 
-JAX_COMPILATION_CACHE_DIR keeps compiled programs between sessions. The last XLA flag is the one of
+Compiled programs are kept between sessions (tests/support/compile_cache.py). The last XLA flag is the one of
 conf/hardware/cpu.yaml.
 """
 
@@ -91,4 +91,5 @@ def resident_bytes() -> int:
 
 def pytest_unconfigure() -> None:
     if CACHE_FOLDER is not None:
+        compile_cache.save_store(Path(CACHE_FOLDER))
         shutil.rmtree(CACHE_FOLDER, ignore_errors=True)
