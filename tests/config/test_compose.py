@@ -111,9 +111,13 @@ INDEPENDENT = (
     *("hardware", "checkpoint", "tracker", "reward", "environment"),
 )
 COMPOSED = [each for each in OPTIONS if each[0] not in INDEPENDENT]
+OTHERS = [each for each in COMPOSED if each[0] != "model"]
+SAMPLED_MODELS = [each for each in COMPOSED if each[0] == "model" and each[1] in MODELS]
 
 
 @pytest.mark.slow
+# tests/model/test_model_sizes.py reads every model option.
+@pytest.mark.default_cases(*("-".join(each) for each in [*SAMPLED_MODELS, *OTHERS]))
 @pytest.mark.parametrize(("group", "option"), COMPOSED, ids=str)
 def test_every_option_composes(group: str, option: str, text: Path, composer: Composer) -> None:
     overrides = choose(group, option, text)
@@ -127,7 +131,7 @@ COMPARED = [(group, option) for group, option in COMPOSED if group != "model" or
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases(*("-".join(each) for each in COMPARED[::4]))
+@pytest.mark.default_cases(*("-".join(each) for each in COMPARED[::10]))
 @pytest.mark.parametrize(("group", "option"), COMPARED, ids=str)
 def test_every_option_composes_as_in_hydra(group: str, option: str, text: Path, composer: Composer) -> None:
     config = check_against_hydra(composer, choose(group, option, text)).config
@@ -138,6 +142,7 @@ OPTIONS_OF = {group: [path.stem for path in groups()[group]] for group in INDEPE
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("0", "1", "2", "3", "4", "5")
 @pytest.mark.parametrize("number", range(max(map(len, OPTIONS_OF.values()))))
 def test_independent_options_compose_as_in_hydra(number: int, text: Path, composer: Composer) -> None:
     chosen = {group: options[number % len(options)] for group, options in OPTIONS_OF.items()}

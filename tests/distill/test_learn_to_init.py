@@ -72,6 +72,7 @@ def test_equal_heads_start_as_the_teacher() -> None:
         jax.tree.map(np.testing.assert_array_equal, apply_maps(maps, weights), weights)
 
 
+@pytest.mark.slow
 def test_learned_maps_lower_the_divergence() -> None:
     """A bias is mapped with its projection, so that the mapped student is a linear map of the teacher's heads."""
     teacher, student = model_of(), model_of("model.num_heads=2", "model.num_kv_heads=1", "model.head_dim=16")

@@ -61,6 +61,7 @@ def test_dropless_equals_dense_evaluation_of_the_selected_experts():
     assert_close(found, dense, 2e-5)
 
 
+@pytest.mark.slow
 def test_eps_is_added_to_the_sum_of_the_scores():
     """The softmax of all experts has a sum of 1, so that an eps of 1 halves the output."""
     plain, halved = (

@@ -66,6 +66,7 @@ def test_sharded_output_equals_one_device():
     np.testing.assert_allclose(whole(model, placed, ids, sharder), whole(model, params, ids), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_layers_share_only_with_kinds_of_the_prefix():
     with pytest.raises(ConfigError, match=r"(?s)local_shared.attention.shares.*accepted: local, global") as error:
         compose([*TINY, "model.kinds.local_shared.attention.shares=global_shared"])

@@ -89,6 +89,7 @@ def expected_loss(model: Any, batch: dict[str, np.ndarray], noised: np.ndarray, 
     return -(scores * torch.from_numpy(batch["weights"] * scale)).sum()
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_equal_those_of_torch(golden: Golden, expected_model: Any, tmp_path: Path) -> None:
     batch, key = make_batch(), jax.random.key(3)
     loss = likelihood_loss(golden.model, SINGLE, Train())  # type: ignore[call-arg]
@@ -104,6 +105,7 @@ def test_loss_and_gradients_equal_those_of_torch(golden: Golden, expected_model:
     assert max(errors.values()) < 1e-4, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "prompt_length"), [(None, 1), (2, 6), (1, 7)])
 def test_cached_decoding_equals_full_forward_passes(
     golden: Golden, expected_model: Any, steps: int | None, prompt_length: int

@@ -104,7 +104,10 @@ def run(processes: int, *commands: list[str], cwd: Path, devices: int) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Inputs of all tasks, random weights, and the results of one process and of two."""
+    """Inputs of all tasks, random weights, and the results of one process and of two.
+
+    task=teacher_logits and task=eval, which score and decode in the same way, are left to the exhaustive tests.
+    """
     folder = tmp_path_factory.mktemp("inputs")
     model = build(compose(MODEL).config.model)
     with ocp.StandardCheckpointer() as writer:
@@ -118,9 +121,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "prompts.jsonl", prompts)
     write_lines(folder / "text.jsonl", [{"text": line} for line in text])
     for processes, name in enumerate(NAMES, start=1):
-        commands = [score(f"{name}.scores.jsonl"), decode(f"{name}.texts.jsonl"), teacher_logits(name), grpo(name)]
-        commands.append(evaluate(name))
+        commands = [score(f"{name}.scores.jsonl"), decode(f"{name}.texts.jsonl"), grpo(name)]
         run(processes, *[[*command, *MESH] for command in commands], cwd=folder, devices=2 // processes)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def more_results(folder: Path) -> Path:
+    for processes, name in enumerate(NAMES, start=1):
+        commands = [[*command, *MESH] for command in (teacher_logits(name), evaluate(name))]
+        run(processes, *commands, cwd=folder, devices=2 // processes)
     return folder
 
 
@@ -197,9 +207,9 @@ def test_completions_after_a_kill_of_one_process_are_those_of_one(folder: Path) 
     assert completions(output) == one
 
 
-@pytest.mark.slow
-def test_teacher_logits_of_two_processes_are_those_of_one(folder: Path) -> None:
-    one, two = (documents(folder / name) for name in NAMES)
+@pytest.mark.exhaustive
+def test_teacher_logits_of_two_processes_are_those_of_one(more_results: Path) -> None:
+    one, two = (documents(more_results / name) for name in NAMES)
     for expected, found in zip(one, two, strict=True):
         np.testing.assert_array_equal(found["tokens"], expected["tokens"])
         np.testing.assert_allclose(found["teacher_logits"], expected["teacher_logits"], atol=2e-3)
@@ -214,19 +224,19 @@ def test_grpo_in_two_processes_learns_as_in_one(folder: Path) -> None:
     assert len(set(metrics(folder / "outputs" / "two", "loss"))) == 3
 
 
-@pytest.mark.slow
-def test_benchmarks_of_two_processes_are_those_of_one(folder: Path) -> None:
-    one, two = (benchmarks(folder, name) for name in NAMES)
+@pytest.mark.exhaustive
+def test_benchmarks_of_two_processes_are_those_of_one(more_results: Path) -> None:
+    one, two = (benchmarks(more_results, name) for name in NAMES)
     assert list(one) == ["2", "3"] and one["2"] != one["3"]
     compare_numbers(two, one)
 
 
 @pytest.mark.exhaustive
-def test_benchmarks_of_four_processes_are_those_of_one(folder: Path) -> None:
+def test_benchmarks_of_four_processes_are_those_of_one(more_results: Path) -> None:
     """Four processes evaluate the run of two; with all results in the cache, no process loads weights."""
     commands = [[*evaluate("two"), "run.name=four_eval", *MESH, "mesh.tensor=2"]] * 2
-    run(4, *commands, cwd=folder, devices=1)
-    compare_numbers(benchmarks(folder, "four"), benchmarks(folder, "one"))
+    run(4, *commands, cwd=more_results, devices=1)
+    compare_numbers(benchmarks(more_results, "four"), benchmarks(more_results, "one"))
 
 
 @pytest.mark.exhaustive
