@@ -24,6 +24,7 @@ from maxhydra.runtime.detect import (
 )
 from maxhydra.runtime.distributed import detect_cluster, initialize_distributed
 from maxhydra.runtime.flags import backend_environment, flags_in_effect
+from maxhydra.runtime.program_cache import write_programs_atomically
 
 INSTALL = {Platform.gpu: "pip install 'maxhydra[gpu]'", Platform.tpu: "pip install 'maxhydra[tpu]'"}
 
@@ -143,6 +144,7 @@ def _configure(hardware: Hardware, env: Mapping[str, str]) -> list[str]:
     }
     for key, value in settings.items():
         jax.config.update(key, value)
+    write_programs_atomically()
     compilation_cache.reset_cache()
     return [note]
 
