@@ -140,8 +140,7 @@ def test_eight_adapters_in_one_batch_equal_their_merged_models(engine: Engine, f
             check(merged(folders.get(name or "")), prompt, completion)
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("tensor")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axis", ["fsdp", "tensor"])
 def test_adapters_on_a_mesh_equal_their_merged_models(model: ModelDef, folders: dict[str, Path], axis: str) -> None:
     names: list[str | None] = [None, "one", "two", "six"]

@@ -62,7 +62,7 @@ def test_an_image_fills_its_tokens_and_a_clip_has_one_for_four_frames() -> None:
     assert prompt.audio is not None and prompt.audio.lengths.tolist() == [30]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_completions_equal_one_forward_pass() -> None:
     model, prompt = build(MODEL), media_prompt()
     sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)

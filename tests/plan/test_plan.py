@@ -42,7 +42,7 @@ def subject_of(*overrides: str) -> Subject:
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases(*sorted(LINES)[::3])
+@pytest.mark.default_cases(*sorted(LINES)[::6])
 @pytest.mark.parametrize("name", sorted(LINES))
 def test_memory_and_traffic_of_every_compiled_case(name: str) -> None:
     peak, sent = check.deviations(LINES[name])

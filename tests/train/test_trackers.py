@@ -157,7 +157,7 @@ for step in (0, 1):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_mlflow_continues_its_run_in_a_local_database(tmp_path):
     pytest.importorskip("mlflow", reason="needs the mlflow extra")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": ""}
