@@ -75,6 +75,7 @@ def write(folder: Path, name: str, text: str) -> Path:
         ("~optimizer.b1", "optimizer.b1", ["cannot be deleted"]),
         ("mesh.rules.embd=[fsdp]", "mesh.rules.embd", ["has no 'embd'", "did you mean 'embed'?"]),
         ("mesh.rules.new=[fsdp]", "mesh.rules.new", ["+mesh.rules.new=... "[:-1]]),
+        ("model.kinds.layer.mla.indexer_of=layer", "model.kinds.layer.mla.indexer_of", ["have an indexer"]),
         ("+model.kinds.new.attention.window=4", "model.kinds.new.attention.window", ["+model.kinds={new:{"]),
         ("model.pattern.5=layer", "model.pattern.5", ["has 1 items"]),
         ("run.name=a(b", "run.name", ["=a(b", "cannot be parsed", "quote a value"]),

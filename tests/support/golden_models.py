@@ -29,7 +29,7 @@ PREFILL = 280
 # Families whose mechanisms are all those of others; their tests are exhaustive.
 FURTHER_FAMILIES = {
     *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "granitemoehybrid", "kimi_linear", "lfm2_moe", "minimax_m2"),
-    "olmo_hybrid",
+    *("glm_moe_dsa_shared", "olmo_hybrid"),
 }
 
 
