@@ -250,11 +250,11 @@ class Mla(Schema):
     indexer: Indexer = section(Indexer)
     indexer_of: str | None = None
     """Name of a kind: attend to the tokens that the indexer of its latest layer selected (IndexCache, 2026), instead of
-    having one. null: an indexer of its own, if indexer.top_k is set."""
+    having one. null: a separate indexer, if indexer.top_k is set."""
 
     def check(self) -> Iterator[Problem]:
         if self.indexer_of is not None and self.indexer.top_k is not None:
-            reason = "cannot be combined with an indexer of its own"
+            reason = "cannot be combined with a separate indexer"
             yield Problem("indexer_of", reason, self.indexer_of, accepted="null, or indexer.top_k=null")
         if self.qk_rope_head_dim % 2:
             yield Problem(
