@@ -58,8 +58,8 @@ class Pattern:
     def scan(self, x_BTD: jax.Array, ctx: Context, caches: list[Any], repetitions: Repetitions) -> PatternOutput:
         """Run repetitions in sequence. Caches are carried and updated in place; scanned over, they would be held twice.
 
-        Pattern layers share keys and values with no later layers, and the selection of an indexer with those of the same
-        repetition: prefix layers share both with all.
+        Pattern layers share keys and values with no later layers, and the selection of an indexer with those of the
+        same repetition: prefix layers share both with all.
         """
         ctx = dataclasses.replace(ctx, output_index=None)
 
