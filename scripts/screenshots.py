@@ -116,6 +116,7 @@ def take(browser, server: Server, path: Path, shot: tuple) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "images"
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         outputs = Path(temporary) / "outputs"
         write_runs(outputs)

@@ -1,11 +1,13 @@
 """The experts of a few tokens for GPUs, in Pallas for Triton: only the experts that are hit are read, and only once.
 
-Two kernels stream the weights: gate and up together, and down. A program multiplies some columns of one expert's
-matrix, or with few of those a split of their terms, by the rows of that expert. In between, XLA adds up the splits and
-applies bias, activation and the rows' factors: the programs of down would repeat that for every block of columns.
+Two kernels stream the weights: gate and up together, or up alone, and down. A program multiplies some columns of one
+expert's matrix, or with few of those a split of their terms, by the rows of that expert. In between, XLA adds up the
+splits and applies bias, activation and the rows' factors: the programs of down would repeat that for every block of
+columns.
 
 Shapes: M tokens, K experts per token, R = M * K rows sorted by expert, G groups of rows, one per expert that is hit, E
-experts, D residual stream, F hidden, P splits, N columns of a matmul.
+experts, D residual stream, F hidden, P splits, N columns of a matmul, H matrices
+that read the tokens.
 """
 
 import math
@@ -30,8 +32,8 @@ MEMORY = 112 << 10
 LEAST_SIZE = 64
 MOST_STAGES = 4
 
-Activation = Callable[[jax.Array, jax.Array], jax.Array]
-"""Hidden values in float32, from those of gate and up."""
+Activation = Callable[[jax.Array | None, jax.Array], jax.Array]
+"""Hidden values in float32, from those of gate, if there is one, and up."""
 
 
 class Matrices(NamedTuple):
@@ -45,10 +47,16 @@ class Matrices(NamedTuple):
 
 
 class Experts(NamedTuple):
-    gate: Matrices
+    gate: Matrices | None
+    """None: down(activation(up(x)))."""
     up: Matrices
     down: Matrices
     """Its bias is not added."""
+
+    @property
+    def into(self) -> tuple[Matrices, ...]:
+        """Those that read the tokens."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
 
 
 class Groups(NamedTuple):
@@ -80,14 +88,14 @@ class Tile(NamedTuple):
 
 class Tiles(NamedTuple):
     into: Tile
-    """Gate and up."""
+    """Gate and up, or up."""
     out: Tile
 
 
-def choose_tiles(tokens: int, groups: int, D: int, F: int, *, itemsize: int = 2) -> Tiles:
-    """`itemsize`: bytes of a weight."""
+def choose_tiles(tokens: int, groups: int, D: int, F: int, *, itemsize: int = 2, matrices: int = 2) -> Tiles:
+    """`itemsize`: bytes of a weight; `matrices`: those that read the tokens."""
     choose = partial(_choose_tile, 16 if tokens <= 16 else 32, groups, itemsize=itemsize)
-    return Tiles(choose(D, F, matrices=2), choose(F, D, matrices=1))
+    return Tiles(choose(D, F, matrices=matrices), choose(F, D, matrices=1))
 
 
 def _choose_tile(rows: int, groups: int, terms: int, columns: int, *, matrices: int, itemsize: int) -> Tile:
@@ -102,10 +110,10 @@ def _choose_tile(rows: int, groups: int, terms: int, columns: int, *, matrices: 
 
 def is_supported(tokens: int, experts: Experts, dtype: str) -> bool:
     """Whether the kernels support these sizes on the current devices."""
-    values = experts.gate.values
+    values = experts.up.values
     _, D, F = values.shape
     fits = math.gcd(D, F) % LEAST_SIZE == 0 and values.size < 2**31
-    is_stored = all(matrices.values.dtype in (jnp.bfloat16, jnp.int8) for matrices in experts)
+    is_stored = all(matrices.values.dtype in (jnp.bfloat16, jnp.int8) for matrices in (*experts.into, experts.down))
     return jax.default_backend() == "gpu" and tokens <= MOST_TOKENS and fits and is_stored and dtype == "bfloat16"
 
 
@@ -145,17 +153,18 @@ def apply_experts(
     tiles: Tiles | None = None,
 ) -> jax.Array:
     """[M, D] in float32: the sum over each token's experts of down(activation(gate(x), up(x))) by weight."""
-    (M, D), R, (E, _, F) = x_MD.shape, ids_MK.size, experts.gate.values.shape
+    (M, D), R, (E, _, F) = x_MD.shape, ids_MK.size, experts.up.values.shape
     groups = group_rows(ids_MK, E)
-    itemsize = experts.gate.values.dtype.itemsize
-    into, out = tiles or choose_tiles(M, groups.table_G3.shape[0], D, F, itemsize=itemsize)
+    sizes = {"itemsize": experts.up.values.dtype.itemsize, "matrices": len(experts.into)}
+    into, out = tiles or choose_tiles(M, groups.table_G3.shape[0], D, F, **sizes)
     stream = partial(_stream, table_G3=groups.table_G3, R=R, interpret=interpret)
-    halves_2RF = jnp.sum(stream(x_MD, groups.tokens_R, (experts.gate, experts.up), tile=into), axis=1)
+    values_HRF = jnp.sum(stream(x_MD, groups.tokens_R, experts.into, tile=into), axis=1)
     pairs_R = groups.pairs_R
-    if experts.gate.bias_EN is not None and experts.up.bias_EN is not None:
+    if experts.up.bias_EN is not None:
         expert_R = ids_MK.reshape(-1)[pairs_R]
-        halves_2RF += jnp.stack([experts.gate.bias_EN[expert_R], experts.up.bias_EN[expert_R]])
-    hidden_RF = activation(*halves_2RF) * weights_MK.reshape(-1)[pairs_R][:, None]
+        values_HRF += jnp.stack([matrix.bias_EN[expert_R] for matrix in experts.into if matrix.bias_EN is not None])
+    gate_RF = None if experts.gate is None else values_HRF[0]
+    hidden_RF = activation(gate_RF, values_HRF[-1]) * weights_MK.reshape(-1)[pairs_R][:, None]
     row_R = jnp.arange(R, dtype=jnp.int32)
     (sums_PRD,) = stream(hidden_RF.astype(x_MD.dtype), row_R, (experts.down,), tile=out)
     # Rows that no group has are not written.

@@ -44,9 +44,14 @@ LATER_KEYS = (
     *("model.vision.*", "model.audio.*", "model.diffusion.*", "model.hyper_connections.*", "model.multipliers.*"),
     *("model.qk_clip", "model.kinds.*.attention.moba.*", "model.kinds.*.attention.value_norm_scale"),
     *("model.kinds.*.rope.sections", "model.kinds.*.temperature.offset", "model.kinds.*.mla.temperature.*"),
-    *("model.kinds.*.mla.indexer.pairs", "model.kinds.*.engram.*", "model.kinds.*.latent_dim"),
+    *(
+        "model.kinds.*.mla.indexer.pairs",
+        "model.kinds.*.mla.indexer_of",
+        "model.kinds.*.engram.*",
+        "model.kinds.*.latent_dim",
+    ),
     *("model.kinds.*.compressed.*", "model.kinds.*.moe.limit", "model.kinds.*.moe.router.by_token"),
-    "model.kinds.*.moe.router.normalize_eps",
+    *("model.kinds.*.moe.kind", "model.kinds.*.moe.latent_dim", "model.kinds.*.moe.router.normalize_eps"),
     *("model.kinds.*.convolution.*", "model.kinds.*.ssm.*", "model.kinds.*.own_*"),
     *(f"model.kinds.*.delta.{key}" for key in ("decay_rank", "gate_rank", "gate", "max_rate", "norm_eps")),
 )

@@ -181,13 +181,16 @@ def _specs(mesh: ExpertMesh, shared: SharedExpert | None) -> tuple[Any, Any]:
     """Shardings of weights, shared expert, tokens and mask, and of the outputs."""
     holders, hidden, along = mesh.holders, mesh.hidden, PartitionSpec(mesh.batch, mesh.length)
     into, out_of = PartitionSpec(holders, None, hidden), PartitionSpec(holders, hidden, None)
+    is_gated = mesh.spec.is_gated
     bias = PartitionSpec(holders, hidden) if mesh.spec.has_bias else None
     of_shared = None
     if shared is not None:
         scale: Any = None if shared.scale_BT1 is None else along
-        of_shared = SharedExpert._make([PartitionSpec(None, hidden)] * 2 + [PartitionSpec(hidden), scale])
+        columns = PartitionSpec(None, hidden)
+        of_shared = SharedExpert._make([columns if is_gated else None, columns, PartitionSpec(hidden), scale])
     out = PartitionSpec(mesh.batch, mesh.place.stream_length if mesh.is_scattered else mesh.length)
-    return (Weights._make([into, into, out_of, bias, bias]), of_shared, along, along), (out, along)
+    of_weights = Weights._make([into if is_gated else None, into, out_of, bias if is_gated else None, bias])
+    return (of_weights, of_shared, along, along), (out, along)
 
 
 def _on_device(

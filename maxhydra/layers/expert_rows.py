@@ -19,7 +19,7 @@ from maxhydra.config.schema import model as config
 from maxhydra.kernels.grouped_matmul import grouped_matmul
 from maxhydra.kernels.placement import Placement
 from maxhydra.layers.context import KernelChoice, kernel_errors_as_config_errors
-from maxhydra.layers.mlp import ACTIVATIONS, gated, limited
+from maxhydra.layers.mlp import ACTIVATIONS, apply_activation, gated, limited
 from maxhydra.layers.params import Dtypes, residual_scale
 
 
@@ -28,8 +28,10 @@ class ExpertsSpec:
     """Sizes and options of the experts, resolved from the config."""
 
     emb_dim: int
+    """Width of inputs and outputs: that of the residual stream, or of its projection."""
     experts: int
     dim: int
+    is_gated: bool
     activation: config.Activation
     has_bias: bool
     clamp: float | None
@@ -48,9 +50,10 @@ class ExpertsSpec:
     def of(cls, model: config.Model, moe: config.Moe) -> "ExpertsSpec":
         assert moe.experts is not None
         return cls(
-            emb_dim=model.emb_dim,
+            emb_dim=moe.latent_dim or model.emb_dim,
             experts=moe.experts,
             dim=moe.dim or model.mlp_dim,
+            is_gated=moe.kind is config.MlpKind.gated,
             activation=moe.activation,
             has_bias=moe.bias,
             clamp=moe.clamp,
@@ -65,14 +68,23 @@ class ExpertsSpec:
             parallel=model.expert_parallel,
         )
 
-    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """The input of the down projection: activation(gate) * up, or the clamped SwiGLU of GPT-OSS."""
+    @property
+    def matrices(self) -> int:
+        """Matrices of an expert."""
+        return 3 if self.is_gated else 2
+
+    def hidden(self, gate: jax.Array | None, up: jax.Array) -> jax.Array:
+        """The input of the down projection: activation(gate) * up, activation(up) or the clamped SwiGLU of GPT-OSS."""
+        if gate is None:
+            return apply_activation(self.activation, up)
         if self.clamp is None:
             return gated(self.activation, *limited(gate, up, self.limit))
         return self.wide_hidden(gate, up).astype(gate.dtype)
 
-    def wide_hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    def wide_hidden(self, gate: jax.Array | None, up: jax.Array) -> jax.Array:
         """`hidden` in float32."""
+        if gate is None:
+            return ACTIVATIONS[self.activation](up.astype(jnp.float32))
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
         if self.clamp is None:
             gate, up = limited(gate, up, self.limit)
@@ -102,9 +114,9 @@ class Tokens(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Kernels and optional biases of the experts."""
+    """Kernels and optional biases of the experts; those of the gate are None for plain MLPs."""
 
-    gate_EDF: jax.Array
+    gate_EDF: jax.Array | None
     up_EDF: jax.Array
     down_EFD: jax.Array
     gate_EF: jax.Array | None
@@ -114,16 +126,22 @@ class Weights(NamedTuple):
 class SharedExpert(NamedTuple):
     """The expert that every token uses, whose partial sums are added to those of the others."""
 
-    gate_DF: jax.Array
+    gate_DF: jax.Array | None
     up_DF: jax.Array
     down_FD: jax.Array
     scale_BT1: jax.Array | None
     """Factor of the output."""
 
     def __call__(self, x_BTD: jax.Array, spec: ExpertsSpec) -> jax.Array:
-        gate_BTF, up_BTF = (jnp.einsum("BTD,DF->BTF", x_BTD, kernel_DF) for kernel_DF in (self.gate_DF, self.up_DF))
-        gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
-        hidden_BTF = gated(spec.activation, *limited(gate_BTF, up_BTF, spec.limit))
+        gate_BTF, up_BTF = (
+            None if kernel_DF is None else checkpoint_name(jnp.einsum("BTD,DF->BTF", x_BTD, kernel_DF), name)
+            for name, kernel_DF in (("mlp_gate", self.gate_DF), ("mlp_up", self.up_DF))
+        )
+        assert up_BTF is not None
+        if gate_BTF is None:
+            hidden_BTF = apply_activation(spec.activation, up_BTF)
+        else:
+            hidden_BTF = gated(spec.activation, *limited(gate_BTF, up_BTF, spec.limit))
         if self.scale_BT1 is not None:
             hidden_BTF = (hidden_BTF * self.scale_BT1).astype(hidden_BTF.dtype)
         return jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down_FD)
@@ -210,13 +228,16 @@ def apply_experts(
     `weights_R`: factors of the rows.
     """
     matmul = partial(_grouped_matmul, sizes_E=sizes_E, kernel=spec.kernel, place=place)
-    gate_RF, up_RF = (matmul(rows_RD, kernel_EDF) for kernel_EDF in (weights.gate_EDF, weights.up_EDF))
-    if weights.gate_EF is not None and weights.up_EF is not None:
+    gate_RF = None if weights.gate_EDF is None else matmul(rows_RD, weights.gate_EDF)
+    up_RF = matmul(rows_RD, weights.up_EDF)
+    if weights.up_EF is not None:
         ends_E, row_R1 = jnp.cumsum(sizes_E), jnp.arange(rows_RD.shape[0])[:, None]
         is_of_RE = (row_R1 >= ends_E - sizes_E) & (row_R1 < ends_E)
-        gate_RF, up_RF = _add_bias(gate_RF, weights.gate_EF, is_of_RE), _add_bias(up_RF, weights.up_EF, is_of_RE)
-    gate_RF, up_RF = checkpoint_name(gate_RF, "mlp_gate"), checkpoint_name(up_RF, "mlp_up")
-    hidden_RF = spec.hidden(gate_RF, up_RF)
+        if gate_RF is not None and weights.gate_EF is not None:
+            gate_RF = _add_bias(gate_RF, weights.gate_EF, is_of_RE)
+        up_RF = _add_bias(up_RF, weights.up_EF, is_of_RE)
+    gate_RF = None if gate_RF is None else checkpoint_name(gate_RF, "mlp_gate")
+    hidden_RF = spec.hidden(gate_RF, checkpoint_name(up_RF, "mlp_up"))
     if weights_R is not None:
         hidden_RF = (hidden_RF * weights_R[:, None]).astype(hidden_RF.dtype)
     return matmul(hidden_RF, weights.down_EFD)

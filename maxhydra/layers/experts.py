@@ -8,6 +8,7 @@ B batch, T tokens, D residual stream, E experts, K experts per token, F hidden, 
 slots of an expert.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -69,13 +70,14 @@ class ExpertsOutput(NamedTuple):
 
 
 class Experts(nnx.Module):
-    """Weighted sum over each token's experts of down(activation(gate(x)) * up(x))."""
+    """Weighted sum over each token's experts of down(activation(gate(x)) * up(x)), or of plain MLPs without a gate."""
 
     def __init__(self, spec: ExpertsSpec, make: ParamBuilder):
         self.spec = spec
         D, F = spec.emb_dim, spec.dim
-        self.gate = ExpertLinear("gate", (D, F), ("embed", "mlp"), spec=spec, make=make)
-        self.up = ExpertLinear("up", (D, F), ("embed", "mlp"), spec=spec, make=make)
+        into = partial(ExpertLinear, shape=(D, F), axes=("embed", "mlp"), spec=spec, make=make)
+        self.gate = into("gate") if spec.is_gated else None
+        self.up = into("up")
         self.down = ExpertLinear("down", (F, D), ("mlp", "embed"), spec=spec, make=make)
 
     def __call__(
@@ -119,15 +121,18 @@ class Experts(nnx.Module):
         """[M, D] in float32, by kernels that read only the experts of real tokens; None if they do not apply."""
         if ctx.cache is None or not self.spec.is_fused or self.spec.scales_input:
             return None
-        experts = few_rows.Experts(self.gate.stored, self.up.stored, self.down.stored)
+        gate = None if self.gate is None else self.gate.stored
+        experts = few_rows.Experts(gate, self.up.stored, self.down.stored)
         if not few_rows.is_supported(tokens.x_MD.shape[0], experts, tokens.x_MD.dtype.name):
             return None
         ids_MK = jnp.where(is_real_BT.reshape(-1, 1), tokens.ids_MK, -1)
         return few_rows.apply_experts(tokens.x_MD, ids_MK, tokens.weights_MK, experts, self.spec.wide_hidden)
 
     def _weights(self) -> Weights:
-        biases = [None if linear.bias is None else linear.bias[...] for linear in (self.gate, self.up)]
-        return Weights(self.gate.weight, self.up.weight, self.down.weight, *biases)
+        into = (self.gate, self.up)
+        biases = [None if linear is None or linear.bias is None else linear.bias[...] for linear in into]
+        gate_EDF = None if self.gate is None else self.gate.weight
+        return Weights(gate_EDF, self.up.weight, self.down.weight, *biases)
 
     def _with_capacity(self, routed: RoutedTokens, slots_BTK: jax.Array, ctx: Context, *, capacity: int) -> jax.Array:
         """Batched matmuls over a fixed number of slots per expert and sequence; slot index `capacity` is dropped."""
@@ -145,7 +150,8 @@ class Experts(nnx.Module):
             weight_EBC = jnp.zeros(shape).at[index].set(routed.weights_BTK.reshape(B, -1), mode="drop")
             x_EBCD = (x_EBCD * weight_EBC[..., None]).astype(x_EBCD.dtype)
         x_EBCD = ctx.sharder.constrain(x_EBCD, "act_experts", "act_batch", None, "act_embed")
-        hidden_EBCF = self.spec.hidden(*(self._project(linear, x_EBCD, ctx) for linear in (self.gate, self.up)))
+        gate_EBCF = None if self.gate is None else self._project(self.gate, x_EBCD, ctx)
+        hidden_EBCF = self.spec.hidden(gate_EBCF, self._project(self.up, x_EBCD, ctx))
         out_EBCD = jnp.einsum("EBCF,EFD->EBCD", hidden_EBCF, self.down.weight)
         out_EBCD = ctx.sharder.constrain(out_EBCD, "act_experts", "act_batch", None, "act_embed")
         out_BTKD = out_EBCD[ids_BR, rows_B1, jnp.minimum(slots_BR, C - 1)].reshape(B, T, -1, D)

@@ -54,6 +54,12 @@ class MlaSpec:
     rotation: Rotation | None
     temperature: QueryTemperature | None
     indexer: IndexerSpec | None
+    indexer_of: str | None
+    """Kind whose latest layer selects the keys; None without a shared indexer."""
+    selects_for_others: bool
+    """Whether layers of another kind attend to the keys that this one selects."""
+    top_k: int | None
+    """Keys that a query attends to; None: all."""
     qk_clip: float | None
     kernel: KernelChoice
     init_scale: float
@@ -63,6 +69,8 @@ class MlaSpec:
     @classmethod
     def of(cls, model: config.Model, kind: config.Kind) -> "MlaSpec":
         section = kind.mla
+        source = kind if section.indexer_of is None else model.kinds[section.indexer_of]
+        sources = [other.mla.indexer_of for other in model.kinds.values()]
         plain_dim = section.qk_nope_head_dim or model.head_dim
         return cls(
             emb_dim=model.emb_dim,
@@ -76,6 +84,9 @@ class MlaSpec:
             rotation=Rotation.of(section.rope, section.qk_rope_head_dim),
             temperature=QueryTemperature.of(section.temperature),
             indexer=IndexerSpec.of(model, kind),
+            indexer_of=section.indexer_of,
+            selects_for_others=any(model.kinds[name] is kind for name in sources if name is not None),
+            top_k=source.mla.indexer.top_k,
             qk_clip=model.qk_clip,
             kernel=KernelChoice(model.kernels.attention.value, model.kernels.sizes("attention")),
             init_scale=model.init_scale,
@@ -102,9 +113,17 @@ class MlaSpec:
         weights = self.emb_dim * (self.latent_dim + self.rope_dim + self.num_heads * self.value_dim)
         weights += self.latent_dim * self.num_heads * (self.plain_dim + self.value_dim)
         weights += self.emb_dim * queries if self.query_rank is None else self.query_rank * (self.emb_dim + queries)
-        top_k = None if self.indexer is None else self.indexer.top_k
-        attention = 2.0 * self.num_heads * (self.key_dim + self.value_dim) * visible_keys(top_k, seq_len)
+        attention = 2.0 * self.num_heads * (self.key_dim + self.value_dim) * visible_keys(self.top_k, seq_len)
         return 2.0 * weights + attention + (0.0 if self.indexer is None else self.indexer.forward_flops(seq_len))
+
+
+class Selection(NamedTuple):
+    """The keys that queries attend to; without any field, all."""
+
+    mask_BTS: jax.Array | None = None
+    """For several queries per row."""
+    indices_BK: jax.Array | None = None
+    """For one query per row."""
 
 
 class LatentCacheView(NamedTuple):
@@ -117,15 +136,12 @@ class LatentCacheView(NamedTuple):
     """Keys of the indexer."""
     tokens: TokenInfo
 
-    def select_top_k(self, scores_BTS: jax.Array, top_k: int) -> "LatentCacheView":
-        """Only the keys with the highest scores of each query: gathered for one query per row, masked for several."""
-        if scores_BTS.shape[2] <= top_k:
-            return self
-        best_BTK, indices_BTK = jax.lax.top_k(scores_BTS, top_k)
-        if scores_BTS.shape[1] > 1:
-            return self._replace(tokens=self.tokens._replace(selected_BTS=scores_BTS >= best_BTK[:, :, -1:]))
+    def select(self, selection: Selection) -> "LatentCacheView":
+        """Only the selected keys: gathered for one query per row, masked for several."""
+        indices_BK = selection.indices_BK
+        if indices_BK is None:
+            return self._replace(tokens=self.tokens._replace(selected_BTS=selection.mask_BTS))
         assert self.tokens.kv_positions_BS is not None
-        indices_BK = indices_BTK[:, 0]
         latent_BKR, key_BKP = (
             jnp.take_along_axis(x_BSH, indices_BK[:, :, None], axis=1) for x_BSH in (self.latent_BSR, self.key_BSP)
         )
@@ -168,10 +184,12 @@ class Mla(nnx.Module):
         view, cache = self._update_cache(x_BTD, ctx)
         aux: AuxOutputs = {}
         statistics: AuxOutputs = {}
+        selection = Selection() if self.spec.indexer_of is None else ctx.shared[self.spec.indexer_of]
         if self.indexer is not None and view.index_BSI is not None:
             visible_BTS = self._visible(view, q_BTNH.shape[1])
             scores_BTS = self.indexer(x_BTD, low_rank_BTQ, view.index_BSI, visible_BTS, ctx)
-            view = view.select_top_k(scores_BTS, self.indexer.spec.top_k)
+            selection = _best_keys(scores_BTS, self.indexer.spec.top_k)
+        view = view.select(selection)
         if self._is_absorbed(q_BTNH.shape[1], ctx):
             attended_BTNV = self._attend_latents(q_BTNH, view, ctx)
         else:
@@ -184,7 +202,8 @@ class Mla(nnx.Module):
         attended_BTNV = ctx.constrain(attended_BTNV, "act_batch", "act_length", "act_heads", None)
         out_BTD = self.out(checkpoint_name(attended_BTNV, "context"), ctx)
         out_BTD = ctx.to_stream(out_BTD)
-        return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, aux | statistics)
+        shared = selection if self.spec.selects_for_others else None
+        return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, aux | statistics, shared)
 
     def _statistics(self, q_BTNH: jax.Array, k_BSNH: jax.Array, view: LatentCacheView, ctx: Context) -> AuxOutputs:
         arrays, selected_BTS = (q_BTNH, k_BSNH, self._request, ctx), view.tokens.selected_BTS
@@ -243,7 +262,7 @@ class Mla(nnx.Module):
         """Strategy for sequences that are sharded along their length; None: they are not sharded."""
         if not ctx.is_length_split:
             return None
-        has_selection = self.indexer is not None
+        has_selection = self.spec.top_k is not None
         with kernel_errors_as_config_errors():
             return choose_strategy(ctx.place, self._request, num_heads=self.spec.num_heads, has_selection=has_selection)
 
@@ -328,6 +347,16 @@ class Mla(nnx.Module):
             softcap=None,
             softmax_dtype=self.spec.dtypes.softmax.name,
         )
+
+
+def _best_keys(scores_BTS: jax.Array, top_k: int) -> Selection:
+    """The keys with the highest scores of each query."""
+    if scores_BTS.shape[2] <= top_k:
+        return Selection()
+    best_BTK, indices_BTK = jax.lax.top_k(scores_BTS, top_k)
+    if scores_BTS.shape[1] == 1:
+        return Selection(indices_BK=indices_BTK[:, 0])
+    return Selection(mask_BTS=scores_BTS >= best_BTK[:, :, -1:])
 
 
 def _logit_scale(mla: config.Mla) -> float:

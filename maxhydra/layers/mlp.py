@@ -90,11 +90,12 @@ class Mlp(nnx.Module):
         return FeedForwardOutput(checkpoint_name(out_BTD, "mlp_out"), unit_statistics(hidden_BTF, ctx))
 
     @property
-    def plain_kernels(self) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-        """Kernels of gate, up and down in the compute dtype; None if anything but these is computed."""
-        if self.gate is None or not all(projection.is_plain for projection in (self.gate, self.up, self.down)):
+    def plain_kernels(self) -> tuple[jax.Array | None, jax.Array, jax.Array] | None:
+        """Kernels of gate, if any, up and down in the compute dtype; None if anything but these is computed."""
+        if not all(projection is None or projection.is_plain for projection in (self.gate, self.up, self.down)):
             return None
-        gate_DF, up_DF, down_FD = (linear.weight(linear.stored) for linear in (self.gate, self.up, self.down))
+        gate_DF = None if self.gate is None else self.gate.weight(self.gate.stored)
+        up_DF, down_FD = (linear.weight(linear.stored) for linear in (self.up, self.down))
         return gate_DF, up_DF, down_FD
 
     def _hidden(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:

@@ -1,12 +1,12 @@
 """Mixture of experts (Shazeer et al., 2017) as a feed-forward, or in parallel with a layer's MLP (Gemma 4, 2026).
 
-The router is always computed in float32.
-
-B batch, T tokens, D residual stream, E experts, K experts per token, G groups of experts.
+B batch, T tokens, D residual stream, L its projection for the experts, E experts, K experts per token, G groups of
+experts.
 """
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -90,7 +90,7 @@ class Routing(NamedTuple):
 
 
 class Router(nnx.Module):
-    """Top-k experts by score, a function of x @ kernel, or those of the token's id."""
+    """Top-k experts by score, a function of x @ kernel in float32, or those of the token's id."""
 
     def __init__(self, spec: RouterSpec, make: ParamBuilder):
         self.spec = spec
@@ -245,6 +245,8 @@ class MoeSpec:
 
     router: RouterSpec
     experts: ExpertsSpec
+    is_latent: bool
+    """Whether the routed experts work on a projection of the residual stream."""
     shared: MlpSpec | None
     shared_gate: config.Gate
     capacity_factor: float | None
@@ -257,7 +259,7 @@ class MoeSpec:
         shared = MlpSpec(
             emb_dim=model.emb_dim,
             dim=section.shared.dim or 0,
-            is_gated=True,
+            is_gated=section.kind is config.MlpKind.gated,
             activation=section.activation,
             has_bias=False,
             init_scale=model.init_scale,
@@ -268,6 +270,7 @@ class MoeSpec:
         return cls(
             router=RouterSpec.of(model, section),
             experts=ExpertsSpec.of(model, section),
+            is_latent=section.latent_dim is not None,
             shared=shared if shared.dim else None,
             shared_gate=section.shared.gate,
             capacity_factor=section.capacity_factor,
@@ -279,16 +282,17 @@ class MoeSpec:
         return Moe(self, make)
 
     def forward_flops(self) -> float:
-        """Forward FLOPs per token: router, its top_k experts, and the shared expert with its gate."""
-        D, shared = self.experts.emb_dim, 0.0
+        """Forward FLOPs per token: router, its top_k experts with their projections, shared expert with its gate."""
+        D, L, shared = self.router.emb_dim, self.experts.emb_dim, 0.0
         if self.shared is not None:
             shared = self.shared.forward_flops() + (0 if self.shared_gate is config.Gate.none else 2.0 * D)
-        return 2.0 * D * self.router.experts + 2.0 * 3 * D * self.experts.dim * self.router.top_k + shared
+        routed = 2.0 * self.experts.matrices * L * self.experts.dim * self.router.top_k
+        return 2.0 * D * self.router.experts + routed + (4.0 * D * L if self.is_latent else 0.0) + shared
 
     def idle_parameters(self) -> int:
         experts = self.experts
-        biases = 2 * experts.dim + experts.emb_dim if experts.has_bias else 0
-        return (experts.experts - self.router.top_k) * (3 * experts.emb_dim * experts.dim + biases)
+        biases = (experts.matrices - 1) * experts.dim + experts.emb_dim if experts.has_bias else 0
+        return (experts.experts - self.router.top_k) * (experts.matrices * experts.emb_dim * experts.dim + biases)
 
     def capacity(self, tokens: int) -> int | None:
         """Slots of an expert for a sequence of this many tokens; None if no token is dropped."""
@@ -310,18 +314,19 @@ class MoeSpec:
 
 
 class Moe(nnx.Module):
-    """The router's weighted sum of experts(x), plus an optional shared expert."""
+    """The router's weighted sum of experts(x), or up(sum of experts(down(x))), plus an optional shared expert."""
 
     def __init__(self, spec: MoeSpec, make: ParamBuilder):
         self.spec = spec
         self.router = Router(spec.router, make.below("router"))
         self.experts = Experts(spec.experts, make.below("experts"))
         self.shared = None if spec.shared is None else Mlp(spec.shared, make.below("shared"))
-        D, scale = spec.experts.emb_dim, spec.experts.init_scale
+        D, L, scale = spec.router.emb_dim, spec.experts.emb_dim, spec.experts.init_scale
         is_gated = spec.shared is not None and spec.shared_gate is config.Gate.sigmoid
-        self.shared_gate = (
-            make.projection("shared_gate", (D,), (1,), ("embed", None), scale=scale) if is_gated else None
-        )
+        project = partial(make.projection, scale=scale)
+        self.shared_gate = project("shared_gate", (D,), (1,), ("embed", None)) if is_gated else None
+        self.latent_down = project("latent_down", (D,), (L,), ("embed", None)) if spec.is_latent else None
+        self.latent_up = project("latent_up", (L,), (D,), (None, "embed")) if spec.is_latent else None
 
     @jax.named_scope("moe")
     def __call__(
@@ -330,11 +335,15 @@ class Moe(nnx.Module):
         """`router_input_BTD`: input of the router if it is not x."""
         is_real_BT = ctx.is_real_BT
         routing = self.router(x_BTD if router_input_BTD is None else router_input_BTD, ctx)
-        routed = RoutedTokens(x_BTD, routing.ids_BTK, routing.weights_BTK)
+        # Without a latent width L is D.
+        x_BTL = x_BTD if self.latent_down is None else self.latent_down(x_BTD, ctx)
+        routed = RoutedTokens(x_BTL, routing.ids_BTK, routing.weights_BTK)
         capacity = self.spec.capacity(x_BTD.shape[1]) if ctx.cache is None else None
-        shared = self._shared_expert(x_BTD, ctx) if self.experts.adds_shared(ctx, capacity=capacity) else None
-        out_BTD, dropped = self.experts(routed, ctx, capacity=capacity, is_real_BT=is_real_BT, shared=shared)
-        out_BTD = out_BTD.astype(self.spec.dtypes.compute)
+        adds_shared = self.latent_up is None and self.experts.adds_shared(ctx, capacity=capacity)
+        shared = self._shared_expert(x_BTD, ctx) if adds_shared else None
+        out_BTL, dropped = self.experts(routed, ctx, capacity=capacity, is_real_BT=is_real_BT, shared=shared)
+        out_BTL = out_BTL.astype(self.spec.dtypes.compute)
+        out_BTD = out_BTL if self.latent_up is None else ctx.to_stream(self.latent_up(out_BTL, ctx))
         if self.shared is not None and shared is None:
             out_BTD = out_BTD + self._shared(x_BTD, ctx)
         out_BTD = ctx.constrain_stream(out_BTD)
@@ -380,7 +389,7 @@ class ParallelMoe(nnx.Module):
     """first_norm(mlp_out) + out_norm(moe(norm(x))); the router's input is x itself, without the norm."""
 
     def __init__(self, spec: ParallelMoeSpec, make: ParamBuilder):
-        D = spec.moe.experts.emb_dim
+        D = spec.moe.router.emb_dim
         self.first_norm = spec.norm.build(D, make)
         self.norm = spec.norm.build(D, make)
         self.moe = Moe(spec.moe, make.below("moe"))

@@ -352,7 +352,8 @@ class Decoder(nnx.Module):
         unroll = spec.unroll_on(ctx.sharder.platform, ctx.sharder.mesh.size, is_cached=ctx.cache is not None)
         in_loop = is_pipelined or unroll != spec.repetitions
         runs = [spec.remat.wrap(_as_function(graphdef), in_loop=in_loop) for graphdef, _ in splits]
-        pattern = Pattern(runs, first=len(self.prefix), keep_layers=keep_layers, unroll=unroll)
+        names = [block.name for block in spec.pattern]
+        pattern = Pattern(runs, names, first=len(self.prefix), keep_layers=keep_layers, unroll=unroll)
         weights = [weights for _, weights in splits]
         if ctx.sharder.stages > 1 and not is_pipelined:
             weights = [shard_over_embed(weights, ctx.sharder) for weights in weights]

@@ -48,6 +48,8 @@ class Pattern:
 
     runs: list[Callable[..., Any]]
     """By position, a function of weights, residual stream and context, rematerialized by the config's policy."""
+    names: list[str]
+    """By position, the kind of the layer."""
     first: int
     """Index of the first layer of the pattern in the model."""
     keep_layers: bool
@@ -56,7 +58,8 @@ class Pattern:
     def scan(self, x_BTD: jax.Array, ctx: Context, caches: list[Any], repetitions: Repetitions) -> PatternOutput:
         """Run repetitions in sequence. Caches are carried and updated in place; scanned over, they would be held twice.
 
-        Pattern layers do not share keys and values with later layers: only prefix layers do.
+        Pattern layers share keys and values with no later layers, and the selection of an indexer with those of the
+        same repetition: prefix layers share both with all.
         """
         ctx = dataclasses.replace(ctx, output_index=None)
 
@@ -74,6 +77,8 @@ class Pattern:
             inputs = [None if x is None else x[position] for x in at.layer_inputs]
             layer_ctx = ctx.at_layer(layer, cache_view(cache, at.number), *inputs)
             out = run(at.weights[position], x_BTD, layer_ctx)
+            if out.shared is not None:
+                ctx = dataclasses.replace(ctx, shared={**ctx.shared, self.names[position]: out.shared})
             x_BTD = out.x_BTD
             new_caches.append(merge_view(cache, out.cache))
             layer_outputs.append(x_BTD)

@@ -23,6 +23,7 @@ from maxhydra.config.schema.quantization import Quantization
 from maxhydra.kernels.dispatch import unlogged_choices
 from maxhydra.layers import Context, MatmulSpec, ParamBuilder, resolve_rules
 from maxhydra.layers.kv_cache import KeysValues
+from maxhydra.layers.mla import Selection
 from maxhydra.model.block import BlockSpec, Remat
 from maxhydra.model.decoder import DecoderSpec
 from maxhydra.model.fused_block import block_class
@@ -127,6 +128,8 @@ def _context(model: config.Model, spec: BlockSpec, compute: np.dtype, platform: 
         mixer: Any = BlockSpec.of(model, source).mixer
         heads: Any = jax.ShapeDtypeStruct((*tokens.shape, mixer.num_kv_heads, mixer.head_dim), compute)
         shared[source] = KeysValues(heads, heads, None)
+    if source := getattr(spec.mixer, "indexer_of", None):
+        shared[source] = Selection()
     per_layer: Any = None
     if spec.per_layer is not None:
         per_layer = jax.ShapeDtypeStruct((*tokens.shape, spec.per_layer.dim), compute)

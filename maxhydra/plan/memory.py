@@ -175,15 +175,16 @@ def _gathered_table_bytes(case: Case) -> float:
 def _gathered_bytes(case: Case) -> tuple[float, float]:
     """Weights of the largest layer, gathered over the axes that only store them, and gradients to be scattered.
 
-    Of the three matrices of all experts, the gradient of one exists at a time.
+    Of the matrices of all experts, the gradient of one exists at a time.
     """
     layers: dict[str, tuple[float, float]] = {}
+    matrices = max((moe.experts.matrices for moe in case.subject.experts), default=1)
     for array in case.subject.weights:
         if array.is_block and array.is_matrix and case.split(array)[0]:
             name = "/".join(array.path.split("/")[:2])
             weights, gradient = layers.get(name, (0.0, 0.0))
             used = case.used_bytes(array)
-            layers[name] = weights + used, gradient + (used / 3 if array.is_expert else 0.0)
+            layers[name] = weights + used, gradient + (used / matrices if array.is_expert else 0.0)
     return max(layers.values(), key=sum, default=(0.0, 0.0))
 
 
@@ -245,7 +246,7 @@ def _row_bytes(case: Case) -> float:
         return 0.0
     spec = case.subject.experts[0]
     extra = max(0.0, expert_rows(case, spec) - case.stream_tokens * spec.router.top_k)
-    width = 2 * spec.experts.emb_dim + 3 * spec.experts.dim / case.sharder.num_shards("act_mlp")
+    width = 2 * spec.experts.emb_dim + spec.experts.matrices * spec.experts.dim / case.sharder.num_shards("act_mlp")
     rows = 2 * extra * _compute_bytes(case) * width
     if not gathers_tokens(case, spec):
         return rows

@@ -332,7 +332,7 @@ def expert_transfers(case: Case) -> Iterator[Transfer]:
     devices = math.prod(case.mesh[axis] for axis in axes)
     gathers = gathers_tokens(case, spec)
     rows = case.stream_tokens * (devices - 1 if gathers else spec.router.top_k * (devices - 1) / devices)
-    size = rows * case.config.model.stream_dim * jnp.dtype(case.config.model.dtypes.compute.value).itemsize
+    size = rows * spec.experts.emb_dim * jnp.dtype(case.config.model.dtypes.compute.value).itemsize
     # Tokens are sent again for the recomputed pass; outputs are not.
     recomputed = case.remat.policy is not RematPolicy.none
     for phase, passes in ((Phase.forward, 2), (Phase.backward, 2 + recomputed)):

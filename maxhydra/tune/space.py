@@ -52,8 +52,8 @@ def _tile_options(config: Config) -> Iterator[tuple[str, str, TileOptions]]:
         yield "mosaic", "attention", mosaic.candidate_tiles(head_dim, length)
         yield "triton", "attention", triton.candidate_tiles(head_dim, length)
     for moe in [kind.moe for kind in used if kind.feed_forward is FeedForward.moe][:1]:
-        rows, dim = length * moe.top_k, moe.dim or model.mlp_dim
-        yield "triton", "grouped_matmul", grouped_matmul_triton.candidate_tiles(rows, model.emb_dim, dim)
+        rows, width, dim = length * moe.top_k, moe.latent_dim or model.emb_dim, moe.dim or model.mlp_dim
+        yield "triton", "grouped_matmul", grouped_matmul_triton.candidate_tiles(rows, width, dim)
     yield "triton", "linear_cross_entropy", linear_cross_entropy.candidate_tiles(model.vocab_size)
     if model.norm is not Norm.layer:
         yield "triton", "rms_norm", rms_norm.candidate_tiles(length)

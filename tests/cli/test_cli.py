@@ -102,6 +102,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["hydra.run.dir=x"], ["hydra.run.dir=x: is not used by maxhydra", "run.outputs and run.name"]),
         (["-m", "run.seed=1,2", "hydra.job.chdir=true"], ["hydra.job.chdir=true: is not used by maxhydra"]),
         (["hydra/launcher=slurm"], ["hydra/launcher=slurm: is only used with -m", "maxhydra -m"]),
+        (["hydra.job.env_copy=[UNSET_X]"], ["hydra.job.env_copy=UNSET_X: names an environment variable that is not"]),
+        (["-m", "run.seed=1,2", "hydra.job.env_copy=[UNSET_X]"], ["set it: export UNSET_X=..."]),
+        (["+hydra.job.env_set.A=${oc.env:UNSET_X}"], ["hydra.job.env_set.A", "variable 'UNSET_X' not found"]),
         (
             ["-m", "hydra/launcher=slurm", "hydra.launcher.detach=true", "hydra/sweeper=optuna", "run.seed=range(1,3)"],
             ["hydra.launcher.detach=true: a search needs results"],

@@ -8,7 +8,7 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.errors import Problem
+from maxhydra.config.errors import Problem, did_you_mean, options_shown
 from maxhydra.config.schema.optimizer import LARGEST_DECAY
 
 
@@ -18,6 +18,13 @@ def problems(*overrides: str, config_dir: Path | None = None) -> dict[str, Probl
     found = {problem.path: problem for problem in error.value.problems}
     assert len(found) == len(error.value.problems)
     return found
+
+
+def test_near_names_do_not_depend_on_the_order_of_the_known_ones() -> None:
+    """Such as that of a set, which differs from process to process. Several names are equally near."""
+    known = [f"llama{number}-tiny" for number in range(1, 30)]
+    shown = {options_shown("model", names, near="llama-tiny") for names in (known, known[::-1])}
+    assert len(shown) == 1 and len({did_you_mean("llama-tiny", names) for names in (known, known[::-1])}) == 1
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -68,6 +75,7 @@ def write(folder: Path, name: str, text: str) -> Path:
         ("~optimizer.b1", "optimizer.b1", ["cannot be deleted"]),
         ("mesh.rules.embd=[fsdp]", "mesh.rules.embd", ["has no 'embd'", "did you mean 'embed'?"]),
         ("mesh.rules.new=[fsdp]", "mesh.rules.new", ["+mesh.rules.new=... "[:-1]]),
+        ("model.kinds.layer.mla.indexer_of=layer", "model.kinds.layer.mla.indexer_of", ["have an indexer"]),
         ("+model.kinds.new.attention.window=4", "model.kinds.new.attention.window", ["+model.kinds={new:{"]),
         ("model.pattern.5=layer", "model.pattern.5", ["has 1 items"]),
         ("run.name=a(b", "run.name", ["=a(b", "cannot be parsed", "quote a value"]),

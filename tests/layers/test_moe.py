@@ -117,14 +117,38 @@ def test_experts_are_chosen_as_by_top_k(monkeypatch):
 
 
 FULL = {"experts": 8, "top_k": 3, "bias": True, "clamp": 2.0, "shared": config.Shared(dim=8, gate=config.Gate.sigmoid)}
+PLAIN = {"experts": 8, "top_k": 3, "kind": config.MlpKind.plain, "activation": config.Activation.relu_squared}
+SHARED = config.Shared(dim=8)
+LATENT = {**PLAIN, "bias": True, "latent_dim": 64, "shared": SHARED}
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("3")
+def test_plain_experts_on_a_projection_equal_dense_evaluation():
+    """Each expert and the shared one are down(relu(up(x))^2); only the experts work on the projection."""
+    mixture = Mixture(config.Moe(**PLAIN, latent_dim=5, shared=config.Shared(dim=8)))
+    assert mixture.weights["experts"]["up"]["kernel"].shape == (8, 5, 12) and "gate" not in mixture.weights["experts"]
+    x = mixture.inputs(2, 9)
+
+    def plain(weights, x, *index):
+        up, down = (weights[name]["kernel"][index] for name in ("up", "down"))
+        return jnp.square(jnp.maximum(x @ up, 0)) @ down
+
+    def by_hand(weights, x):
+        latent, shares = x @ weights["latent_down"]["kernel"], softmax_top_k(weights, x, 3)
+        routed = sum(shares[..., index, None] * plain(weights["experts"], latent, index) for index in range(8))
+        return routed @ weights["latent_up"]["kernel"] + plain(weights["shared"], x)
+
+    found = gradients(lambda w, x: mixture(w, x).out_BTD, mixture.weights, x)
+    assert_close(found, gradients(by_hand, mixture.weights, x), 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.default_cases("gated-3")
 @pytest.mark.parametrize("batch", [1, 3])
-def test_kernels_of_few_tokens_equal_the_grouped_matmuls(batch, monkeypatch):
+@pytest.mark.parametrize("fields", [FULL, LATENT], ids=["gated", "plain"])
+def test_kernels_of_few_tokens_equal_the_grouped_matmuls(fields, batch, monkeypatch):
     """The last of several tokens is padding."""
-    mixture = Mixture(config.Moe(**FULL), emb=64, hidden=128)
+    mixture = Mixture(config.Moe(**fields), emb=64, hidden=128)
     x, is_real = mixture.inputs(batch, 1), jnp.arange(batch)[:, None] < max(batch - 1, 1)
     run = jax.jit(lambda weights, x: mixture(weights, x, segments=is_real.astype(int), cache=()).out_BTD)
     expected = run(mixture.weights, x)
@@ -141,8 +165,12 @@ SPLIT = [(None, {"expert": 2, "sequence": 2, "tensor": 2}), (1.0, {"fsdp": 2, "e
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("capacity", "axes"), SPLIT, ids=["dropless", "capacity"])
-def test_expert_parallelism_equals_one_device(capacity, axes):
-    mixture = Mixture(config.Moe(**FULL, capacity_factor=capacity, balance_weight=0.1))
+@pytest.mark.default_cases("gated-dropless", "gated-capacity", "plain-dropless", "latent-dropless")
+@pytest.mark.parametrize(
+    "fields", [FULL, {**PLAIN, "shared": SHARED}, {**LATENT, "latent_dim": 8}], ids=["gated", "plain", "latent"]
+)
+def test_expert_parallelism_equals_one_device(fields, capacity, axes):
+    mixture = Mixture(config.Moe(**fields, capacity_factor=capacity, balance_weight=0.1))
     x = mixture.inputs(8, 6)
     sharder = Sharder(build_mesh(Mesh(**axes), jax.devices()), Mesh().rules)
 

@@ -43,6 +43,9 @@ PUBLISHED = {
     "glm4.5-106b-a12b": 106_852_251_264,
     "glm4.5-355b-a32b": 352_797_829_024,
     "glm5-744b-a40b": 743_911_218_432,
+    # Parameters and router biases in transformers, on the device "meta".
+    "nemotron3-30b-a3b": 31_577_937_344 + 2_944,
+    "nemotron3-120b-a12b": 120_668_687_360 + 20_480,
     "minimax-m2-230b-a10b": 228_689_764_864,
     "mistral4-119b": 118_972_826_624,
     "smollm3-3b": 3_075_098_624,
@@ -148,6 +151,7 @@ def test_active_parameters_of_mixtures_are_the_published_ones():
     """12.9, 3.3, 22 and 5.1 billion (their model cards; that of the last leaves out the embedding). Dense: all."""
     assert active_parameters(load("mixtral-8x7b")) == 46_702_792_704 - 32 * 6 * 3 * 4096 * 14336 == 12_879_925_248
     assert active_parameters(load("qwen3-30b-a3b")) // 10**8 == 33
+    assert round(active_parameters(load("nemotron3-120b-a12b")) / 1e8) == 128
     assert round(active_parameters(load("qwen3-235b-a22b")) / 1e9) == 22
     assert round((active_parameters(load("gpt-oss-120b")) - 201088 * 2880) / 1e9, 1) == 5.1
     assert active_parameters(load("llama3-8b")) == PUBLISHED["llama3-8b"]

@@ -25,7 +25,7 @@ DIFFERENTIATED = [
     "llama4_text",
     "mistral4",
 ]
-DIFFERENTIATED += ["nemotron_h", "qwen3_next"]
+DIFFERENTIATED += ["glm_moe_dsa_shared", "nemotron_h", "nemotron_h_moe", "qwen3_next"]
 
 
 def test_every_family_of_the_zoo_has_a_golden_model() -> None:

@@ -267,9 +267,11 @@ class Composer:
                 return merge.config()
             with self.loader.use_files(files):
                 return self.loader.load_configuration(self.config_name, overrides, RunMode.RUN)
+        except ConfigError as error:
+            merge.problems += error.problems
         except COMPOSE_ERRORS as error:
             merge.problems.append(problem_of(error))
-            return None
+        return None
 
 
 def _merged_files(merge: ConfigMerge) -> DictConfig | None:

@@ -9,6 +9,7 @@ merged right after the option's own file, so later option files and the command 
 
 import copy
 import hashlib
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
 from maxhydra.config.compose.overrides import parse
 from maxhydra.config.compose.provenance import COMMAND_LINE, read_yaml
 from maxhydra.config.declare import Options
-from maxhydra.config.errors import Problem, did_you_mean, options_shown
+from maxhydra.config.errors import ConfigError, Problem, did_you_mean, options_shown
 from maxhydra.config.migrations import renamed_option
 from maxhydra.config.option_types import nested, option_types, schema_node, set_section_type
 from maxhydra.config.registry import OPTION_SOURCES
@@ -288,7 +289,14 @@ class Loader(ConfigLoaderImpl):
         if self._composed is not None:
             return self._composed
         self._overrides = parse(overrides, self).overrides
-        return super().load_configuration(config_name, overrides, run_mode, *flags, **named)
+        try:
+            return super().load_configuration(config_name, overrides, run_mode, *flags, **named)
+        except KeyError as error:
+            # Hydra reads the variables of env_copy from os.environ without a check; errors of OmegaConf are subclasses.
+            if type(error) is not KeyError or error.args[0] in os.environ:
+                raise
+            reason, hint = "names an environment variable that is not set", f"set it: export {error.args[0]}=..."
+            raise ConfigError(Problem("hydra.job.env_copy", reason, value=error.args[0], hint=hint)) from None
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: Any) -> DictConfig:
         self._folder = self.folder(self._overrides, defaults)

@@ -248,8 +248,14 @@ class Mla(Schema):
     temperature: Temperature = section(Temperature)
     rope: Rope = section(Rope)
     indexer: Indexer = section(Indexer)
+    indexer_of: str | None = None
+    """Name of a kind: attend to the tokens that the indexer of its latest layer selected (IndexCache, 2026), instead of
+    having one. null: a separate indexer, if indexer.top_k is set."""
 
     def check(self) -> Iterator[Problem]:
+        if self.indexer_of is not None and self.indexer.top_k is not None:
+            reason = "cannot be combined with a separate indexer"
+            yield Problem("indexer_of", reason, self.indexer_of, accepted="null, or indexer.top_k=null")
         if self.qk_rope_head_dim % 2:
             yield Problem(
                 "qk_rope_head_dim",

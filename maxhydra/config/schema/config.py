@@ -108,15 +108,15 @@ def _kind_estimate(model: Model, kind: Kind) -> int:
     inner, orders = kind.latent_dim or width, kind.engram.vocab_sizes
     memory = kind.engram.num_heads * kind.engram.head_dim
     memory *= sum(orders) + len(orders) * width * (1 + model.hyper_connections.streams)
-    return mixer + inner * _feed_forward_width(model, kind) + (width * inner if kind.latent_dim else 0) + memory
+    return mixer + _feed_forward_size(model, kind, inner) + (width * inner if kind.latent_dim else 0) + memory
 
 
-def _feed_forward_width(model: Model, kind: Kind) -> int:
-    """Hidden units of a layer's feed-forward, over all experts, times the matrices that each is part of."""
-    dense, experts = kind.mlp.dim or model.mlp_dim, kind.moe.experts or 0
-    routed = experts * (kind.moe.dim or model.mlp_dim)
-    has_mlp = kind.feed_forward is FeedForward.mlp
-    return 3 * (routed + (kind.moe.shared.dim or 0)) + (2 + (kind.mlp.kind is MlpKind.gated)) * dense * has_mlp
+def _feed_forward_size(model: Model, kind: Kind, width: int) -> int:
+    """Weights of a layer's feed-forward, with all experts, on inputs of this width."""
+    moe, has_mlp = kind.moe, kind.feed_forward is FeedForward.mlp
+    dense = (2 + (kind.mlp.kind is MlpKind.gated)) * (kind.mlp.dim or model.mlp_dim) * has_mlp * width
+    hidden = (moe.experts or 0) * (moe.dim or model.mlp_dim) * (moe.latent_dim or width) + (moe.shared.dim or 0) * width
+    return dense + (2 + (moe.kind is MlpKind.gated)) * hidden + 2 * width * (moe.latent_dim or 0)
 
 
 def size_problems(model: Model) -> Iterator[Problem]:

@@ -112,18 +112,23 @@ class Shared(Schema):
 
 @schema
 class Moe(Schema):
-    """A mixture of experts (Shazeer et al., 2017): gated MLPs, of which each token uses the top_k."""
+    """A mixture of experts (Shazeer et al., 2017): MLPs, of which each token uses the top_k."""
 
     experts: int | None = option(None, ge=2, le=MAX_EXPERTS)
     """Number of experts per layer."""
     top_k: int = option(2, ge=1, le=MAX_EXPERTS)
     """Number of experts per token."""
+    kind: MlpKind = MlpKind.gated
+    """gated: routed and shared experts are down(activation(gate(x)) * up(x)); plain: down(activation(up(x)))."""
     dim: int | None = option(None, ge=1, le=MAX_WIDTH)
     """Hidden size of an expert. null: model.mlp_dim."""
+    latent_dim: int | None = option(None, ge=1, le=MAX_WIDTH)
+    """Width of the inputs and outputs of routed experts: one projection for all of them before, one after their sum.
+    Router and shared expert have the width of the residual stream. null: routed experts have it too."""
     activation: Activation = Activation.silu
-    """Activation of the gate in routed and shared experts."""
+    """Activation of the gate or, if plain, of the hidden layer in routed and shared experts."""
     bias: bool = False
-    """Add a bias to the three projections of an expert."""
+    """Add a bias to the projections of a routed expert."""
     clamp: float | None = option(None, gt=0)
     """Clamped SwiGLU (OpenAI, 2025): gate is clamped from above, up to [-clamp, clamp], and the result is
     (up + 1) * gate * sigmoid(clamp_slope * gate). null: activation(gate) * up."""
@@ -145,6 +150,7 @@ class Moe(Schema):
         if self.experts is None:
             return
         router = self.router
+        yield from self._check_gate()
         if self.limit is not None and self.clamp is not None:
             yield Problem("limit", f"cannot be combined with clamp={self.clamp}", value=self.limit, accepted="null")
         if router.by_token and (router.bias_rate is not None or router.groups > 1):
@@ -174,6 +180,13 @@ class Moe(Schema):
                 "input is only supported for experts without bias and not with softmax_of_chosen",
                 value="input",
             )
+
+    def _check_gate(self) -> Iterator[Problem]:
+        """Bounds of two factors need two factors."""
+        for name in ("clamp", "limit"):
+            value = getattr(self, name)
+            if self.kind is MlpKind.plain and value is not None:
+                yield Problem(name, "bounds gate and up, and kind=plain has no gate", value, accepted="null")
 
 
 class Dispatch(Enum):

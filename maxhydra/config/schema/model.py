@@ -271,6 +271,7 @@ class Model(Schema):
                         hint=did_you_mean(name, self.kinds),
                     )
         yield from self._check_shared()
+        yield from self._check_indexers()
         yield from self._check_qk_clip()
         yield from self._check_streams()
         yield from self._check_blocks()
@@ -366,6 +367,24 @@ class Model(Schema):
                 yield Problem(path, reason, value=source, accepted=", ".join(dict.fromkeys(sources)) or "null")
             elif self._kv_sizes(self.kinds[source]) != self._kv_sizes(kind):
                 yield Problem(path, "has a different num_kv_heads or head_dim; they must be equal", value=source)
+
+    def _check_indexers(self) -> Iterator[Problem]:
+        """A layer that shares an indexer follows the one that has it, in the prefix or in each part of the pattern."""
+        last = self.kinds.get((self.pattern or [""])[-1])
+        if self.mtp.depth and last is not None and last.mla.indexer_of is not None:
+            reason = "adds layers of the last kind, which shares an indexer (mla.indexer_of)"
+            yield Problem("mtp.depth", reason, value=self.mtp.depth, accepted="0")
+        for field in ("prefix", "pattern"):
+            layers = getattr(self, field)
+            for index, name in enumerate(layers):
+                source = self.kinds[name].mla.indexer_of if name in self.kinds else None
+                before = layers[:index] if field == "prefix" or source in self.pattern else [*self.prefix, *layers]
+                found = {kind: self.kinds[kind] for kind in before if kind in self.kinds}
+                owners = [k for k, v in found.items() if v.mixer is Mixer.mla and v.mla.indexer.top_k is not None]
+                if source is not None and source not in owners:
+                    reason = f"must be the kind of an earlier layer of model.{field}, and have an indexer"
+                    path, accepted = f"kinds.{name}.mla.indexer_of", ", ".join(owners) or "null"
+                    yield Problem(path, reason, value=source, accepted=accepted)
 
     def _kv_sizes(self, kind: Kind) -> tuple[int, int]:
         attention = kind.attention

@@ -266,10 +266,11 @@ def with_dense_layers(settings: Settings) -> Settings:
 
 
 def deepseek_v32_to_settings(model: config.Model) -> Settings | None:
-    settings, mixture = deepseek_v3_to_settings(model), moe_kind(model)
-    if settings is None or mixture is None or mixture.mla.indexer.top_k is None:
+    settings = deepseek_v3_to_settings(model)
+    indexers = [kind.mla.indexer for kind in layer_kinds(model) if kind.mla.indexer.top_k is not None]
+    if settings is None or not indexers:
         return None
-    indexer = mixture.mla.indexer
+    indexer = indexers[-1]
     index_settings = {
         "index_topk": indexer.top_k,
         "index_n_heads": indexer.num_heads,

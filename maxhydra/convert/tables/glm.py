@@ -1,7 +1,7 @@
 """GLM-4.5, 4.6 and 4.7 (GLM-4.5 Team, 2025), and GLM-5 (GLM-5 Team, 2026).
 
 GLM-4.5: grouped-query attention with RoPE on half of each head, and the experts of DeepSeek-V3. GLM-5: DeepSeek-V3.2
-with RoPE on adjacent pairs in the indexer.
+with RoPE on adjacent pairs in the indexer, which several layers may share (IndexCache, 2026).
 
 MTP layers are those of DeepSeek-V3.
 """
@@ -9,10 +9,12 @@ MTP layers are those of DeepSeek-V3.
 from typing import Any
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert.hf_config import head, layer_kinds, rope, rope_settings, size_settings, sizes
+from maxhydra.convert.hf_config import head, layer_kinds, pattern_of, rope, rope_settings, size_settings, sizes
 from maxhydra.convert.name_table import Settings, Table, UnsupportedError
 from maxhydra.convert.tables import deepseek, llama
 
+# Values of indexer_types.
+FULL, SHARED = "full", "shared"
 # Rows of DeepSeek's layers that this attention replaces.
 REPLACED = ("attention", "attention_norm", "mlp_norm")
 GLM4_MOE_LAYER = (
@@ -62,25 +64,45 @@ GLM4_MOE = Table(
 
 
 def glm_moe_dsa_to_model(settings: Settings) -> dict[str, Any]:
-    _reject_shared_indexers(settings)
     values = deepseek.deepseek_v32_to_model({"first_k_dense_replace": 3, **settings})
     for kind in values["kinds"].values():
         kind["mla"]["indexer"]["pairs"] = "neighbours"
-    return values
+    types = indexer_types(settings)
+    return {**values, **with_shared_indexers(values, types)} if SHARED in types else values
 
 
-def _reject_shared_indexers(settings: Settings) -> None:
-    """Reject layers that attend to the tokens which an earlier layer selected."""
-    every = settings.get("index_topk_freq") or 1
-    types = settings.get("indexer_types") or settings.get("index_topk_pattern") or ["full" if every == 1 else "shared"]
-    if not {*types} <= {"full", "F"}:
-        keys = "indexer_types, index_topk_pattern or index_topk_freq"
-        raise UnsupportedError(f"layers that share an indexer, by {keys} (supported: one in each layer)")
+def indexer_types(settings: Settings) -> list[str]:
+    """Which layers have an indexer, the others attend to the tokens that the latest of these selected."""
+    count = settings["num_hidden_layers"]
+    every, offset = max(settings.get("index_topk_freq") or 1, 1), settings.get("index_skip_topk_offset", 2)
+    regular = [FULL if max(index - offset + 1, 0) % every == 0 else SHARED for index in range(count)]
+    given = settings.get("indexer_types") or settings.get("index_topk_pattern") or regular
+    types = [{"F": FULL, "S": SHARED}.get(name, name) for name in given]
+    if len(types) != count or types[0] != FULL or not {*types} <= {FULL, SHARED}:
+        accepted = f"{count} of {FULL} and {SHARED}, the first {FULL}"
+        raise UnsupportedError(f"unsupported indexer_types or index_topk_pattern (supported: {accepted})")
+    return types
+
+
+def with_shared_indexers(values: dict[str, Any], types: list[str]) -> dict[str, Any]:
+    """Values of `model.prefix`, `pattern` and `kinds`. The pattern starts with an indexer, if an MoE layer has one."""
+    names, source, kinds = [], "", {}
+    dense = len(values["prefix"])
+    for index, name in enumerate(types):
+        own = "dense" if index < dense else "layer"
+        source = own if name == FULL else source
+        names.append(own if name == FULL else f"{own}_of_{source}")
+        mla = {key: value for key, value in values["kinds"][own]["mla"].items() if key != "indexer"}
+        shared = {**values["kinds"][own], "mla": {**mla, "indexer_of": source}}
+        kinds[names[-1]] = values["kinds"][own] if name == FULL else shared
+    start = next((index for index in range(dense, len(types)) if types[index] == FULL), dense)
+    return {"prefix": names[:start], "pattern": pattern_of(names[start:]), "kinds": kinds}
 
 
 def glm_moe_dsa_to_settings(model: config.Model) -> Settings | None:
     settings = deepseek.deepseek_v32_to_settings(model)
-    return None if settings is None else {**settings, "indexer_types": ["full"] * model.num_layers}
+    types = [FULL if kind.mla.indexer_of is None else SHARED for kind in layer_kinds(model)]
+    return None if settings is None else {**settings, "indexer_types": types}
 
 
 GLM_MOE_DSA = Table(

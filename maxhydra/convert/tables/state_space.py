@@ -1,7 +1,8 @@
 """Models of Mamba-2 and attention layers: Granite 4 (IBM, 2025) and Nemotron-H (NVIDIA, 2025).
 
 Granite: a feed-forward after every mixer, dense or an MoE with a shared expert, and constant multipliers. Nemotron-H:
-every layer is a single branch, a mixer or a plain MLP; those with an MoE, whose experts are plain MLPs, are rejected.
+every layer is a single branch, a mixer, a plain MLP or an MoE of plain MLPs with the router of DeepSeek-V3. Those of
+Nemotron 3 Super have their routed experts on a projection of the residual stream.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from maxhydra.convert.hf_config import (
     sizes,
 )
 from maxhydra.convert.name_table import Settings, Table, UnsupportedError, Weight
-from maxhydra.convert.tables import llama
+from maxhydra.convert.tables import deepseek, llama
 
 RECURRENT = "linear_attention"
 SSM = "attention/skip"
@@ -199,6 +200,7 @@ GRANITE = Table(
 
 BACKBONE = "backbone.layers.{layer}."
 BRANCH = BACKBONE + "mixer."
+EXPERT = BRANCH + "experts.{expert}."
 NEMOTRON_LAYER = (
     Weight("attention_norm/scale", BACKBONE + "norm.weight"),
     Weight("mlp_norm/scale", BACKBONE + "norm.weight"),
@@ -209,6 +211,12 @@ NEMOTRON_LAYER = (
     Weight("attention/out/kernel", BRANCH + "o_proj.weight", inputs=2, excludes=SSM),
     *(Weight(f"mlp/{name}/kernel", BRANCH + f"{name}_proj.weight") for name in ("up", "down")),
     *(Weight(f"mlp/{name}/bias", BRANCH + f"{name}_proj.bias", inputs=0) for name in ("up", "down")),
+    Weight("mlp/router/kernel", BRANCH + "gate.weight"),
+    Weight("mlp/router/correction", BRANCH + "gate.e_score_correction_bias"),
+    *(Weight(f"mlp/experts/{name}/kernel", EXPERT + f"{name}_proj.weight") for name in ("up", "down")),
+    *(Weight(f"mlp/shared/{name}/kernel", BRANCH + f"shared_experts.{name}_proj.weight") for name in ("up", "down")),
+    Weight("mlp/latent_down/kernel", BRANCH + "fc1_latent_proj.weight"),
+    Weight("mlp/latent_up/kernel", BRANCH + "fc2_latent_proj.weight"),
 )
 NEMOTRON_NON_LAYER = (
     Weight("embedding/table", "backbone.embeddings.weight", transposed=False),
@@ -216,7 +224,7 @@ NEMOTRON_NON_LAYER = (
     Weight("head/kernel", "lm_head.weight"),
 )
 # layers_block_type -> kind, and the letters of hybrid_override_pattern in files of earlier versions.
-NEMOTRON_KINDS = {RECURRENT: "ssm", FULL: "attention", "mlp": "mlp"}
+NEMOTRON_KINDS = {RECURRENT: "ssm", FULL: "attention", "mlp": "mlp", "moe": "moe"}
 LETTERS = {"M": RECURRENT, "*": FULL, "-": "mlp", "E": "moe"}
 NEMOTRON_SIZES = {key: name for key, name in SIZES.items() if key != "num_layers"} | {"norm_eps": "layer_norm_epsilon"}
 NEMOTRON_SSM = {
@@ -229,6 +237,37 @@ NEMOTRON_SSM = {
     "bias": "use_bias",
     "min_step": "time_step_min",
 }
+
+
+def nemotron_moe(settings: Settings) -> dict[str, Any]:
+    """Values of `model.kinds.*.moe`. The number of shared experts has no effect in transformers."""
+    if settings.get("mlp_bias"):
+        raise UnsupportedError("unsupported mlp_bias=true of moe layers, which no published model uses")
+    return {
+        "experts": settings["n_routed_experts"],
+        "top_k": settings["num_experts_per_tok"],
+        "kind": "plain",
+        "dim": settings["moe_intermediate_size"],
+        "latent_dim": settings.get("moe_latent_size"),
+        "activation": activation(settings.get("mlp_hidden_act", "relu2")),
+        "router": deepseek.router(settings),
+        "shared": {"dim": settings["moe_shared_expert_intermediate_size"]},
+    }
+
+
+def nemotron_moe_settings(model: config.Model, moe: config.Moe) -> Settings:
+    """Inverse of `nemotron_moe`."""
+    return {
+        "n_routed_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.dim or model.mlp_dim,
+        "moe_latent_size": moe.latent_dim,
+        "mlp_hidden_act": activation_setting(moe.activation),
+        "moe_shared_expert_intermediate_size": moe.shared.dim,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": moe.router.scale,
+        **deepseek.router_settings(moe.router),
+    }
 
 
 def nemotron_to_model(settings: Settings) -> dict[str, Any]:
@@ -246,6 +285,8 @@ def nemotron_to_model(settings: Settings) -> dict[str, Any]:
         "attention": {"attention": {"rope": {"kind": "none"}}, "feed_forward": "none"},
         "mlp": {"mixer": "none", "mlp": mlp},
     }
+    if "moe" in types:
+        kinds["moe"] = {"mixer": "none", "feed_forward": "moe", "moe": nemotron_moe(settings)}
     names = [NEMOTRON_KINDS[name] for name in types]
     return {
         "num_layers": len(names),
@@ -260,19 +301,22 @@ def nemotron_to_model(settings: Settings) -> dict[str, Any]:
 def nemotron_to_settings(model: config.Model) -> Settings | None:
     kinds = layer_kinds(model)
     ssm = first_kind(kinds, config.Mixer.ssm).ssm
-    mlp = first_kind(kinds, config.Mixer.none).mlp
-    types = {config.Mixer.ssm: RECURRENT, config.Mixer.attention: FULL, config.Mixer.none: "mlp"}
-    if any(kind.mixer not in types for kind in kinds):
+    branches = {kind.feed_forward: kind for kind in reversed(kinds) if kind.mixer is config.Mixer.none}
+    mlp = branches.get(config.FeedForward.mlp, kinds[0]).mlp
+    moe = branches[config.FeedForward.moe].moe if config.FeedForward.moe in branches else None
+    types = {config.Mixer.ssm: RECURRENT, config.Mixer.attention: FULL}
+    if any(kind.mixer not in (*types, config.Mixer.none) for kind in kinds):
         return None
     return {
         **size_settings(model, NEMOTRON_SIZES),
-        "layers_block_type": [types[kind.mixer] for kind in kinds],
+        "layers_block_type": [types.get(kind.mixer, kind.feed_forward.value) for kind in kinds],
         **{hf_key: getattr(ssm, key) for key, hf_key in NEMOTRON_SSM.items()},
         "mamba_num_heads": ssm.num_heads or model.num_heads,
         "mamba_head_dim": ssm.head_dim or model.head_dim,
         "mlp_hidden_act": activation_setting(mlp.activation),
         "mlp_bias": mlp.bias,
         "tie_word_embeddings": False,
+        **({} if moe is None else nemotron_moe_settings(model, moe)),
     }
 
 
