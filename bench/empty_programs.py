@@ -39,8 +39,9 @@ def use_empty_programs() -> None:
     class EmptySteps(CompiledSteps):
         def _compile_forward(self, shape: Any) -> Any:
             def forward(weights: Any, cache: Any, last_token_N: Any, inputs_BC: Any) -> Any:
-                more = [] if shape.is_prefill or "next_BC" not in Forwarded._fields else [advance(inputs_BC, 1)]
-                return Forwarded(inputs_BC[:, :1], cache, advance(inputs_BC[:, :HEAD], shape.tokens), None, None, *more)
+                head_BC = advance(inputs_BC[:, :HEAD], shape.tokens)
+                next_BC = None if shape.is_prefill else advance(inputs_BC, shape.tokens)
+                return Forwarded(inputs_BC[:, :1], cache, head_BC, None, None, next_BC)
 
             inputs = self._abstract_inputs(shape.rows, num_columns(shape))
             arguments = self._abstract_weights, self._abstract_caches, self._abstract_slots().last_token_N, inputs

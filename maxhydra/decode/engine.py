@@ -16,7 +16,6 @@ from concurrent.futures import as_completed
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 
 from maxhydra.config.schema.decode import Engine as Config

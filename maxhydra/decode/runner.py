@@ -102,8 +102,8 @@ class ResidentInputs(NamedTuple):
     """Inputs that a decode call left on the device, reused if the next call continues the same rows."""
 
     key: MultiStepKey | StepShape
-    sequences: list[Sequence]
-    num_computed: list[int]
+    rows: list[tuple[int, int]]
+    """Of each sequence its number and its computed tokens."""
     inputs_BC: jax.Array
 
 
@@ -291,14 +291,13 @@ class Runner:
         self, key: MultiStepKey | StepShape, shape: StepShape, sequences: list[Sequence], rows: list[Sequence | None]
     ) -> np.ndarray | jax.Array:
         """Return the inputs of a decode call: those on the device if it continues the rows of the previous one."""
-        resident, num_computed = self._resident, [sequence.num_computed for sequence in sequences]
-        if resident is not None and resident[:3] == (key, sequences, num_computed):
+        resident = self._resident
+        if resident is not None and resident.key == key and resident.rows == _progress(sequences):
             return resident.inputs_BC
         return decode_inputs(rows, shape, self.programs.padding_slot)
 
     def _keep_inputs(self, key: MultiStepKey | StepShape, sequences: list[Sequence], inputs_BC: jax.Array) -> None:
-        num_computed = [sequence.num_computed for sequence in sequences]
-        self._resident = ResidentInputs(key, sequences, num_computed, inputs_BC)
+        self._resident = ResidentInputs(key, _progress(sequences), inputs_BC)
 
     def take_state(self) -> tuple[Tree, SlotState]:
         """Return KV cache and slot state, to be replaced by `put_state` if they are donated."""
@@ -329,6 +328,10 @@ class Runner:
         mask_BW = make_masks(rows) if features.mask else None
         self._slot_state, sampled = self.programs.sample(self._slot_state, output, features, mask_BW)
         return _pend(rows, sampled, [int(sequence is not None) for sequence in rows], self.version)
+
+
+def _progress(sequences: list[Sequence]) -> list[tuple[int, int]]:
+    return [(sequence.number, sequence.num_computed) for sequence in sequences]
 
 
 def _pend(rows: list[Sequence | None], sampled: SampledTokens, counts: list[int], version: int) -> PendingTokens:
