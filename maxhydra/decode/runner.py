@@ -18,6 +18,7 @@ from maxhydra.config.schema.decode import CacheDtype, Pooling
 from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.decode.adapters import AdapterLimits, AdapterStacks, StepWeights
 from maxhydra.decode.compile_cache import Program
+from maxhydra.decode.grammar import first_masks
 from maxhydra.decode.page_pool import Capacity, Place
 from maxhydra.decode.pooling import Pooler
 from maxhydra.decode.prompt_scores import PendingScores
@@ -35,13 +36,14 @@ from maxhydra.decode.step_inputs import (
     prefill_inputs,
     sampling_features,
 )
-from maxhydra.decode.steps import ALL_TOKENS, CompiledSteps
+from maxhydra.decode.steps import CompiledSteps
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.layers import PagedCacheSpec
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 
 Tree = Any
+MaskMaker = Callable[[list[Sequence | None]], np.ndarray]
 CACHE_DTYPES = {
     CacheDtype.auto: None,
     CacheDtype.float32: jnp.dtype(jnp.float32),
@@ -97,11 +99,11 @@ class PrefillOutput(NamedTuple):
 
 
 class ResidentInputs(NamedTuple):
-    """Step inputs that a multi-step call left on the device, reused if the next call continues the same rows."""
+    """Inputs that a decode call left on the device, reused if the next call continues the same rows."""
 
-    key: MultiStepKey
-    sequences: list[Sequence]
-    num_computed: list[int]
+    key: MultiStepKey | StepShape
+    rows: list[tuple[int, int]]
+    """Of each sequence its number and its computed tokens."""
     inputs_BC: jax.Array
 
 
@@ -218,7 +220,9 @@ class Runner:
                 self.set_controls(chunk.place, chunk.sequence)
         inputs_BC = prefill_inputs(rows, shape, self.programs.padding_slot)
         output = self._forward(shape, inputs_BC, image_inputs(rows, shape), audio_inputs(rows, shape))
-        first_tokens = self._sample(completed, output) if any(completed) else None
+        first_tokens = None
+        if any(completed):
+            first_tokens = self._sample(completed, output, self._first_masks)
         records: list[PendingExperts | PendingScores] = []
         if output.experts_BTLK is not None:
             sequences = [None if chunk is None else chunk.sequence for chunk in rows]
@@ -245,18 +249,16 @@ class Runner:
             vectors |= dict(zip(batch.numbers, np.asarray(pooled), strict=False))
         return np.stack([vectors[number] for number in range(len(rows))])
 
-    def decode(
-        self, sequences: list[Sequence], shape: StepShape, between: Callable[[], None] | None = None
-    ) -> PendingTokens:
-        """Decode one token per sequence. `between`: called while the model runs, before the tokens are sampled."""
+    def decode(self, sequences: list[Sequence], shape: StepShape, next_masks: MaskMaker) -> PendingTokens:
+        """Decode one token per sequence. `next_masks`: called while the model runs, if a sequence has a grammar."""
         self._assign_adapters((sequence.place, sequence) for sequence in sequences)
         rows = self.buckets.arrange_rows(sequences, shape)
-        output = self._forward(shape, decode_inputs(rows, shape, self.programs.padding_slot))
+        output = self._forward(shape, self._decode_inputs(shape, shape, sequences, rows))
         for sequence in sequences:
             sequence.num_computed += 1
-        if between is not None:
-            between()
-        pending, ids = self._sample(rows, output), output.experts_BTLK
+        assert output.next_BC is not None
+        self._keep_inputs(shape, sequences, output.next_BC)
+        pending, ids = self._sample(rows, output, next_masks), output.experts_BTLK
         return pending if ids is None else pending._replace(records=(PendingExperts(rows, pending.counts, ids),))
 
     def decode_multi(self, sequences: list[Sequence]) -> PendingTokens | None:
@@ -272,12 +274,8 @@ class Runner:
         if key is None:
             return None
         self._assign_adapters((sequence.place, sequence) for sequence in sequences)
-        resident, num_computed = self._resident, [sequence.num_computed for sequence in sequences]
         rows = self.buckets.arrange_rows(sequences, key.shape)
-        if resident is not None and resident[:3] == (key, sequences, num_computed):
-            inputs_BC: np.ndarray | jax.Array = resident.inputs_BC
-        else:
-            inputs_BC = decode_inputs(rows, key.shape, self.programs.padding_slot)
+        inputs_BC = self._decode_inputs(key, key.shape, sequences, rows)
         self._cache, self._slot_state, inputs_BC, sampled, ids = self.programs.decode_multi(
             key, self._weights, self._cache, self._slot_state, inputs_BC
         )
@@ -285,10 +283,21 @@ class Runner:
         for sequence, count in zip(rows, counts, strict=True):
             if sequence is not None:
                 sequence.num_computed += count
-        num_computed = [sequence.num_computed for sequence in sequences]
-        self._resident = ResidentInputs(key, sequences, num_computed, inputs_BC)
+        self._keep_inputs(key, sequences, inputs_BC)
         records = () if ids is None else (PendingExperts(rows, counts, ids),)
         return _pend(rows, sampled, counts, self.version)._replace(records=records)
+
+    def _decode_inputs(
+        self, key: MultiStepKey | StepShape, shape: StepShape, sequences: list[Sequence], rows: list[Sequence | None]
+    ) -> np.ndarray | jax.Array:
+        """Return the inputs of a decode call: those on the device if it continues the rows of the previous one."""
+        resident = self._resident
+        if resident is not None and resident.key == key and resident.rows == _progress(sequences):
+            return resident.inputs_BC
+        return decode_inputs(rows, shape, self.programs.padding_slot)
+
+    def _keep_inputs(self, key: MultiStepKey | StepShape, sequences: list[Sequence], inputs_BC: jax.Array) -> None:
+        self._resident = ResidentInputs(key, _progress(sequences), inputs_BC)
 
     def take_state(self) -> tuple[Tree, SlotState]:
         """Return KV cache and slot state, to be replaced by `put_state` if they are donated."""
@@ -306,25 +315,23 @@ class Runner:
         if sequence.has_penalty or sequence.request.logit_bias:
             self._slot_state = set_controls(self._slot_state, place.slot, sequence.request)
 
-    def _forward(self, shape: StepShape, inputs_BC: np.ndarray, *media: Any) -> Forwarded:
+    def _forward(self, shape: StepShape, inputs_BC: np.ndarray | jax.Array, *media: Any) -> Forwarded:
         output = self.programs.forward(shape, self._weights, self._cache, self._slot_state, inputs_BC, *media)
         self._cache = output.cache
         return output
 
-    def _sample(self, rows: list[Sequence | None], output: Forwarded) -> PendingTokens:
+    def _first_masks(self, rows: list[Sequence | None]) -> np.ndarray:
+        return first_masks([None if each is None else each.constraint for each in rows], self._num_mask_words)
+
+    def _sample(self, rows: list[Sequence | None], output: Forwarded, make_masks: MaskMaker) -> PendingTokens:
         features = sampling_features(rows)
-        mask_BW = _stack_masks(rows, self._num_mask_words) if features.mask else None
+        mask_BW = make_masks(rows) if features.mask else None
         self._slot_state, sampled = self.programs.sample(self._slot_state, output, features, mask_BW)
         return _pend(rows, sampled, [int(sequence is not None) for sequence in rows], self.version)
 
 
-def _stack_masks(rows: list[Sequence | None], mask_width: int) -> np.ndarray:
-    """Wait for the masks of all rows; rows without a grammar allow every token."""
-    masks_BW = np.full((len(rows), mask_width), ALL_TOKENS, np.uint32)
-    for row, sequence in enumerate(rows):
-        if sequence is not None and sequence.constraint is not None:
-            masks_BW[row] = sequence.constraint.mask()
-    return masks_BW
+def _progress(sequences: list[Sequence]) -> list[tuple[int, int]]:
+    return [(sequence.number, sequence.num_computed) for sequence in sequences]
 
 
 def _pend(rows: list[Sequence | None], sampled: SampledTokens, counts: list[int], version: int) -> PendingTokens:

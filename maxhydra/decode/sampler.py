@@ -14,6 +14,8 @@ import jax.numpy as jnp
 
 # Maximum number of alternatives whose log-probabilities are reported.
 MAX_LOGPROBS = 20
+# A word of a mask that allows all of its 32 tokens.
+ALL_TOKENS = 2**32 - 1
 
 
 class SamplingArrays(NamedTuple):

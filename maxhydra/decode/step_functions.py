@@ -70,6 +70,8 @@ class Forwarded(NamedTuple):
     experts_BTLK: jax.Array | None
     scores: SampledTokens | None
     """Log-probabilities [B, T] of the tokens after each of the inputs, if requested."""
+    next_BC: jax.Array | None = None
+    """The inputs of the next call, unless this is a prefill."""
 
 
 def make_forward(
@@ -97,7 +99,9 @@ def make_forward(
             last_B11 = jnp.maximum(jnp.sum(positions_BT >= 0, axis=1) - 1, 0)[:, None, None]
             hidden_BTD = jnp.take_along_axis(hidden_BTD, last_B11, axis=1)
         logits_BV = layout.model.logits(params, hidden_BTD, sharder)[:, 0]
-        return Forwarded(logits_BV, cache, advance(inputs_BC[:, :HEAD], shape.tokens), experts, scores)
+        head_BC = advance(inputs_BC[:, :HEAD], shape.tokens)
+        next_BC = None if shape.is_prefill else advance(inputs_BC, shape.tokens)
+        return Forwarded(logits_BV, cache, head_BC, experts, scores, next_BC)
 
     return forward
 

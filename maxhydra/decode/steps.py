@@ -22,7 +22,7 @@ import numpy as np
 
 from maxhydra.decode.adapters import StepWeights
 from maxhydra.decode.compile_cache import CompileCache, Program
-from maxhydra.decode.sampler import SampledTokens, SamplingFeatures
+from maxhydra.decode.sampler import ALL_TOKENS, SampledTokens, SamplingFeatures
 from maxhydra.decode.slot_state import SlotState
 from maxhydra.decode.step_functions import (
     Forwarded,
@@ -52,8 +52,7 @@ RARE_FEATURES = (
     SamplingFeatures(random=True, filters=True, penalties=True, logprobs=True, bias=True),
 )
 # Masks come from the host for every token, so that only single steps have them.
-MASKED_FEATURES = RARE_FEATURES[-1]._replace(mask=True)
-ALL_TOKENS = 2**32 - 1
+MASKED_FEATURES = (COMMON_FEATURES[-1]._replace(mask=True), RARE_FEATURES[-1]._replace(mask=True))
 
 
 def map_caches(function: Callable[..., Any], *caches: Tree) -> Tree:
@@ -125,7 +124,7 @@ class CompiledSteps:
         samplers = [
             SampleKey(rows, each)
             for rows in sorted(sample_rows)
-            for each in (*COMMON_FEATURES, *RARE_FEATURES, MASKED_FEATURES)
+            for each in (*COMMON_FEATURES, *RARE_FEATURES, *MASKED_FEATURES)
         ]
         return [
             *self._multi_steps.warm_up(MultiStepKey(*each, num_steps) for each in decoded),
@@ -154,7 +153,7 @@ class CompiledSteps:
         weights: StepWeights,
         cache: Tree,
         slot_state: SlotState,
-        inputs_BC: np.ndarray,
+        inputs_BC: np.ndarray | jax.Array,
         images: np.ndarray | None = None,
         audio: AudioClips | None = None,
     ) -> Forwarded:
@@ -212,7 +211,7 @@ class CompiledSteps:
 
     def _compile_forward(self, shape: StepShape) -> Program:
         forward = make_forward(self._layout, self._sharder, shape, records_experts=self._records_experts)
-        shardings: tuple[Any, ...] = (self._logits_sharding, self.cache_shardings, *3 * (self.replicated,))
+        shardings: tuple[Any, ...] = (self._logits_sharding, self.cache_shardings, *4 * (self.replicated,))
         jitted = jax.jit(forward, donate_argnums=1, out_shardings=Forwarded(*shardings))
         is_long = self._sharder.platform == "gpu" and shape.rows * shape.tokens >= COMMAND_BUFFER_LIMIT
         options: dict[str, str | bool] | None = {"xla_gpu_enable_command_buffer": ""} if is_long else None

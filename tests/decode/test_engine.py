@@ -699,7 +699,7 @@ def test_finished_requests_leave_no_state():
         for count in (10, 30):
             handles = [engine.submit(make_request("abcd", max_tokens=3, ignore_eos=True)) for _ in range(count)]
             assert all(handle.result().finish == "length" for handle in handles)
-        wait_for(lambda: engine._scheduler.is_idle and not engine._pending)
+        wait_for(lambda: engine._scheduler.is_idle and engine._emitter.is_idle)
         sizes.append(count_items(engine, set()))
     engine.close()
     assert sizes[0] == sizes[1]

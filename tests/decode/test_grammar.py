@@ -1,23 +1,33 @@
 """Completions follow their grammar in every batch, and other requests of the batch are not affected."""
 
+import dataclasses
 import json
 import re
 
+import numpy as np
 import pytest
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
-from maxhydra.decode.grammar import GrammarError, json_grammar, lark_grammar, regex_grammar
+from maxhydra.decode.grammar import (
+    GrammarCompiler,
+    GrammarError,
+    _Vocabulary,
+    json_grammar,
+    lark_grammar,
+    regex_grammar,
+)
 from maxhydra.decode.openai_server import Limits
 from maxhydra.decode.request import Completion, RequestRejectedError
 from maxhydra.decode.sampling_params import PromptEncoder
-from tests.decode.test_engine import make_request, shared_programs, start
+from tests.decode.test_engine import CONTEXT, EOS, logits_without_cache, make_request, shared_programs, start
 from tests.decode.test_openai_server import HELLO, LIMITS, TEMPLATE, RunningServer
 from tests.support.json_schemas import random_schema
+from tests.support.polling import wait_for
 from tests.support.skips import import_optional
 
-pytest.importorskip("llguidance", reason="needs the extra serve")
+llguidance = pytest.importorskip("llguidance", reason="needs the extra serve")
 jsonschema = import_optional("jsonschema", extra="test")
 __all__ = ["shared_programs"]
 # More than the model is trained for, so that a random model has space to complete its JSON.
@@ -88,6 +98,95 @@ def test_a_grammar_that_cannot_be_compiled_is_rejected_with_the_reason(engine):
     with pytest.raises(RequestRejectedError, match="ignore_eos"):
         engine.submit(make_request("a", grammar=regex_grammar("a"), ignore_eos=True))
     assert complete(engine, [regex_grammar("ab")])[0].text == "ab"
+
+
+def most_likely_allowed(grammar: str, max_tokens: int) -> list[int]:
+    """The oracle: for every token, a full forward pass, and a matcher that has only this sequence."""
+    vocabulary = llguidance.TokenizerWrapper(_Vocabulary(ByteTokenizer(), EOS, 264))
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer(vocabulary, eos_token=EOS), grammar)
+    ids = [ord("x")]
+    while len(ids) <= max_tokens:
+        row = np.zeros((1, CONTEXT), np.int32)
+        row[0, : len(ids)] = ids
+        is_allowed = np.frombuffer(matcher.compute_logit_bias(), np.uint8)[:264] > 0
+        ids.append(int(np.argmax(np.where(is_allowed, logits_without_cache()(row)[len(ids) - 1], -np.inf))))
+        assert matcher.consume_token(ids[-1])
+        if ids[-1] == EOS:
+            break
+    return ids[1:]
+
+
+@pytest.mark.slow
+def test_a_greedy_completion_has_the_most_likely_tokens_that_the_grammar_allows(engine):
+    grammars = [
+        regex_grammar("[a-p]{3,9}[q-z]*"),
+        json_grammar(random_schema(1)),
+        regex_grammar("[0-9]+(,[a-f]{2,4})*"),
+    ]
+    completions = complete(engine, [*grammars, ""], temperature=0.0, max_tokens=24)
+    for grammar, completion in zip(grammars, completions, strict=False):
+        assert list(completion.tokens) == most_likely_allowed(grammar, 24)
+
+
+@pytest.mark.slow
+def test_deltas_are_in_order_and_end_at_a_stop_string_eos_or_the_maximum(engine):
+    """Tokens are emitted while later ones are computed; those sampled after the end are dropped."""
+    grammar, sampled = regex_grammar("([ab]{7}c){1,3}"), {"temperature": 1.0}
+    whole = complete(engine, [grammar], **sampled)[0]
+    assert whole.finish == "stop" and whole.tokens[-1] == EOS
+    free = make_request("free", max_tokens=30, ignore_eos=True)
+    ends = {"stop": {"stop": (whole.text[2:5],)}, "length": {"max_tokens": 5}, "": {"max_tokens": 40, "logprobs": 2}}
+    requests = [make_request("x", grammar=grammar, **{"max_tokens": 40, **sampled, **each}) for each in ends.values()]
+    requests.append(dataclasses.replace(requests[-1], stream=False))
+    deltas = [list(handle) for handle in engine.submit_all([*requests, free])]
+    stopped, full, streamed, silent, other = map(Completion.from_deltas, deltas)
+    assert (stopped.text, stopped.tokens, stopped.finish) == (whole.text[:2], whole.tokens[:5], "stop")
+    assert (full.text, full.tokens, full.finish) == (whole.text[:5], whole.tokens[:5], "length")
+    assert streamed == silent and streamed.tokens == whole.tokens and len(deltas[3]) == 1
+    assert [each.token for each in streamed.logprobs] == list(whole.tokens)
+    assert other == engine.submit(free).result()
+
+
+@pytest.mark.slow
+def test_a_sequence_that_is_cancelled_or_cannot_follow_its_grammar_leaves_the_others(engine):
+    # More rules in one place than llguidance's parser may have, after the first token.
+    rules = [f"a{n}" for n in range(2100)]
+    broken = "start: " + " | ".join(rules) + "".join(f'\n{name}: "y" b{name}\nb{name}: "{name}"' for name in rules)
+    endless, other = regex_grammar("a*"), regex_grammar("[ab]{40}c")
+    alone = complete(engine, [other])[0]
+    requests = [make_request("x", grammar=each, max_tokens=900) for each in (endless, lark_grammar(broken))]
+    cancelled, failed = engine.submit_all(requests)
+    handle = engine.submit(make_request("x", grammar=other, temperature=1.0, max_tokens=1400, seed=0))
+    next(iter(cancelled))
+    cancelled.cancel()
+    first, *_, last = list(failed)
+    assert first.text == "y" and last.finish == "error" and "grammar cannot be followed" in last.error
+    assert cancelled.result().finish == "cancelled" and handle.result() == alone
+    wait_for(lambda: engine.stats()["running"] == 0)
+    assert engine.stats()["pages_used"] == 0
+
+
+def test_sequences_that_run_together_have_lexers_of_their_own():
+    def start_grammars(threads: int) -> GrammarCompiler:
+        return GrammarCompiler(ByteTokenizer(), eos=(EOS,), vocab_size=300, threads=threads)
+
+    grammar, one, several = json_grammar(random_schema(2)), start_grammars(1), start_grammars(2)
+    alone, together = ([each.constrain(grammar) for _ in range(4)] for each in (one, several))
+    assert [each.lexer for each in alone] == [0] * 4 and [each.lexer for each in together] == [0, 1, 2, 3]
+    del together[1]
+    together.insert(1, several.constrain(grammar))
+    assert together[1].lexer == 1, "the lexer of a sequence that has ended is used again"
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        masks_BW, expected_BW = several.masks([*together, None]), one.masks([None, *alone])
+        np.testing.assert_array_equal(masks_BW[:4], expected_BW[1:])
+        assert (masks_BW[4] == 2**32 - 1).all() and (expected_BW[0] == 2**32 - 1).all()
+        is_allowed_BV = np.unpackbits(masks_BW[:4].view(np.uint8), axis=1, bitorder="little")
+        assert not is_allowed_BV[:, 264:].any(), "the tokenizer does not have these tokens"
+        tokens = [[int(rng.choice(np.flatnonzero(row)))] for row in is_allowed_BV]
+        one.consume(list(zip(alone, tokens, strict=True)))
+        several.consume(list(zip(together, tokens, strict=True)))
+    assert not any(each.error for each in (*alone, *together))
 
 
 def test_token_bytes_join_to_the_text():

@@ -1,0 +1,117 @@
+"""Sampled tokens on their way to clients: dispatched, read from the device, emitted to the handles of their sequences.
+
+Without grammars, tokens are read and emitted one iteration after they were dispatched. The masks of a grammar depend on
+all tokens before, so that a step with masks reads everything that is pending. What the host does not need for the masks
+waits: tokens are emitted after the next forward call is dispatched, while the device is busy.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from maxhydra.data import Tokenizer
+from maxhydra.decode.grammar import Constraint, GrammarCompiler
+from maxhydra.decode.prompt_scores import token_logprob
+from maxhydra.decode.runner import PendingTokens
+from maxhydra.decode.sampler import SampledTokens
+from maxhydra.decode.scheduler import Scheduler
+from maxhydra.decode.sequence import Sequence
+
+
+class ReadTokens(NamedTuple):
+    """Tokens that the host has read, and not emitted yet."""
+
+    pending: PendingTokens
+    tokens: list[list[int]]
+    """Of each row; empty if no row samples."""
+
+
+class Emitter:
+    """Reads and emits the tokens of an engine, in the order of their dispatch."""
+
+    def __init__(
+        self, scheduler: Scheduler, grammars: GrammarCompiler, tokenizer: Tokenizer, *, eos: frozenset[int]
+    ) -> None:
+        self._scheduler, self._grammars, self._tokenizer, self._eos = scheduler, grammars, tokenizer, eos
+        self._pending: deque[PendingTokens] = deque()
+        self._read: deque[ReadTokens] = deque()
+        self._num_earlier = 0
+        """Calls of earlier iterations whose tokens are not emitted."""
+        self.num_tokens = 0
+        """Tokens emitted so far."""
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._pending or self._read)
+
+    def add(self, pending: PendingTokens) -> None:
+        """Take the tokens of a call that was dispatched."""
+        self._pending.append(pending)
+
+    def start_iteration(self) -> None:
+        """Regard all calls so far as those of earlier iterations."""
+        self._num_earlier = len(self._read) + len(self._pending)
+
+    def end_iteration(self) -> None:
+        """Emit the tokens of earlier iterations, unless this iteration has read them for its masks."""
+        for _ in range(self._num_earlier):
+            self._emit(self._read.popleft() if self._read else self._read_next())
+        self._num_earlier = 0
+
+    def read_all(self) -> None:
+        """Emit what was read, then read all tokens, and advance the grammars by them."""
+        while self._read:
+            self._emit(self._read.popleft())
+        while self._pending:
+            self._read.append(self._read_next())
+        self._num_earlier = 0
+
+    def _read_next(self) -> ReadTokens:
+        """Wait for the tokens of the next call."""
+        pending = self._pending.popleft()
+        if pending.sampled is None:
+            return ReadTokens(pending, [])
+        token_B = np.asarray(pending.sampled.token_B)
+        tokens: list[list[int]] = (token_B.T if token_B.ndim == 2 else token_B[:, None]).tolist()
+        consumed: list[tuple[Constraint, list[int]]] = [
+            (sequence.constraint, new[:count])
+            for sequence, new, count in zip(pending.sequences, tokens, pending.counts, strict=True)
+            if sequence is not None and sequence.constraint is not None and not sequence.is_finished and min(new) >= 0
+        ]
+        if consumed:
+            self._grammars.consume(consumed)
+        return ReadTokens(pending, tokens)
+
+    def _emit(self, read: ReadTokens) -> None:
+        """Send tokens to the handles of their sequences, and free the slots of sequences that end."""
+        pending = read.pending
+        for record in pending.records:
+            record.deliver()
+        finished: list[Sequence] = []
+        sampled: SampledTokens | None = None
+        for row, (sequence, count) in enumerate(zip(pending.sequences, pending.counts, strict=True)):
+            if sequence is None or sequence.is_finished or pending.sampled is None:
+                continue
+            top = sequence.request.logprobs
+            logprobs = []
+            if top is not None:
+                sampled = sampled or _to_host(pending.sampled)
+                logprobs = [token_logprob(sampled, (step, row), top, pending.version) for step in range(count)]
+            self.num_tokens += sequence.append(
+                read.tokens[row][:count], logprobs, tokenizer=self._tokenizer, eos=self._eos
+            )
+            if sequence.constraint is not None and not sequence.is_finished and (error := sequence.constraint.error):
+                sequence.fail(f"the grammar cannot be followed: {error[:500]}")
+            if sequence.is_finished:
+                finished.append(sequence)
+        # Free slots after all deltas are sent: bookkeeping must not delay clients.
+        for sequence in finished:
+            self._scheduler.release(sequence)
+
+
+def _to_host(sampled: SampledTokens) -> SampledTokens:
+    """Arrays [steps, B, ...] of a call."""
+    arrays: SampledTokens = jax.tree.map(np.asarray, sampled)
+    return arrays if arrays.token_B.ndim == 2 else jax.tree.map(lambda array: array[None], arrays)
