@@ -46,11 +46,25 @@ class ImageLimits:
         return "images are not supported by several processes" if self.is_shared else None
 
     def position_lag(self, request: Request) -> int:
-        """How many positions fewer than tokens the images of a request take: each takes as many as its longer side."""
+        """How many positions fewer than tokens the images of a request take; negative for videos with large steps."""
         if request.images is None or not self.model.has_axis_positions:
             return 0
-        num_positions = image_sizes(request.images, self.model.vision).max(axis=1)
-        return self._num_tokens(request.images) - int(num_positions.sum())
+        return self._num_tokens(request.images) - self._num_positions(np.array(request.prompt), request.images)
+
+    def _num_positions(self, tokens: np.ndarray, images: np.ndarray) -> int:
+        """Positions of all images, as layers/image_positions.py counts them."""
+        vision = self.model.vision
+        sizes = image_sizes(images, vision)
+        counts = sizes.prod(axis=1)
+        starts = np.flatnonzero(np.isin(tokens, vision.placeholders))[np.cumsum(counts) - counts]
+        is_video = np.concatenate([[False], tokens == vision.video_id])
+        total = time = taken = 0
+        for start, longest in zip(starts.tolist(), sizes.max(axis=1).tolist(), strict=True):
+            is_later_step = vision.step_positions is not None and is_video[start] and is_video[start + 1]
+            time, taken = (time + vision.step_positions, taken) if is_later_step else (0, 0)
+            total += max(time + 1, longest) - taken
+            taken = max(time + 1, longest)
+        return total
 
     def _num_tokens(self, images: np.ndarray) -> int:
         return int(image_sizes(images, self.model.vision).prod(axis=1).sum())

@@ -79,9 +79,12 @@ OMNI_TOKENS = {
     "audio_bos_token": "<|audio_start|>",
     "audio_eos_token": "<|audio_end|>",
 }
-QWEN_IDS = dict(
-    zip(("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"), QWEN_TOKENS.values())
-)
+QWEN_IDS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+}
 GEMMA_TOKENS = {
     "boi_token": "<|image>",
     "eoi_token": "<image|>",
