@@ -20,8 +20,6 @@ class ImageLimits:
     model: Model
     prefill_chunk: int
     cache_dtype: CacheDtype
-    is_shared: bool
-    """Whether several processes decode together."""
 
     def find_problem(self, request: Request) -> str | None:
         """Return why a request cannot be served; None if it can."""
@@ -43,7 +41,7 @@ class ImageLimits:
             )
         if vision.bidirectional and self._is_rounded:
             return f"images are not supported by task.engine.cache_dtype={self.cache_dtype.value}: set auto"
-        return "images are not supported by several processes" if self.is_shared else None
+        return None
 
     def position_lag(self, request: Request) -> int:
         """How many positions fewer than tokens the images of a request take; negative for videos with large steps."""
