@@ -175,7 +175,7 @@ def model_changes(stored_yaml: str, model: Model) -> list[ConfigChange]:
 
 
 def _without_new_videos(changes: list[ConfigChange], stored_model: Any) -> list[ConfigChange]:
-    """Changes other than those of videos, if the stored model took none: it has learned nothing that depends on them."""
+    """Changes other than those of videos, if the stored model took none: its weights do not depend on them."""
     if _mapping(_mapping(stored_model).get("vision")).get("video_id") is not None:
         return changes
     return [change for change in changes if not change.key.startswith("model.vision.video")]

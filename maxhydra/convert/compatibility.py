@@ -66,7 +66,7 @@ def is_same(file_model: config.Model, model: config.Model) -> bool:
 
 
 def _with_videos_of(file_model: config.Model, model: config.Model) -> config.Model:
-    """The files' model, without videos if the run's takes none: video_id does not change what it computes for others."""
+    """The files' model, without videos if the run's takes none: images and text give the same results."""
     if model.vision.video_id is not None:
         return file_model
     return dataclasses.replace(file_model, vision=dataclasses.replace(file_model.vision, video_id=None))

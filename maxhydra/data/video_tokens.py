@@ -22,6 +22,8 @@ FORMATS = {
     Timestamps.seconds: ("<%(seconds).1f seconds>", "<%(seconds).1f seconds>"),
     Timestamps.minutes: ("%(minutes)02d:%(rest)02d ", " %(minutes)02d:%(rest)02d "),
 }
+# Keys of a part that ask for the audio of a video between its steps.
+AUDIO_KEYS = ("use_audio_in_video", "load_audio_from_video")
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -98,7 +100,7 @@ def order_media(messages: Any, images: Sequence[Any], videos: Sequence[Any]) -> 
     """Sources of images and videos in the order of the parts of messages.
 
     A part of a video may have the video itself, {"type": "video", "video": path}. Raises MediaError if the number of
-    videos is not that of the parts.
+    videos is not that of the parts, or if a part asks for the audio of its video.
     """
     remaining, others, ordered, count = list(videos), list(images), [], 0
     for part in _media_parts(messages):
@@ -106,6 +108,8 @@ def order_media(messages: Any, images: Sequence[Any], videos: Sequence[Any]) -> 
             ordered += [others.pop(0)] if others else []
             continue
         count += 1
+        if asked := [key for key in AUDIO_KEYS if part.get(key)]:
+            raise MediaError("video", f"{asked[0]} is not supported", accepted="the frames of a video alone")
         source = part.get("video") or (remaining.pop(0) if remaining else None)
         if source is not None:
             ordered.append({"video": source, "fps": part.get("fps")})

@@ -2,8 +2,8 @@
 
 Positions have the axes time, row and column (Wang et al., 2024). All tokens of an image have one time, and the rows and
 columns of its grid. The text behind it continues at the position after the longer side of the grid. A step of a video
-is an image; the steps of one video may also share their rows and columns and differ in time (Qwen3-Omni, 2025). B batch,
-T tokens, I images.
+is an image; the steps of one video may also share their rows and columns and differ in time (Qwen3-Omni, 2025). B
+batch, T tokens, I images.
 """
 
 from typing import NamedTuple
