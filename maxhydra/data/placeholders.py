@@ -99,7 +99,7 @@ def video_text(video: ProcessedVideo, layout: Layout) -> str:
 
 
 def timestamp_values(seconds: float) -> dict[str, float]:
-    """What a format of timestamps may contain: seconds, or whole minutes and the rest in whole seconds."""
+    """Values for a format of timestamps: seconds, or whole minutes and the rest in whole seconds."""
     return {"seconds": seconds, "minutes": seconds // 60, "rest": seconds % 60}
 
 

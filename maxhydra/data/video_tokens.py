@@ -108,8 +108,8 @@ def order_media(messages: Any, images: Sequence[Any], videos: Sequence[Any]) -> 
             ordered += [others.pop(0)] if others else []
             continue
         count += 1
-        if asked := [key for key in AUDIO_KEYS if part.get(key)]:
-            raise MediaError("video", f"{asked[0]} is not supported", accepted="the frames of a video alone")
+        if keys := [key for key in AUDIO_KEYS if part.get(key)]:
+            raise MediaError("video", f"{keys[0]} is not supported", accepted="the frames of a video alone")
         source = part.get("video") or (remaining.pop(0) if remaining else None)
         if source is not None:
             ordered.append({"video": source, "fps": part.get("fps")})

@@ -41,7 +41,7 @@ def forward_logits(model: ModelDef, params: Any, tokens_BT: np.ndarray, media: M
 
 
 class Export(NamedTuple):
-    """What an export has of the folder that it was read from."""
+    """The differences of an exported folder from the one that it was read from."""
 
     model_type: str
     missing: set[str]

@@ -64,8 +64,8 @@ def sample_frames(total: int, fps: float, settings: VideoSettings | FrameSetting
     if not settings.do_sample_frames:
         return list(range(total))
     if isinstance(settings, FrameSettings):
-        wanted = settings.num_frames if settings.fps is None else int(total / fps * settings.fps)
-        count = min(max(wanted, settings.min_frames), settings.num_frames, total)
+        count = settings.num_frames if settings.fps is None else int(total / fps * settings.fps)
+        count = min(max(count, settings.min_frames), settings.num_frames, total)
         return (np.arange(count) * total // count).tolist()
     multiple, per_video = settings.temporal_patch_size, settings.budget == "pixels_per_video"
     if settings.num_frames is not None:
