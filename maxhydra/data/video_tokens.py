@@ -70,7 +70,6 @@ def _video_ids(video: ProcessedVideo, vision: Vision, encode: Encode) -> list[in
 
 def _make_processor(vision: Vision) -> VideoProcessor:
     videos, pixels = vision.videos, vision.patch_size**2
-    sampling = {"fps": videos.fps, "min_frames": videos.min_frames}
     if vision.fill_patches:
         return VideoProcessor(
             FrameSettings(
@@ -79,7 +78,8 @@ def _make_processor(vision: Vision) -> VideoProcessor:
                 pooling_kernel_size=vision.block_size,
                 max_soft_tokens=videos.max_patches // vision.block_size**2,
                 num_frames=videos.max_frames,
-                **sampling,
+                fps=videos.fps,
+                min_frames=videos.min_frames,
             )
         )
     return VideoProcessor(
@@ -91,7 +91,8 @@ def _make_processor(vision: Vision) -> VideoProcessor:
             temporal_patch_size=vision.frames,
             budget="pixels_per_frame" if videos.per_frame else "pixels_per_video",
             max_frames=videos.max_frames,
-            **sampling,
+            fps=videos.fps,
+            min_frames=videos.min_frames,
         )
     )
 

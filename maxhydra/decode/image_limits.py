@@ -58,8 +58,8 @@ class ImageLimits:
         is_video = np.concatenate([[False], tokens == vision.video_id])
         total = time = taken = 0
         for start, longest in zip(starts.tolist(), sizes.max(axis=1).tolist(), strict=True):
-            is_later_step = vision.step_positions is not None and is_video[start] and is_video[start + 1]
-            time, taken = (time + vision.step_positions, taken) if is_later_step else (0, 0)
+            step = vision.step_positions if is_video[start] and is_video[start + 1] else None
+            time, taken = (0, 0) if step is None else (time + step, taken)
             total += max(time + 1, longest) - taken
             taken = max(time + 1, longest)
         return total
