@@ -162,6 +162,7 @@ def config_changes(stored_yaml: str, config: Config, *, hidden: str) -> list[Con
     if before.get("name") == now.get("name") and task in task_schemas():
         found = [change for change in found if not change.key.startswith("task.")]
         found += _section_changes(task_schemas()[task], before, now, "task")
+    found = _without_new_videos(found, stored.get("model"))
     # A value of a variable is stored as its reference.
     found = [change for change in found if change.before != redact_config(change.now, change.key)]
     return [change for change in found if hidden not in str(change.before) and hidden not in str(change.now)]
@@ -169,7 +170,15 @@ def config_changes(stored_yaml: str, config: Config, *, hidden: str) -> list[Con
 
 def model_changes(stored_yaml: str, model: Model) -> list[ConfigChange]:
     """Keys of the model that differ between a run's config.yaml and another model."""
-    return _section_changes(Model, _read(stored_yaml).get("model"), _plain(model), "model")
+    stored = _read(stored_yaml).get("model")
+    return _without_new_videos(_section_changes(Model, stored, _plain(model), "model"), stored)
+
+
+def _without_new_videos(changes: list[ConfigChange], stored_model: Any) -> list[ConfigChange]:
+    """Changes other than those of videos, if the stored model took none: its weights do not depend on them."""
+    if _mapping(_mapping(stored_model).get("vision")).get("video_id") is not None:
+        return changes
+    return [change for change in changes if not change.key.startswith("model.vision.video")]
 
 
 def fixed_problems(changes: Iterable[ConfigChange], accepted: Iterable[str]) -> Iterator[Problem]:

@@ -165,7 +165,7 @@ CONDITIONS = (
         "model.vision.max_patches",
     ),
     Condition(
-        ("model.vision.min_patches",),
+        ("model.vision.min_patches", "model.vision.videos.min_patches"),
         lambda c: not c.model.vision.fill_patches,
         "model.vision.fill_patches=false",
     ),

@@ -25,8 +25,8 @@ TOLERANCE = 1e-5
 KEYS_WITHOUT_EFFECT_ON_WEIGHTS = (
     *("path", "context_length", "dropout", "init_scale", "dtypes.*", "remat.*", "scan_unroll", "kernels.*", "mtp.*"),
     *("kinds.*.moe.balance_weight", "kinds.*.moe.capacity_factor", "kinds.*.moe.router.bias_rate"),
-    *("kinds.*.mla.indexer.loss_weight", "expert_parallel.*", "vision.tiles.*", "vision.m*_patches", "vision.videos.*"),
-    "diffusion.*",
+    *("kinds.*.mla.indexer.loss_weight", "expert_parallel.*", "vision.tiles.*", "vision.m*_patches"),
+    *("vision.videos.fps", "vision.videos.m*", "vision.videos.per_frame", "vision.videos.timestamps", "diffusion.*"),
 )
 """Keys that a run may choose freely for given weights: they change how the model is computed, trained or initialized,
 not the function that the weights represent. fnmatch patterns of paths below `model`; `kinds.*` is any layer kind."""
@@ -42,6 +42,7 @@ def require_same(source: Source, model: config.Model) -> None:
         file_model = dataclasses.replace(file_model, vision=model.vision)
     if model.audio.num_layers is None:
         file_model = dataclasses.replace(file_model, audio=model.audio)
+    file_model = _with_videos_of(file_model, model)
     problems = list(source.check(model))
     if not is_same(file_model, model):
         problems += _differences(file_model, model, source.location)
@@ -61,7 +62,14 @@ def changes_from_run(run: Path, model: config.Model) -> list[ConfigChange]:
 
 def is_same(file_model: config.Model, model: config.Model) -> bool:
     """True if weights of one model can be used in the other."""
-    return _is_close(_resolve(_with_free_keys(file_model, model)), _resolve(model))
+    return _is_close(_resolve(_with_free_keys(_with_videos_of(file_model, model), model)), _resolve(model))
+
+
+def _with_videos_of(file_model: config.Model, model: config.Model) -> config.Model:
+    """The files' model, without videos if the run's takes none: images and text give the same results."""
+    if model.vision.video_id is not None:
+        return file_model
+    return dataclasses.replace(file_model, vision=dataclasses.replace(file_model.vision, video_id=None))
 
 
 def _resolve(model: config.Model) -> tuple[Any, ...]:

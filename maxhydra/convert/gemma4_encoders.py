@@ -11,7 +11,7 @@ from typing import Any
 from maxhydra.config.schema import model as config
 from maxhydra.convert.hf_config import activation, activation_setting
 from maxhydra.convert.name_table import Settings, UnsupportedError, Weight
-from maxhydra.convert.siglip import require_settings
+from maxhydra.convert.siglip import require_settings, video_setting, video_token
 
 # Key of our `model.vision` section -> key of vision_config.
 SIZES = {
@@ -39,7 +39,10 @@ DEFAULTS = {
 }
 TOKENS = {"placeholder_id": "image_token_id", "begin_id": "boi_token_id", "end_id": "eoi_token_id"}
 TOKEN_DEFAULTS = {"image_token_id": 258880, "boi_token_id": 255999, "eoi_token_id": 258882}
+VIDEO_TOKEN = 258884
 THETA, SOFT_TOKENS = 100.0, 280
+# Settings of the video processor, which config.json does not name: tokens of a frame, and frames.
+FRAME_TOKENS, FRAMES = 70, 32
 # Rows of tokens of an image of model.vision.image_size, which relates patches to tokens: 256 tokens.
 TOKEN_ROWS = 16
 TOWER = "model.vision_tower."
@@ -137,6 +140,14 @@ def vision_values(settings: Settings) -> dict[str, Any]:
         "bidirectional": is_bidirectional,
         "causal_without_window": is_bidirectional,
         **{key: tokens[hf_key] for key, hf_key in TOKENS.items()},
+        "video_id": video_token(settings.get("video_token_id", VIDEO_TOKEN), settings["text_config"]),
+        "videos": {
+            "fps": None,
+            "max_frames": FRAMES,
+            "max_patches": FRAME_TOKENS * block**2,
+            "per_frame": True,
+            "timestamps": "minutes",
+        },
     }
 
 
@@ -163,6 +174,7 @@ def vision_settings(vision: config.Vision) -> Settings:
         },
         "vision_soft_tokens_per_image": math.ceil(vision.max_patches / vision.block_size**2),
         **{hf_key: getattr(vision, key) for key, hf_key in TOKENS.items()},
+        **video_setting(vision),
     }
 
 

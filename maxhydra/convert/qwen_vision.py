@@ -24,7 +24,7 @@ SIZES = {
     "num_heads": "num_heads",
     "frames": "temporal_patch_size",
 }
-DEEPSTACK = "deepstack_visual_indexes"
+DEEPSTACK, SECOND = "deepstack_visual_indexes", "position_id_per_seconds"
 DEFAULTS = {
     "depth": 27,
     "hidden_size": 1152,
@@ -38,7 +38,6 @@ DEFAULTS = {
 }
 TOKENS = {
     "placeholder_id": "image_token_id",
-    "video_id": "video_token_id",
     "begin_id": "vision_start_token_id",
     "end_id": "vision_end_token_id",
 }
@@ -86,7 +85,11 @@ class Encoder:
     sections: tuple[int, ...] = (24, 20, 20)
     """Default of mrope_section."""
     token_ids: Settings = dataclasses.field(default_factory=lambda: TOKEN_DEFAULTS)
-    """Defaults of the keys of config.json; keys of TOKENS that it lacks are not used."""
+    """Defaults of the keys of TOKENS in config.json."""
+    videos: Settings = dataclasses.field(default_factory=dict)
+    """Values of `model.vision.videos`, other than its defaults."""
+    positions_per_second: int | None = None
+    """Default of position_id_per_seconds; None: steps of a video are placed as images."""
 
     @property
     def layer(self) -> tuple[Weight, ...]:
@@ -145,8 +148,16 @@ class Encoder:
                 "hidden_dims": [vision["hidden_size"] * block**2],
                 "activation": "gelu",
             },
-            **{key: tokens[hf_key] for key, hf_key in TOKENS.items() if hf_key in self.token_ids},
+            **{key: tokens[hf_key] for key, hf_key in TOKENS.items()},
+            "video_id": siglip.video_token(tokens["video_token_id"], settings["text_config"]),
+            "videos": self._videos(settings),
         }
+
+    def _videos(self, settings: Settings) -> Settings:
+        """Values of `model.vision.videos`."""
+        if self.positions_per_second is None:
+            return self.videos
+        return {**self.videos, "positions_per_second": settings.get(SECOND, self.positions_per_second)}
 
     def _deepstack(self, vision: Settings) -> list[int]:
         """Encoder layers with a separate projector."""
@@ -171,7 +182,9 @@ class Encoder:
                 "spatial_merge_size": vision.block_size,
                 "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rope_theta},
             },
-            **{hf_key: getattr(vision, key) for key, hf_key in TOKENS.items() if hf_key in self.token_ids},
+            **{hf_key: getattr(vision, key) for key, hf_key in TOKENS.items()},
+            **siglip.video_setting(vision),
+            **({} if vision.videos.positions_per_second is None else {SECOND: vision.videos.positions_per_second}),
         }
 
     def change_decoder(self, values: dict[str, Any], settings: Settings) -> dict[str, Any]:
@@ -220,12 +233,17 @@ QWEN3_5 = Encoder(
 QWEN3_5_MOE = dataclasses.replace(QWEN3_5, vision_type="qwen3_5_moe_vision")
 
 
+# Frames that the processor of Qwen3-Omni samples, whose limits of pixels are those of one frame.
+OMNI_VIDEOS = {"fps": 1.0, "per_frame": True, "timestamps": "none"}
+
+
 def omni(prefix: str) -> Encoder:
-    """The encoder of Qwen3-Omni (Qwen Team, 2025), for images; `prefix` precedes the thinker's tensor names."""
+    """The encoder of Qwen3-Omni (Qwen Team, 2025); `prefix` precedes the thinker's tensor names."""
     return Encoder(
         vision_type="qwen3_omni_moe_vision_encoder",
         tower=f"{prefix}visual.",
         projector=Projector(norm="ln_q", hidden="mlp.0", out="mlp.2"),
         deepstack_list="merger_list",
-        token_ids={key: id for key, id in TOKEN_DEFAULTS.items() if key != "video_token_id"},
+        videos=OMNI_VIDEOS,
+        positions_per_second=25,
     )

@@ -50,6 +50,16 @@ def require_settings(settings: Settings, supported: Mapping[str, Any], section: 
             raise UnsupportedError(f"{section}.{key}={settings[key]} (supported: {value})")
 
 
+def video_token(id: int | None, text: Settings) -> int | None:
+    """The placeholder of videos; None if it is not in the vocabulary, as in models that take none."""
+    return None if id is None or id >= text.get("vocab_size", id + 1) else id
+
+
+def video_setting(vision: config.Vision) -> Settings:
+    """Inverse of `video_token`."""
+    return {} if vision.video_id is None else {"video_token_id": vision.video_id}
+
+
 def to_settings(vision: config.Vision) -> Settings:
     """Inverse of `to_values`."""
     return {

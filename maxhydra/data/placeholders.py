@@ -25,7 +25,8 @@ class Layout:
 
     An image with crops has three texts: before the image, before its crops, and between crops. Tiles have separators
     after each column but the last and after each row; `global_tile` precedes the tile with the whole image.
-    `timestamp` is a format of seconds before each step of a video.
+    `timestamp` is a format of `timestamp_values` before each step of a video, and `step_separator` the text between
+    two steps.
     """
 
     marker: str = setting(_text)
@@ -37,6 +38,7 @@ class Layout:
     row_separator: str = setting(_text, "")
     global_tile: str = setting(_text, "")
     timestamp: str | None = setting(_text, None)
+    step_separator: str = setting(_text, "")
 
     def enclose(self, tokens: int) -> str:
         """Return `tokens` placeholder tokens between `begin` and `end`."""
@@ -93,7 +95,12 @@ def video_text(video: ProcessedVideo, layout: Layout) -> str:
     if layout.timestamp is None:
         return layout.enclose(video.tokens)
     step = layout.enclose(video.tokens // video.grid[0])
-    return "".join(layout.timestamp % seconds + step for seconds in video.timestamps)
+    return layout.step_separator.join(layout.timestamp % timestamp_values(each) + step for each in video.timestamps)
+
+
+def timestamp_values(seconds: float) -> dict[str, float]:
+    """Values for a format of timestamps: seconds, or whole minutes and the rest in whole seconds."""
+    return {"seconds": seconds, "minutes": seconds // 60, "rest": seconds % 60}
 
 
 def expand(text: str, replacements: Sequence[str], layout: Layout) -> str:

@@ -1,23 +1,29 @@
 """Videos in conversations: their frames, and their tokens.
 
 A video is a source {"video": path or data URL, "fps": frames per second} among the images of a conversation, with one
-marker in its text. Two frames, or as many as a patch has, become a step of the video, which the model sees as an image
-with its tokens. The seconds of each step are text before it.
+marker in its text. As many frames as a patch has become a step of the video, which the model sees as an image with its
+tokens. The time of each step may be text before it.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
-from maxhydra.config.schema.vision import Vision
+from maxhydra.config.schema.vision import Timestamps, Vision
 from maxhydra.data.image_tokens import BICUBIC, IMAGE_PARTS, MARKER, patch_inputs, read_images
-from maxhydra.data.images import ProcessedImage, VideoProcessor, make_video_processor, read_any_video
+from maxhydra.data.images import ProcessedImage, ProcessedVideo, VideoProcessor, read_any_video
+from maxhydra.data.images.settings import FrameSettings, VideoSettings
 from maxhydra.data.media import MediaError
+from maxhydra.data.placeholders import timestamp_values
 
 # Types of content parts that are videos.
 VIDEO_PARTS = ("video", "video_url")
-TIMESTAMP = "<%.1f seconds>"
+# Formats of `timestamp_values` of the first step, and of later ones.
+FORMATS = {
+    Timestamps.seconds: ("<%(seconds).1f seconds>", "<%(seconds).1f seconds>"),
+    Timestamps.minutes: ("%(minutes)02d:%(rest)02d ", " %(minutes)02d:%(rest)02d "),
+}
+# Keys of a part that ask for the audio of a video between its steps.
+AUDIO_KEYS = ("use_audio_in_video", "load_audio_from_video")
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -45,36 +51,49 @@ def read_video_tokens(source: Mapping[str, Any], vision: Vision, encode: Encode)
         raise MediaError("video", "the model takes no videos", accepted="a model with model.vision.video_id")
     video, fps = source["video"], source.get("fps")
     file = video if isinstance(video, Mapping) else {"bytes" if isinstance(video, bytes) else "path": video}
-    processed = _processor(vision)(read_any_video(file if fps is None else {**file, "fps": fps}))
-    count = processed.tokens // processed.grid[0]
-    step = [id for id in (vision.begin_id, *[vision.video_id] * count, vision.end_id) if id is not None]
-    ids = [id for seconds in processed.timestamps for id in (*encode(TIMESTAMP % seconds), *step)]
-    return ProcessedImage(patch_inputs(processed.pixels, vision), None, processed.tokens, tuple(map(int, ids)))
+    processed = _make_processor(vision)(read_any_video(file if fps is None else {**file, "fps": fps}))
+    ids = tuple(map(int, _video_ids(processed, vision, encode)))
+    return ProcessedImage(patch_inputs(processed.pixels, vision), None, processed.tokens, ids)
 
 
-def _processor(vision: Vision) -> VideoProcessor:
+def _video_ids(video: ProcessedVideo, vision: Vision, encode: Encode) -> list[int]:
+    """Tokens of a video: those of each step after its timestamp, or all of them without timestamps."""
+    assert vision.video_id is not None
+    begin, end = ([] if id is None else [id] for id in (vision.begin_id, vision.end_id))
+    if vision.videos.timestamps is Timestamps.none:
+        return [*begin, *[vision.video_id] * video.tokens, *end]
+    step = [*begin, *[vision.video_id] * (video.tokens // video.grid[0]), *end]
+    first, later = FORMATS[vision.videos.timestamps]
+    texts = [(later if number else first) % timestamp_values(time) for number, time in enumerate(video.timestamps)]
+    return [id for text in texts for id in (*encode(text), *step)]
+
+
+def _make_processor(vision: Vision) -> VideoProcessor:
     videos, pixels = vision.videos, vision.patch_size**2
-    sizes = (vision.patch_size, vision.block_size, vision.frames)
-    budget = videos.min_patches * pixels, videos.max_patches * pixels
-    return _make(sizes, budget, videos.fps, videos.min_frames, videos.max_frames)
-
-
-@cache
-def _make(sizes: tuple[int, int, int], pixels: tuple[int, int], fps: float, low: int, high: int) -> VideoProcessor:
-    patch_size, block_size, frames = sizes
-    return make_video_processor(
-        {
-            "mechanism": "pixels_per_video",
-            "resample": BICUBIC,
-            "size": {"shortest_edge": pixels[0], "longest_edge": pixels[1]},
-            "patch_size": patch_size,
-            "merge_size": block_size,
-            "temporal_patch_size": frames,
-            "fps": fps,
-            "min_frames": low,
-            "max_frames": high,
-            "max_video_tokens": math.ceil(pixels[1] / (patch_size * block_size) ** 2),
-        }
+    if vision.fill_patches:
+        return VideoProcessor(
+            FrameSettings(
+                resample=BICUBIC,
+                patch_size=vision.patch_size,
+                pooling_kernel_size=vision.block_size,
+                max_soft_tokens=videos.max_patches // vision.block_size**2,
+                num_frames=videos.max_frames,
+                fps=videos.fps,
+                min_frames=videos.min_frames,
+            )
+        )
+    return VideoProcessor(
+        VideoSettings(
+            resample=BICUBIC,
+            size=(videos.min_patches * pixels, videos.max_patches * pixels),
+            patch_size=vision.patch_size,
+            merge_size=vision.block_size,
+            temporal_patch_size=vision.frames,
+            budget="pixels_per_frame" if videos.per_frame else "pixels_per_video",
+            max_frames=videos.max_frames,
+            fps=videos.fps,
+            min_frames=videos.min_frames,
+        )
     )
 
 
@@ -82,7 +101,7 @@ def order_media(messages: Any, images: Sequence[Any], videos: Sequence[Any]) -> 
     """Sources of images and videos in the order of the parts of messages.
 
     A part of a video may have the video itself, {"type": "video", "video": path}. Raises MediaError if the number of
-    videos is not that of the parts.
+    videos is not that of the parts, or if a part asks for the audio of its video.
     """
     remaining, others, ordered, count = list(videos), list(images), [], 0
     for part in _media_parts(messages):
@@ -90,6 +109,8 @@ def order_media(messages: Any, images: Sequence[Any], videos: Sequence[Any]) -> 
             ordered += [others.pop(0)] if others else []
             continue
         count += 1
+        if keys := [key for key in AUDIO_KEYS if part.get(key)]:
+            raise MediaError("video", f"{keys[0]} is not supported", accepted="the frames of a video alone")
         source = part.get("video") or (remaining.pop(0) if remaining else None)
         if source is not None:
             ordered.append({"video": source, "fps": part.get("fps")})

@@ -12,8 +12,6 @@ class AudioLimits:
 
     model: Model
     prefill_chunk: int
-    is_shared: bool
-    """Whether several processes decode together."""
 
     def find_problem(self, request: Request) -> str | None:
         """Return why a request cannot be served; None if it can."""
@@ -28,9 +26,9 @@ class AudioLimits:
             return None
         if audio.frames.ndim != 3 or audio.frames.shape[2] != section.num_bands:
             return f"audio has shape {audio.frames.shape}, expected [clips, frames, {section.num_bands}]"
-        if len(request.prompt) > self.prefill_chunk:
-            return (
-                f"the prompt with audio has {len(request.prompt)} tokens, more than one prefill call of "
-                f"{self.prefill_chunk}: shorten it, or raise task.engine.prefill_chunk"
-            )
-        return "audio is not supported by several processes" if self.is_shared else None
+        if len(request.prompt) <= self.prefill_chunk:
+            return None
+        return (
+            f"the prompt with audio has {len(request.prompt)} tokens, more than one prefill call of "
+            f"{self.prefill_chunk}: shorten it, or raise task.engine.prefill_chunk"
+        )

@@ -94,8 +94,8 @@ class Engine:
         self._num_prefilled = 0
 
         self._inbox = Inbox(self._make_sequence)
-        self._images = ImageLimits(model.config, chunk, config.cache_dtype, self._inbox.is_shared)
-        self._audio = AudioLimits(model.config, chunk, self._inbox.is_shared)
+        self._images = ImageLimits(model.config, chunk, config.cache_dtype)
+        self._audio = AudioLimits(model.config, chunk)
         self._failure = ""
         if config.warm_up:
             self._warm_up()
@@ -132,6 +132,7 @@ class Engine:
         self._reject_if(find_problem(request, vocab_size=self._vocab_size, max_logprobs=MAX_LOGPROBS))
         self._reject_if(self._images.find_problem(request))
         self._reject_if(self._audio.find_problem(request))
+        self._reject_if(self._inbox.find_problem(request))
         length, limit = len(request.prompt), self._max_context
         if length >= limit:
             self._reject_if(

@@ -20,8 +20,6 @@ class ImageLimits:
     model: Model
     prefill_chunk: int
     cache_dtype: CacheDtype
-    is_shared: bool
-    """Whether several processes decode together."""
 
     def find_problem(self, request: Request) -> str | None:
         """Return why a request cannot be served; None if it can."""
@@ -43,14 +41,28 @@ class ImageLimits:
             )
         if vision.bidirectional and self._is_rounded:
             return f"images are not supported by task.engine.cache_dtype={self.cache_dtype.value}: set auto"
-        return "images are not supported by several processes" if self.is_shared else None
+        return None
 
     def position_lag(self, request: Request) -> int:
-        """How many positions fewer than tokens the images of a request take: each takes as many as its longer side."""
+        """How many positions fewer than tokens the images of a request take; negative for videos with large steps."""
         if request.images is None or not self.model.has_axis_positions:
             return 0
-        num_positions = image_sizes(request.images, self.model.vision).max(axis=1)
-        return self._num_tokens(request.images) - int(num_positions.sum())
+        return self._num_tokens(request.images) - self._num_positions(np.array(request.prompt), request.images)
+
+    def _num_positions(self, tokens: np.ndarray, images: np.ndarray) -> int:
+        """Positions of all images, as layers/image_positions.py counts them."""
+        vision = self.model.vision
+        sizes = image_sizes(images, vision)
+        counts = sizes.prod(axis=1)
+        starts = np.flatnonzero(np.isin(tokens, vision.placeholders))[np.cumsum(counts) - counts]
+        is_video = np.concatenate([[False], tokens == vision.video_id])
+        total = time = taken = 0
+        for start, longest in zip(starts.tolist(), sizes.max(axis=1).tolist(), strict=True):
+            step = vision.step_positions if is_video[start] and is_video[start + 1] else None
+            time, taken = (0, 0) if step is None else (time + step, taken)
+            total += max(time + 1, longest) - taken
+            taken = max(time + 1, longest)
+        return total
 
     def _num_tokens(self, images: np.ndarray) -> int:
         return int(image_sizes(images, self.model.vision).prod(axis=1).sum())

@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
-from maxhydra.decode.request import MEDIA, Request, RequestRejectedError
+from maxhydra.data.audio.tokens import Clips
+from maxhydra.decode.request import Request, RequestRejectedError
 from maxhydra.decode.sequence import Sequence
 from maxhydra.runtime.channel import Channel, ChannelClosedError, is_main
 
 T = TypeVar("T")
 Updates = Iterable[Callable[[], None]]
-# Fields that are sent to other processes; requests with images or audio are rejected if there are any.
-REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(Request) if field.name not in MEDIA)
+REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(Request))
+# Bytes of the images and audio of a request that are sent to other processes.
+MAX_SHARED_BYTES = 2**29
 
 
 class Turn(NamedTuple):
@@ -55,6 +57,17 @@ class Inbox:
     def is_shared(self) -> bool:
         """Whether other processes take the same turns."""
         return self._channel.is_shared
+
+    def find_problem(self, request: Request) -> str | None:
+        """Return why a request cannot be sent to the other processes; None if it can, or if there are none."""
+        images = 0 if request.images is None else request.images.nbytes
+        size = images + (0 if request.audio is None else request.audio.frames.nbytes)
+        if not self.is_shared or size <= MAX_SHARED_BYTES:
+            return None
+        return (
+            f"images and audio have {size} bytes, more than the {MAX_SHARED_BYTES} that are sent to other processes: "
+            "use fewer or smaller ones, or one process"
+        )
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Queue sequences for the next turn; RequestRejectedError if the engine has ended."""
@@ -136,6 +149,7 @@ class Inbox:
         for values in requests:
             named = dict(zip(REQUEST_FIELDS, values, strict=True))
             named["logit_bias"] = tuple((token, value) for token, value in named["logit_bias"])
+            named["audio"] = None if named["audio"] is None else Clips(*named["audio"])
             request = Request(**{**named, "prompt": tuple(named["prompt"]), "stop": tuple(named["stop"])})
             sequences.append(self._make_sequence(request))
             sequences[-1].number = next(self._numbers)

@@ -219,8 +219,10 @@ def _model_values(config: Config) -> dict[str, Any]:
     defaults = model_defaults()
 
     def is_unset(key: str, value: Any) -> bool:
+        # Models with a budget of patches for each frame take videos, which no file has, since a later version.
+        is_of_videos = config.model.vision.videos.per_frame and key.startswith("model.vision.video")
         is_later = any(fnmatch(key, pattern) for pattern in LATER_KEYS)
-        return is_later and value == defaults[re.sub(r"^model\.kinds\.[^.]*", "model.kinds.*", key)]
+        return is_of_videos or (is_later and value == defaults[re.sub(r"^model\.kinds\.[^.]*", "model.kinds.*", key)])
 
     used = {key: value for key, value in model_values(config).items() if not key.startswith(UNUSED_IN_COMPLETIONS)}
     return {key: value for key, value in used.items() if not is_unset(key, value)}

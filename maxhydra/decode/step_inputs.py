@@ -226,7 +226,7 @@ def power_of_two(least: int) -> int:
 
 # The columns before the page table. Rows are assembled as bytes: one NumPy operation per row would take longer than the
 # device needs for the first layers of a prompt.
-HEAD_STRUCT = struct.Struct("=9I6f")
+HEAD_STRUCT = struct.Struct("=6Ii2I6f")
 SLOT, TARGET, START, REMAINING, TOP_K, NUM_BIAS, LAG = range(7)
 SEED, FLOATS, HEAD = slice(7, 9), slice(9, 15), 15
 # Columns are read as int32; no vocabulary is larger.

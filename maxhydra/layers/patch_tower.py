@@ -16,7 +16,7 @@ from maxhydra.config.schema import model as config
 from maxhydra.layers.context import Context
 from maxhydra.layers.embedding import replace_placeholders
 from maxhydra.layers.encoder import Wrap, run_layers
-from maxhydra.layers.image_positions import ImagePlaces
+from maxhydra.layers.image_positions import ImagePlaces, VideoSteps
 from maxhydra.layers.norm import LayerNorm
 from maxhydra.layers.params import ParamBuilder
 from maxhydra.layers.vision import Projector, VisionSpec, VisionTower
@@ -47,8 +47,10 @@ class PatchTower(VisionTower):
         features = self.features(ctx.images.reshape(B * count, P, size), ctx.for_encoder(B * count), wrap)
         sizes_BI2 = jnp.max(ctx.images[..., :2], axis=2).astype(jnp.int32) // spec.block_size
         shared = len(tokens_BT) // B
-        is_image_BT = (tokens_BT == spec.placeholder_id) | (tokens_BT == spec.video_id)
-        places = ImagePlaces.of(is_image_BT, jnp.repeat(sizes_BI2, shared, axis=0))
+        is_video_BT = tokens_BT == (-1 if spec.video_id is None else spec.video_id)
+        is_image_BT = (tokens_BT == spec.placeholder_id) | is_video_BT
+        steps = None if spec.step_positions is None else VideoSteps(is_video_BT, spec.step_positions)
+        places = ImagePlaces.of(is_image_BT, jnp.repeat(sizes_BI2, shared, axis=0), steps)
         N = P // spec.block_size**2
         index_BT = places.image_BT * N + places.index_BT
 

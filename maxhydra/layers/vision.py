@@ -56,6 +56,8 @@ class VisionSpec(EncoderSpec):
     deepstack: tuple[int, ...]
     """Layers whose outputs are projected for the first layers of the decoder."""
     video_id: int | None
+    step_positions: int | None
+    """Positions of RoPE's time axis from a step of a video to the next; None: a step has those of an image."""
     has_axis_positions: bool
     """Whether RoPE of the decoder has positions of time, row and column."""
     is_bidirectional: bool
@@ -93,6 +95,7 @@ class VisionSpec(EncoderSpec):
             frames=section.frames,
             deepstack=tuple(section.deepstack),
             video_id=section.video_id,
+            step_positions=section.step_positions,
             has_axis_positions=model.has_axis_positions,
             is_bidirectional=section.bidirectional,
             is_causal_without_window=section.causal_without_window,

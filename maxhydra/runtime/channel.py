@@ -9,11 +9,11 @@ With a single process, all functions return their argument. `Connection` is the 
 send messages in both directions (peers.py).
 """
 
-import base64
 import contextlib
 import functools
 import itertools
 import json
+import math
 import secrets
 import socket
 import struct
@@ -114,14 +114,21 @@ class Channel:
         if not self._links:
             return value
         if is_main():
-            content = json.dumps(value, default=_array_to_json, separators=(",", ":")).encode()
+            # Arrays follow the JSON as bytes, in the order in which it names them.
+            arrays: list[np.ndarray] = []
+            content = json.dumps(
+                value, default=functools.partial(_array_to_json, arrays), separators=(",", ":")
+            ).encode()
+            parts = [HEADER.pack(len(content)) + content, *(array.tobytes() for array in arrays)]
             for link in self._links:
                 # A process that is gone is noticed and named by peers.py.
                 with contextlib.suppress(OSError):
-                    link.sendall(HEADER.pack(len(content)) + content)
+                    for part in parts:
+                        link.sendall(part)
             return value
         [size] = HEADER.unpack(receive(self._links[0], HEADER.size))
-        return json.loads(receive(self._links[0], size), object_hook=_array_from_json)
+        content = receive(self._links[0], size)
+        return json.loads(content, object_hook=functools.partial(_array_from_json, self._links[0]))
 
     def close(self) -> None:
         """Close the connections; a process that waits for a value gets ChannelClosedError."""
@@ -229,13 +236,17 @@ def receive(link: socket.socket, size: int) -> bytes:
     return bytes(content)
 
 
-def _array_to_json(value: Any) -> Any:
+def _array_to_json(arrays: list[np.ndarray], value: Any) -> Any:
+    """What JSON has of an array, which is added to `arrays`."""
     if not isinstance(value, np.ndarray) or value.dtype.hasobject:
         raise TypeError(f"{type(value).__name__} cannot be sent to another process")
-    return {"array": base64.b64encode(value.tobytes()).decode(), "dtype": value.dtype.str, "shape": value.shape}
+    arrays.append(value)
+    return {"array": len(arrays), "dtype": value.dtype.str, "shape": value.shape}
 
 
-def _array_from_json(value: dict[str, Any]) -> Any:
+def _array_from_json(link: socket.socket, value: dict[str, Any]) -> Any:
+    """The array whose bytes come next, or another JSON object."""
     if value.keys() != {"array", "dtype", "shape"}:
         return value
-    return np.frombuffer(base64.b64decode(value["array"]), value["dtype"]).reshape(value["shape"])
+    dtype = np.dtype(value["dtype"])
+    return np.frombuffer(receive(link, math.prod(value["shape"]) * dtype.itemsize), dtype).reshape(value["shape"])

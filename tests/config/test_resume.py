@@ -48,6 +48,15 @@ def test_every_key_of_a_training_config_is_in_one_table() -> None:
     assert {key: tables for key, tables in found.items() if len(tables) != 1} == {}
 
 
+def test_settings_of_videos_count_only_for_models_that_took_them() -> None:
+    """An option of a model may take videos since a later version."""
+    still, fps = "model.vision.video_id=null", "model.vision.videos.fps=5"
+    now = composed("model=qwen3-vl-tiny", fps)
+    assert changes(stored("model=qwen3-vl-tiny", still), now) == {}
+    assert model_changes(stored("model=qwen3-vl-tiny", still), now.model) == []
+    assert changes(stored("model=qwen3-vl-tiny"), now) == {"model.vision.videos.fps": (2.0, 5.0)}
+
+
 def test_every_pattern_matches_a_key() -> None:
     patterns = [pattern for table in TABLES.values() for pattern in table]
     keys = training_keys()

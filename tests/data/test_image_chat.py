@@ -117,6 +117,27 @@ def test_rows_have_the_steps_of_videos(tmp_path: Path) -> None:
     assert "the model takes no videos" in rejected.reason
 
 
+def test_frames_of_gemma4_have_minutes_and_steps_of_qwen3_omni_no_text(tmp_path: Path) -> None:
+    """Frames of 8 x 24 pixels: one row of 3 tokens. Gemma 4 sees four of five frames, each of them a step."""
+    np.save(tmp_path / "video.npy", np.full((5, 8, 24, 3), 255, np.uint8))
+    video = {"type": "video", "video": str(tmp_path / "video.npy"), "fps": 0.02}
+    options = ["data.max_images=4", "train.seq_len=96"]
+    gemma, _ = record_type(tmp_path, "model=gemma4-tiny-vision", *options)
+    (example,) = gemma.encode([{"messages": messages(video, TEXT)}])
+    step = [301, *[303] * 3, 302]
+    times = (b"00:00 ", b" 00:50 ", b" 01:40 ", b" 02:30 ")
+    tokens = [256, *(id for time in times for id in (*time, *step)), ord("a"), ord("\n"), *b"ok"]
+    row = gemma.row(example, 96)
+    assert row["tokens"][: len(tokens)].tolist() == tokens
+    assert row["images"][..., :2].max(axis=1).tolist() == [[2, 6]] * 4
+    omni, _ = record_type(tmp_path, "model=qwen3-omni-tiny-media", *options)
+    (example,) = omni.encode([{"messages": messages({**video, "fps": 1}, TEXT)}])
+    tokens = [256, 302, *[301] * 6, 303, ord("a"), ord("\n"), *b"ok"]
+    assert omni.row(example, 96)["tokens"][: len(tokens)].tolist() == tokens
+    (rejected,) = omni.encode([{"messages": messages({**video, "use_audio_in_video": True}, TEXT)}])
+    assert rejected.reason == "video: use_audio_in_video is not supported; accepted: the frames of a video alone"
+
+
 def test_rows_have_patches_of_images_of_different_sizes(tmp_path: Path) -> None:
     """Images of 1 x 2 and 3 x 1 tokens of 8 x 8 pixels; patches have rows and columns from 1, padding has zeros."""
     made, _ = record_type(tmp_path, "model=qwen3-vl-tiny")

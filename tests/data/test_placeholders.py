@@ -115,6 +115,19 @@ def test_videos_equal_transformers(indices: list[int]) -> None:
         assert layout is not None and video_text(video, layout) == replace(reader, inputs, 0)
 
 
+def test_videos_with_minutes_equal_transformers() -> None:
+    names = {"boi_token": "<b>", "video_token": "<v>", "eoi_token": "<e>"}
+    times = (0.0, 59.96, 61.5, 6000.0)
+    inputs = {
+        "num_soft_tokens_per_video": [3],
+        "video_metadata": [SimpleNamespace(fps=2.0, timestamps=list(times))],
+    }
+    expected = transformers.Gemma4Processor.replace_video_token(SimpleNamespace(**names), inputs, 0)
+    layout = make_layouts({"processor_class": "Gemma4Processor"}, names).video
+    video = ProcessedVideo(np.zeros((4, 1, 1, 3), np.float32), (4, 2, 6), times, 12)
+    assert layout is not None and video_text(video, layout) == expected
+
+
 def test_audio_equals_transformers() -> None:
     names = {"boa_token": "<b>", "audio_token": "<a>", "eoa_token": "<e>"}
     mask = np.arange(50) < 37

@@ -123,16 +123,19 @@ def test_completions_equal_one_forward_pass(name: str, prompts: PromptEncoder) -
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_completions_with_images_and_audio_equal_one_forward_pass(prompts: PromptEncoder) -> None:
+def test_completions_with_images_a_video_and_audio_equal_one_forward_pass(prompts: PromptEncoder) -> None:
     model = model_option("qwen3-omni-tiny-media")
     encoder = PromptEncoder(prompts.data, vocab_size=320, vision=model.vision, audio=model.audio)
     samples, buffer = np.random.default_rng(0).uniform(-0.5, 0.5, 6400), io.BytesIO()
     soundfile.write(buffer, samples, 16000, format="WAV")
     ids = encoder.encode_messages([{"role": "user", "content": f"a\ufffcb{CLIP_MARKER}c\ufffc"}])
-    images = [data_url(9, 23), data_url(60, 40)]
-    check_completions(
-        "qwen3-omni-tiny-media", [encoder.insert_media(ids, images=images, audios=[buffer.getvalue()])], {}
-    )
+    # The video has two steps of 2 x 1 tokens, 26 positions apart, more than it has tokens.
+    cases = [
+        encoder.insert_media(ids, images=images, audios=[buffer.getvalue()])
+        for images in ([data_url(9, 23), data_url(60, 40)], [data_url(9, 23), {"video": video_url()}])
+    ]
+    assert cases[1].prompt[-8:] == [ord("c"), BEGIN, *[301] * 4, END, ord("\n")]
+    check_completions("qwen3-omni-tiny-media", cases, {})
 
 
 def request(media: MediaPrompt) -> Request:

@@ -7,7 +7,7 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema import model as config
-from maxhydra.layers.image_positions import ImagePlaces
+from maxhydra.layers.image_positions import ImagePlaces, VideoSteps
 from maxhydra.layers.rope import Rotation, pair_axes, rotate
 
 
@@ -43,6 +43,32 @@ def test_images_of_earlier_sequences_in_a_row_do_not_count():
     places = ImagePlaces.of(jnp.asarray(is_image), jnp.asarray([[*sizes[0], *sizes[1]]]))
     expected = [expected_positions(*each) for each in zip(rows, sizes, strict=True)]
     np.testing.assert_array_equal(places.axis_positions(jnp.asarray(positions))[0], np.concatenate(expected))
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_steps_of_a_video_share_rows_and_columns(step: int):
+    """A video of three steps, an image, a video of two, and two images next to each other; another row is padded."""
+    rows = ["..vvvvvvvvvvvv.aa.vvvvvv.aaaa..", "..............................."]
+    sizes = [[(2, 2)] * 3 + [(1, 2)] + [(3, 1)] * 2 + [(2, 1)] * 2, [(0, 0)] * 8]
+
+    def video(start: int, count: int, size: tuple[int, int]) -> list[tuple[int, int, int]]:
+        return [(start + k * step, start + i, start + j) for k in range(count) for i, j in np.ndindex(*size)]
+
+    after = 2 + max(2 * step + 1, 2)
+    second = after + 4
+    later = second + max(step + 1, 3)
+    expected = [
+        *[(0, 0, 0), (1, 1, 1), *video(2, 3, (2, 2)), (after,) * 3, *video(after + 1, 1, (1, 2)), (after + 3,) * 3],
+        *[*video(second, 2, (3, 1)), (later,) * 3, *video(later + 1, 1, (2, 1)), *video(later + 3, 1, (2, 1))],
+        *[(later + 5,) * 3, (later + 6,) * 3],
+    ]
+    letters = np.array([list(row) for row in rows])
+    steps = VideoSteps(jnp.asarray(letters == "v"), step)
+    places = ImagePlaces.of(jnp.asarray(letters != "."), jnp.asarray(sizes), steps)
+    positions = jnp.broadcast_to(jnp.arange(31), (2, 31))
+    out = places.axis_positions(positions)
+    np.testing.assert_array_equal(out[0], expected)
+    np.testing.assert_array_equal(out[1], np.arange(31)[:, None].repeat(3, axis=1))
 
 
 def test_axes_interleave_until_a_section_ends():

@@ -1,24 +1,18 @@
 """Models with audio against transformers."""
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-from maxhydra.config.schema.model import Dtype, Dtypes
 from maxhydra.convert.hf import hf_source
-from maxhydra.convert.hf_write import find_family, write_hf
-from maxhydra.convert.streaming import FileArrays, single_device_shardings, stream_weights
-from maxhydra.layers import AudioClips, Context
-from maxhydra.model import ModelDef, build
-from maxhydra.sharding import Sharder
+from maxhydra.layers import AudioClips
+from maxhydra.model import ModelDef
 from tests.support.cached_decoding import cached_logits
+from tests.support.media_models import export, forward_logits, load_float32
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -26,7 +20,6 @@ transformers = import_optional("transformers", extra="parity")
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
-SINGLE = Sharder.single()
 BEGIN, END, PLACEHOLDER, BANDS = 60, 61, 62, 20
 # Frames of the clips of two rows: shorter than a chunk of 100, a part of one in the second, and more than a window of
 # two chunks.
@@ -94,25 +87,6 @@ def clips() -> AudioClips:
     return AudioClips(jnp.asarray(frames), jnp.asarray(LENGTHS))
 
 
-def load(folder: Path, **changes: Any) -> tuple[ModelDef, Any]:
-    source = hf_source("", str(folder), folder)
-    config = dataclasses.replace(source.model, dtypes=Dtypes(compute=Dtype.float32), **changes)
-    model = build(config)
-    return model, stream_weights(source, model, shardings=single_device_shardings(model), dtype="float32")
-
-
-def logits_of(model: ModelDef, params: Any, tokens: np.ndarray, audio: AudioClips | None) -> np.ndarray:
-    batch = {"positions": jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)}
-    batch |= {} if audio is None else {"audio": audio.frames, "audio_lengths": audio.lengths}
-
-    @jax.jit
-    def run(params: Any, tokens: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-        ctx = Context.of_batch(batch, SINGLE, None)
-        return model.logits(params, model.hidden(params, tokens, ctx)[0], SINGLE)
-
-    return np.asarray(run(params, jnp.asarray(tokens), batch))
-
-
 def expected_logits(folder: Path, tokens: np.ndarray, audio: AudioClips | None) -> np.ndarray:
     """Logits of transformers, of which every clip is encoded alone: the padding of its batches changes short clips."""
     model = transformers.Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(
@@ -134,9 +108,9 @@ def expected_logits(folder: Path, tokens: np.ndarray, audio: AudioClips | None) 
 
 
 def test_logits_with_audio_equal_transformers(folder: Path) -> None:
-    model, params = load(folder)
+    model, params = load_float32(folder)
     tokens = tokens_of(model)
-    logits = logits_of(model, params, tokens, clips())
+    logits = forward_logits(model, params, tokens, {"audio": clips()})
     expected = expected_logits(folder, tokens, clips())
     np.testing.assert_allclose(logits, expected, atol=1e-4)
     assert np.abs(expected).max() > 1
@@ -144,44 +118,37 @@ def test_logits_with_audio_equal_transformers(folder: Path) -> None:
 
 def test_positions_and_chunks_equal_a_call_of_transformers(folder: Path) -> None:
     """One row whose clips all have a whole chunk, with the positions and batches that transformers makes itself."""
-    model, params = load(folder)
+    model, params = load_float32(folder)
     tokens, audio = tokens_of(model)[1:], clips()
     hf = transformers.Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(folder, attn_implementation="eager")
     mask = torch.tensor(np.arange(audio.frames.shape[2]) < LENGTHS[1][:, None]).long()
     frames = torch.tensor(np.asarray(audio.frames[1]).swapaxes(1, 2))
     with torch.no_grad():
         expected = hf.eval()(input_ids=torch.tensor(tokens), input_features=frames, feature_attention_mask=mask)
-    logits = logits_of(model, params, tokens, jax.tree.map(lambda x: x[1:], audio))
+    logits = forward_logits(model, params, tokens, {"audio": jax.tree.map(lambda x: x[1:], audio)})
     np.testing.assert_allclose(logits, expected.logits.numpy(), atol=1e-4)
 
 
 def test_the_text_decoder_alone_gives_the_logits_of_text(folder: Path) -> None:
     source = hf_source("", str(folder), folder)
-    model, params = load(folder, audio=dataclasses.replace(source.model.audio, num_layers=None))
+    model, params = load_float32(folder, audio=dataclasses.replace(source.model.audio, num_layers=None))
     text = np.arange(40).reshape(2, 20)
     assert "audio" not in params
-    np.testing.assert_allclose(logits_of(model, params, text, None), expected_logits(folder, text, None), atol=1e-4)
+    np.testing.assert_allclose(forward_logits(model, params, text, {}), expected_logits(folder, text, None), atol=1e-4)
 
 
 def test_export_is_bit_identical(folder: Path, tmp_path: Path) -> None:
-    source = hf_source("", str(folder), folder)
-    model = build(source.model)
-    table = find_family(model, None)
-    write_hf(tmp_path, model, FileArrays(source, model), table=table, dtype=np.dtype("float32"), extra={})
-    stored, exported = (load_file(path / "model.safetensors") for path in (folder, tmp_path))
-    assert table.model_type == "qwen3_omni_moe_thinker"
-    assert {name for name in stored if not name.startswith("visual.")} == exported.keys()
-    for name, array in exported.items():
-        np.testing.assert_array_equal(array, stored[name])
-    before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path))
-    assert {key: before["audio_config"][key] for key in after["audio_config"]} == after["audio_config"]
-    tokens = tokens_of(model)
+    exported = export(folder, tmp_path)
+    assert exported.model_type == "qwen3_omni_moe_thinker"
+    assert all(name.startswith("visual.") for name in exported.missing)
+    assert exported.after["audio_config"].items() <= exported.before["audio_config"].items()
+    tokens = tokens_of(load_float32(folder)[0])
     np.testing.assert_array_equal(expected_logits(tmp_path, tokens, clips()), expected_logits(folder, tokens, clips()))
 
 
 def test_cached_decoding_equals_one_forward_pass(folder: Path) -> None:
     """Prefill takes the clips, decode steps read the cache."""
-    model, params = load(folder)
+    model, params = load_float32(folder)
     tokens = tokens_of(model)
     cached = cached_logits(model, params, tokens, {"audio": clips()})
-    np.testing.assert_allclose(cached, logits_of(model, params, tokens, clips()), atol=1e-4)
+    np.testing.assert_allclose(cached, forward_logits(model, params, tokens, {"audio": clips()}), atol=1e-4)

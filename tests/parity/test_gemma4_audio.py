@@ -1,28 +1,19 @@
 """Gemma 4 with audio against transformers: features, logits, export and decoding."""
 
-import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.audio import Audio
-from maxhydra.config.schema.model import Dtype, Dtypes
-from maxhydra.convert.hf import hf_source
-from maxhydra.convert.hf_write import find_family, write_hf
-from maxhydra.convert.streaming import FileArrays, single_device_shardings, stream_weights
 from maxhydra.data.audio.tokens import clip_frames, placeholder_counts
 from maxhydra.data.media import MediaError
-from maxhydra.layers import AudioClips, Context
-from maxhydra.model import ModelDef, build
-from maxhydra.sharding import Sharder
+from maxhydra.layers import AudioClips
 from tests.support.cached_decoding import cached_logits
+from tests.support.media_models import export, forward_logits, load_float32
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -30,7 +21,6 @@ transformers = import_optional("transformers", extra="parity")
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
-SINGLE = Sharder.single()
 BEGIN, END, CLIP, BANDS = 60, 61, 62, 16
 TOKEN_IDS = {"boa_token_id": BEGIN, "eoa_token_index": END, "audio_token_id": CLIP, "image_token_id": 59}
 # Samples of the clips of two rows: less than a window of 5 tokens, and several windows; no whole number of frames.
@@ -90,12 +80,6 @@ def extractor() -> Any:
     return transformers.Gemma4AudioFeatureExtractor(feature_size=BANDS)
 
 
-def load(folder: Path, **changes: Any) -> tuple[ModelDef, Any]:
-    source = hf_source("", str(folder), folder)
-    model = build(dataclasses.replace(source.model, dtypes=Dtypes(compute=Dtype.float32), **changes))
-    return model, stream_weights(source, model, shardings=single_device_shardings(model), dtype="float32")
-
-
 def inputs_of(audio: Audio) -> tuple[np.ndarray, AudioClips]:
     """Tokens of two rows, and their clips; frames after the end of a clip are nonzero, and must not matter."""
     clips = [[clip_frames(samples_of(row, clip), audio) for clip in range(len(LENGTHS[row]))] for row in (0, 1)]
@@ -110,17 +94,6 @@ def inputs_of(audio: Audio) -> tuple[np.ndarray, AudioClips]:
     size = max(map(len, rows)) + 4
     tokens = np.array([[*row, *(3 + np.arange(size - len(row)) % 40)] for row in rows])
     return tokens, AudioClips(jnp.asarray(frames), jnp.asarray(lengths))
-
-
-def our_logits(model: ModelDef, params: Any, tokens: np.ndarray, audio: AudioClips) -> np.ndarray:
-    @jax.jit
-    def run(params: Any, tokens: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-        ctx = Context.of_batch(batch, SINGLE, None)
-        return model.logits(params, model.hidden(params, tokens, ctx)[0], SINGLE)
-
-    batch = {"positions": jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)}
-    batch |= {"audio": audio.frames, "audio_lengths": audio.lengths}
-    return np.asarray(run(params, jnp.asarray(tokens), batch))
 
 
 def expected_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
@@ -141,32 +114,25 @@ def expected_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def test_logits_with_audio_equal_transformers(folder: Path) -> None:
-    model, params = load(folder)
+    model, params = load_float32(folder)
     tokens, audio = inputs_of(model.config.audio)
     expected = expected_logits(folder, tokens)
-    np.testing.assert_allclose(our_logits(model, params, tokens, audio), expected, atol=1e-4)
+    np.testing.assert_allclose(forward_logits(model, params, tokens, {"audio": audio}), expected, atol=1e-4)
     assert np.abs(expected).max() > 1
 
 
 def test_cached_decoding_equals_one_forward_pass(folder: Path) -> None:
-    model, params = load(folder)
+    model, params = load_float32(folder)
     tokens, audio = inputs_of(model.config.audio)
     cached = cached_logits(model, params, tokens, {"audio": audio})
-    np.testing.assert_allclose(cached, our_logits(model, params, tokens, audio), atol=1e-4)
+    np.testing.assert_allclose(cached, forward_logits(model, params, tokens, {"audio": audio}), atol=1e-4)
 
 
 def test_export_is_bit_identical(folder: Path, tmp_path: Path) -> None:
-    source = hf_source("", str(folder), folder)
-    model = build(source.model)
-    table = find_family(model, None)
-    write_hf(tmp_path, model, FileArrays(source, model), table=table, dtype=np.dtype("float32"), extra={})
-    stored, exported = (load_file(path / "model.safetensors") for path in (folder, tmp_path))
-    assert table.model_type == "gemma4" and stored.keys() == exported.keys()
-    for name, array in exported.items():
-        np.testing.assert_array_equal(array, stored[name])
-    before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path))
-    assert after["audio_config"].items() <= before["audio_config"].items()
-    tokens, _ = inputs_of(model.config.audio)
+    exported = export(folder, tmp_path)
+    assert exported.model_type == "gemma4" and not exported.missing
+    assert exported.after["audio_config"].items() <= exported.before["audio_config"].items()
+    tokens, _ = inputs_of(load_float32(folder)[0].config.audio)
     np.testing.assert_array_equal(expected_logits(tmp_path, tokens), expected_logits(folder, tokens))
 
 

@@ -1,27 +1,22 @@
-"""Gemma 4 with images of different sizes against transformers: preprocessing, logits, export and decoding."""
+"""Gemma 4 with images of different sizes and a video against transformers: preprocessing, logits, export, decoding."""
 
 import dataclasses
-import json
+import io
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.model import Dtype, Dtypes
 from maxhydra.convert.hf import hf_source
-from maxhydra.convert.hf_write import find_family, write_hf
-from maxhydra.convert.streaming import FileArrays, single_device_shardings, stream_weights
 from maxhydra.data.image_tokens import insert_images, join_pixels, read_images
-from maxhydra.layers import Context
-from maxhydra.model import ModelDef, build
-from maxhydra.sharding import Sharder
+from maxhydra.data.video_tokens import read_media
+from maxhydra.model import ModelDef
 from tests.support.cached_decoding import cached_logits
-from tests.support.pictures import picture
+from tests.support.media_models import export, forward_logits, load_float32
+from tests.support.pictures import frames, picture
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -29,9 +24,9 @@ transformers = import_optional("transformers", extra="parity")
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
-SINGLE = Sharder.single()
-BEGIN, END, IMAGE = 60, 61, 62
+BEGIN, END, IMAGE, VIDEO = 60, 61, 62, 58
 TOKEN_IDS = {"boi_token_id": BEGIN, "eoi_token_id": END, "image_token_id": IMAGE, "audio_token_id": 59}
+TOKEN_IDS |= {"video_token_id": VIDEO}
 # The smallest that the image processor of transformers accepts.
 SOFT_TOKENS = 70
 TEXT = {
@@ -75,6 +70,8 @@ FAMILIES = {
 }
 # Height and width of the images of each row.
 SIZES = (((61, 20), (33, 47)), ((7, 90),))
+# Height and width of the frames of a video.
+FRAME = (3, 91)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +97,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     with torch.no_grad():
         for name, weight in model.named_parameters():
             is_scale = "norm" in name and name.endswith("weight")
-            weight.normal_(float(is_scale), 0.2 if weight.ndim > 1 else 0.1)
+            weight.normal_(float(is_scale), 0.18 if weight.ndim > 1 else 0.1)
         for name, buffer in model.named_buffers():
             if (end := name.rpartition(".")[2]) in bounds:
                 buffer.fill_(bounds[end])
@@ -111,24 +108,32 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return Reference(folder, request.param == "large")
 
 
-def load(folder: Path, **changes: Any) -> tuple[ModelDef, Any]:
-    source = hf_source("", str(folder), folder)
-    model = build(dataclasses.replace(source.model, dtypes=Dtypes(compute=Dtype.float32), **changes))
-    return model, stream_weights(source, model, shardings=single_device_shardings(model), dtype="float32")
+def video() -> dict[str, Any]:
+    """A source of frames of an odd size, of which two are seen, at 0 and 100 seconds."""
+    content = io.BytesIO()
+    np.save(content, np.stack([np.asarray(frame) for frame in frames(3, *FRAME)]))
+    return {"video": content.getvalue(), "fps": 0.01}
 
 
 def inputs_of(model: ModelDef) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of two rows, and images [rows, images, patches, 2 + size] with padding."""
+    """Tokens of two rows, of which the second has a video, and images [rows, images, patches, 2 + size]."""
     vision = model.config.vision
-    images = np.zeros((len(SIZES), max(map(len, SIZES)), *vision.image_shape), np.float32)
+    sources: list[list[Any]] = [[np.asarray(picture(*size)) for size in sizes] for sizes in SIZES]
+    sources[1].append(video())
+    media = [read_media(row, vision, encode) for row in sources]
+    pixels = [join_pixels(row) for row in media]
+    images = np.zeros((len(media), max(map(len, pixels)), *vision.image_shape), np.float32)
     rows = []
-    for index, sizes in enumerate(SIZES):
-        read = read_images([np.asarray(picture(*size)) for size in sizes], vision)
-        prompt = np.array([1, 2, 3, *(id for _ in sizes for id in (IMAGE, 5, 6))])
+    for index, read in enumerate(media):
+        prompt = np.array([1, 2, 3, *(id for _ in read for id in (IMAGE, 5, 6))])
         rows.append(insert_images(prompt, read, vision)[0])
-        images[index, : len(sizes)] = join_pixels(read)
+        images[index, : len(pixels[index])] = pixels[index]
     length = max(map(len, rows)) + 3
-    return np.array([[*row, *(7 + np.arange(length - len(row)) % 40)] for row in rows]), images
+    return np.array([[*row, *(11 + 3 * np.arange(length - len(row)) % 40)] for row in rows]), images
+
+
+def encode(text: str) -> list[int]:
+    return [20 + "0123456789: ".index(letter) for letter in text]
 
 
 def processor() -> Any:
@@ -141,59 +146,53 @@ def expected_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     images = processor()([picture(*size) for row in SIZES for size in row], return_tensors="pt")
+    videos = processor()([frames(3, *FRAME)[index] for index in (0, 1)], return_tensors="pt")
     with torch.no_grad():
         out = model.eval()(
             input_ids=torch.tensor(tokens),
             pixel_values=images["pixel_values"],
             image_position_ids=images["image_position_ids"],
-            mm_token_type_ids=torch.tensor(tokens == IMAGE).long(),
+            pixel_values_videos=videos["pixel_values"],
+            video_position_ids=videos["image_position_ids"],
+            num_frames_per_video=torch.tensor([2]),
+            mm_token_type_ids=torch.tensor((tokens == IMAGE) + 2 * (tokens == VIDEO)),
         )
     logits: np.ndarray = out.logits.numpy()
     return logits
 
 
-def our_logits(model: ModelDef, params: Any, tokens: np.ndarray, images: np.ndarray) -> np.ndarray:
-    @jax.jit
-    def run(params: Any, tokens: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-        ctx = Context.of_batch(batch, SINGLE, None)
-        return model.logits(params, model.hidden(params, tokens, ctx)[0], SINGLE)
-
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return np.asarray(run(params, jnp.asarray(tokens), {"positions": positions, "images": jnp.asarray(images)}))
+def load(reference: Reference) -> tuple[ModelDef, Any]:
+    vision = hf_source("", str(reference.folder), reference.folder).model.vision
+    videos = dataclasses.replace(vision.videos, max_frames=2)
+    return load_float32(reference.folder, vision=dataclasses.replace(vision, videos=videos))
 
 
-def test_logits_with_images_equal_transformers(reference: Reference) -> None:
-    model, params = load(reference.folder)
+def test_logits_with_images_and_a_video_equal_transformers(reference: Reference) -> None:
+    model, params = load(reference)
     tokens, images = inputs_of(model)
     expected = expected_logits(reference.folder, tokens)
-    np.testing.assert_allclose(our_logits(model, params, tokens, images), expected, atol=1e-4)
+    np.testing.assert_allclose(forward_logits(model, params, tokens, {"images": images}), expected, atol=1e-4)
     assert np.abs(expected).max() > 1
     vision = model.config.vision
     assert (vision.bidirectional, vision.layers.clipped) == (reference.is_large, not reference.is_large)
 
 
 def test_cached_decoding_equals_one_forward_pass(reference: Reference) -> None:
-    model, params = load(reference.folder)
+    model, params = load(reference)
     tokens, images = inputs_of(model)
-    cached = cached_logits(model, params, tokens, {"images": jnp.asarray(images)})
-    np.testing.assert_allclose(cached, our_logits(model, params, tokens, images), atol=1e-4)
+    media = {"images": jnp.asarray(images)}
+    cached = cached_logits(model, params, tokens, media)
+    np.testing.assert_allclose(cached, forward_logits(model, params, tokens, media), atol=1e-4)
 
 
 def test_export_is_bit_identical(reference: Reference, tmp_path: Path) -> None:
-    source = hf_source("", str(reference.folder), reference.folder)
-    model = build(source.model)
-    table = find_family(model, None)
-    write_hf(tmp_path, model, FileArrays(source, model), table=table, dtype=np.dtype("float32"), extra={})
-    stored, exported = (load_file(path / "model.safetensors") for path in (reference.folder, tmp_path))
+    exported = export(reference.folder, tmp_path)
     # Layers with a shared KV cache do not use some of the projections that transformers stores.
-    unused = stored.keys() - exported.keys()
-    assert table.model_type == "gemma4" and exported.keys() <= stored.keys()
-    assert all(".layers.2." in name or ".layers.3." in name for name in unused)
-    for name, array in exported.items():
-        np.testing.assert_array_equal(array, stored[name])
-    before, after = (json.loads((path / "config.json").read_text()) for path in (reference.folder, tmp_path))
-    assert after["vision_config"].items() <= before["vision_config"].items()
-    tokens, _ = inputs_of(model)
+    assert all(".layers.2." in name or ".layers.3." in name for name in exported.missing)
+    assert exported.model_type == "gemma4"
+    assert exported.after["vision_config"].items() <= exported.before["vision_config"].items()
+    assert exported.after["video_token_id"] == VIDEO
+    tokens, _ = inputs_of(load(reference)[0])
     np.testing.assert_array_equal(expected_logits(tmp_path, tokens), expected_logits(reference.folder, tokens))
 
 

@@ -1,26 +1,22 @@
-"""Qwen3-Omni's thinker against transformers: images of different sizes and an audio clip in one prompt."""
+"""Qwen3-Omni's thinker against transformers: images of different sizes, a video and an audio clip in one prompt."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.model import Dtype, Dtypes
 from maxhydra.convert.hf import hf_source
-from maxhydra.convert.hf_write import find_family, write_hf
-from maxhydra.convert.streaming import FileArrays, single_device_shardings, stream_weights
+from maxhydra.convert.hf_write import find_family
 from maxhydra.data.image_tokens import patch_inputs
 from maxhydra.data.images import merged_patches
-from maxhydra.layers import AudioClips, Context, DenseCacheSpec
+from maxhydra.layers import AudioClips
 from maxhydra.model import ModelDef, build
-from maxhydra.sharding import Sharder
+from tests.support.cached_decoding import cached_logits
+from tests.support.media_models import export, forward_logits, load_float32
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -28,15 +24,16 @@ transformers = import_optional("transformers", extra="parity")
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
-SINGLE = Sharder.single()
-AUDIO_BEGIN, AUDIO_END, CLIP, BEGIN, END, IMAGE, BANDS, FRAMES = 57, 58, 59, 60, 61, 62, 20, 163
+VIDEO, AUDIO_BEGIN, AUDIO_END, CLIP, BEGIN, END, IMAGE, BANDS, FRAMES = 56, 57, 58, 59, 60, 61, 62, 20, 163
 TOKEN_IDS = {
     "audio_token_id": CLIP,
     "audio_start_token_id": AUDIO_BEGIN,
     "audio_end_token_id": AUDIO_END,
     "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
     "vision_start_token_id": BEGIN,
     "vision_end_token_id": END,
+    "position_id_per_seconds": 13,
 }
 TEXT = {
     "num_hidden_layers": 3,
@@ -73,19 +70,22 @@ VISION = {
     "deepstack_visual_indexes": [0, 1],
     "out_hidden_size": 32,
 }
-# Pixels [frames, height, width, 3] of images of 2 x 3 and 4 x 1 tokens.
+# Pixels [frames, height, width, 3] of images of 2 x 3 and 4 x 1 tokens, and of a video of three steps of 1 x 3.
 GENERATOR = np.random.default_rng(0)
-PIXELS = [GENERATOR.normal(size=(1, *size, 3)).astype(np.float32) for size in ((16, 24), (32, 8))]
+IMAGES = [GENERATOR.normal(size=(1, *size, 3)).astype(np.float32) for size in ((16, 24), (32, 8))]
+STEPS, FPS = GENERATOR.normal(size=(6, 8, 24, 3)).astype(np.float32), 2.0
 CLIP_FRAMES = GENERATOR.normal(size=(FRAMES, BANDS)).astype(np.float32)
 # 13 tokens of a whole chunk of 100 frames, and 8 of the rest.
 TOKENS = np.array(
     [
         [
             *(1, 2, BEGIN, *[IMAGE] * 6, END, 3, AUDIO_BEGIN, *[CLIP] * 21, AUDIO_END),
-            *(4, 5, BEGIN, *[IMAGE] * 4, END, 6, 7, 8, 9),
+            *(4, BEGIN, *[VIDEO] * 9, END, 5, BEGIN, *[IMAGE] * 4, END, 6, 7, 8, 9),
         ]
     ]
 )
+# Tokens less positions: images take their longer side, the video twice the 13 positions of a step, and one.
+LAG = 6 - 3 + 4 - 4 + 9 - (2 * 13 + 1)
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +105,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path) -> tuple[ModelDef, Any]:
-    source = hf_source("", str(folder), folder)
-    vision = dataclasses.replace(source.model.vision, min_patches=1, max_patches=28)
-    model = build(dataclasses.replace(source.model, dtypes=Dtypes(compute=Dtype.float32), vision=vision))
-    return model, stream_weights(source, model, shardings=single_device_shardings(model), dtype="float32")
+    vision = hf_source("", str(folder), folder).model.vision
+    videos = dataclasses.replace(vision.videos, fps=FPS)
+    return load_float32(folder, vision=dataclasses.replace(vision, min_patches=1, max_patches=28, videos=videos))
 
 
-def media(model: ModelDef) -> tuple[jax.Array, AudioClips]:
-    images = np.concatenate([patch_inputs(pixels, model.config.vision) for pixels in PIXELS])
-    return jnp.asarray(images[None]), AudioClips(jnp.asarray(CLIP_FRAMES[None, None]), jnp.array([[FRAMES]]))
+def media(model: ModelDef) -> dict[str, Any]:
+    order = (IMAGES[0], STEPS, IMAGES[1])
+    images = np.concatenate([patch_inputs(pixels, model.config.vision) for pixels in order])
+    audio = AudioClips(jnp.asarray(CLIP_FRAMES[None, None]), jnp.array([[FRAMES]]))
+    return {"images": jnp.asarray(images[None]), "audio": audio}
 
 
 def expected_logits(folder: Path) -> np.ndarray:
@@ -125,8 +126,11 @@ def expected_logits(folder: Path) -> np.ndarray:
         out = model(
             input_ids=torch.tensor(TOKENS),
             attention_mask=torch.ones(TOKENS.shape, dtype=torch.long),
-            pixel_values=torch.cat([torch.tensor(merged_patches(pixels, **sizes)) for pixels in PIXELS]),
-            image_grid_thw=torch.tensor([[1, pixels.shape[1] // 4, pixels.shape[2] // 4] for pixels in PIXELS]),
+            pixel_values=torch.cat([torch.tensor(merged_patches(pixels, **sizes)) for pixels in IMAGES]),
+            image_grid_thw=torch.tensor([[1, pixels.shape[1] // 4, pixels.shape[2] // 4] for pixels in IMAGES]),
+            pixel_values_videos=torch.tensor(merged_patches(STEPS, **sizes)),
+            video_grid_thw=torch.tensor([[3, 2, 6]]),
+            video_second_per_grid=torch.tensor([2 / FPS]),
             input_features=torch.tensor(CLIP_FRAMES.T[None]),
             feature_attention_mask=torch.ones((1, FRAMES), dtype=torch.long),
         )
@@ -134,36 +138,17 @@ def expected_logits(folder: Path) -> np.ndarray:
     return logits
 
 
-def our_logits(model: ModelDef, params: Any) -> np.ndarray:
-    @jax.jit
-    def run(params: Any, tokens: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-        ctx = Context.of_batch(batch, SINGLE, None)
-        return model.logits(params, model.hidden(params, tokens, ctx)[0], SINGLE)
-
-    images, audio = media(model)
-    batch = {"positions": jnp.arange(TOKENS.shape[1])[None], "images": images}
-    batch |= {"audio": audio.frames, "audio_lengths": audio.lengths}
-    return np.asarray(run(params, jnp.asarray(TOKENS), batch))
-
-
-def test_logits_with_images_and_audio_equal_transformers(folder: Path) -> None:
-    expected = expected_logits(folder)
-    np.testing.assert_allclose(our_logits(*load(folder)), expected, atol=1e-4)
+def test_logits_with_images_a_video_and_audio_equal_transformers(folder: Path) -> None:
+    expected, (model, params) = expected_logits(folder), load(folder)
+    np.testing.assert_allclose(forward_logits(model, params, TOKENS, media(model)), expected, atol=1e-4)
     assert np.abs(expected).max() > 1
 
 
 def test_export_is_bit_identical(folder: Path, tmp_path: Path) -> None:
-    source = hf_source("", str(folder), folder)
-    model = build(source.model)
-    table = find_family(model, None)
-    write_hf(tmp_path, model, FileArrays(source, model), table=table, dtype=np.dtype("float32"), extra={})
-    stored, exported = (load_file(path / "model.safetensors") for path in (folder, tmp_path))
-    assert table.model_type == "qwen3_omni_moe_thinker" and stored.keys() == exported.keys()
-    for name, array in exported.items():
-        np.testing.assert_array_equal(array, stored[name])
-    before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path))
+    exported = export(folder, tmp_path)
+    assert exported.model_type == "qwen3_omni_moe_thinker" and not exported.missing
     for section in ("vision_config", "audio_config"):
-        assert after[section].items() <= before[section].items()
+        assert exported.after[section].items() <= exported.before[section].items()
     np.testing.assert_array_equal(expected_logits(tmp_path), expected_logits(folder))
 
 
@@ -174,29 +159,14 @@ def test_each_encoder_is_an_option_and_both_are(folder: Path) -> None:
     both, images = model("from_hf_media"), model("from_hf_vision")
     assert (both.vision.num_layers, both.audio.num_layers) == (3, 1)
     assert (images.vision.num_layers, images.audio.num_layers) == (3, None)
-    # The thinker without audio is a Qwen3-VL.
-    assert find_family(build(images), None).model_type == "qwen3_vl_moe"
+    # The thinker without audio is a Qwen3-VL, but for the positions of videos.
+    still = dataclasses.replace(images, vision=dataclasses.replace(images.vision, video_id=None))
+    assert find_family(build(still), None).model_type == "qwen3_vl_moe"
+    assert find_family(build(images), None).model_type == "qwen3_omni_moe_thinker"
 
 
 def test_cached_decoding_equals_one_forward_pass(folder: Path) -> None:
-    """Prefill takes images and clip; decode steps continue at positions that are behind the slots of the cache."""
+    """Prefill takes all media; decode steps continue at positions that are not the slots of the cache."""
     model, params = load(folder)
-    T = TOKENS.shape[1]
-    cache, outputs, (images, audio) = model.empty_cache(DenseCacheSpec(1, T)), [], media(model)
-    lag = 6 - 3 + 4 - 4
-
-    @jax.jit
-    def step(params: Any, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
-        hidden, cache = model.hidden(params, tokens, ctx)
-        return model.logits(params, hidden, SINGLE), cache
-
-    for start, stop in ((0, T - 3), *((at, at + 1) for at in range(T - 3, T))):
-        positions = jnp.arange(start, stop)[None]
-        ctx = Context(positions=positions, segments=None, sharder=SINGLE, cache=cache, dropout_key=None)
-        if start == 0:
-            ctx = dataclasses.replace(ctx, images=images, audio=audio, is_fresh=True)
-        else:
-            ctx = dataclasses.replace(ctx, axis_positions=(positions - lag)[:, :, None])
-        logits, cache = step(params, jnp.asarray(TOKENS[:, start:stop]), ctx)
-        outputs.append(logits)
-    np.testing.assert_allclose(np.concatenate(outputs, axis=1), our_logits(model, params), atol=1e-4)
+    cached = cached_logits(model, params, TOKENS, media(model), lambda positions: (positions - LAG)[:, :, None])
+    np.testing.assert_allclose(cached, forward_logits(model, params, TOKENS, media(model)), atol=1e-4)

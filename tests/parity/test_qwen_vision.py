@@ -1,26 +1,22 @@
 """Qwen3-VL and Qwen3.5, dense and with experts, against transformers: images of different sizes and a video."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from maxhydra.config.schema.model import Dtype, Dtypes
 from maxhydra.convert.hf import hf_source
-from maxhydra.convert.hf_write import find_family, write_hf
-from maxhydra.convert.streaming import FileArrays, single_device_shardings, stream_weights
+from maxhydra.convert.hf_write import find_family
 from maxhydra.data.image_tokens import patch_inputs
 from maxhydra.data.images import merged_patches
-from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder
 from tests.support.cached_decoding import cached_logits
+from tests.support.media_models import export, forward_logits, load_float32
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -145,10 +141,8 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def load(folder: Path) -> tuple[ModelDef, Any]:
-    source = hf_source("", str(folder), folder)
-    vision = dataclasses.replace(source.model.vision, min_patches=1, max_patches=28)
-    model = build(dataclasses.replace(source.model, dtypes=Dtypes(compute=Dtype.float32), vision=vision))
-    return model, stream_weights(source, model, shardings=single_device_shardings(model), dtype="float32")
+    vision = hf_source("", str(folder), folder).model.vision
+    return load_float32(folder, vision=dataclasses.replace(vision, min_patches=1, max_patches=28))
 
 
 def image_batch(model: ModelDef) -> np.ndarray:
@@ -181,34 +175,18 @@ def expected_logits(reference: Reference, folder: Path) -> np.ndarray:
     return logits
 
 
-def our_logits(model: ModelDef, params: Any) -> np.ndarray:
-    @jax.jit
-    def run(params: Any, tokens: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-        ctx = Context.of_batch(batch, SINGLE, None)
-        return model.logits(params, model.hidden(params, tokens, ctx)[0], SINGLE)
-
-    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-    batch = {"positions": positions, "images": jnp.asarray(image_batch(model))}
-    return np.asarray(run(params, jnp.asarray(TOKENS), batch))
-
-
 def test_logits_with_images_and_a_video_equal_transformers(reference: Reference) -> None:
     expected = expected_logits(reference, reference.folder)
-    np.testing.assert_allclose(our_logits(*load(reference.folder)), expected, atol=1e-4)
+    model, params = load(reference.folder)
+    logits = forward_logits(model, params, TOKENS, {"images": image_batch(model)})
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
     assert np.abs(expected).max() > 1
 
 
 def test_export_is_bit_identical(reference: Reference, tmp_path: Path) -> None:
-    source = hf_source("", str(reference.folder), reference.folder)
-    model = build(source.model)
-    table = find_family(model, None)
-    write_hf(tmp_path, model, FileArrays(source, model), table=table, dtype=np.dtype("float32"), extra={})
-    stored, exported = (load_file(path / "model.safetensors") for path in (reference.folder, tmp_path))
-    assert table.model_type == reference.model_type and stored.keys() == exported.keys()
-    for name, array in exported.items():
-        np.testing.assert_array_equal(array, stored[name])
-    before, after = (json.loads((path / "config.json").read_text()) for path in (reference.folder, tmp_path))
-    assert after["vision_config"].items() <= before["vision_config"].items()
+    exported = export(reference.folder, tmp_path)
+    assert exported.model_type == reference.model_type and not exported.missing
+    assert exported.after["vision_config"].items() <= exported.before["vision_config"].items()
     np.testing.assert_array_equal(expected_logits(reference, tmp_path), expected_logits(reference, reference.folder))
 
 
@@ -225,4 +203,4 @@ def test_cached_decoding_equals_one_forward_pass(reference: Reference) -> None:
     lag = jnp.array([3 + 0 + 2 * 2, 0 + 3])
     media = {"images": jnp.asarray(image_batch(model))}
     cached = cached_logits(model, params, TOKENS, media, lambda positions: (positions - lag[:, None])[:, :, None])
-    np.testing.assert_allclose(cached, our_logits(model, params), atol=1e-4)
+    np.testing.assert_allclose(cached, forward_logits(model, params, TOKENS, media), atol=1e-4)

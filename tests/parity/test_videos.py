@@ -1,4 +1,4 @@
-"""Videos of Qwen3-VL against the processor and the model of transformers: from frames in a file to logits."""
+"""Videos against the processors and the models of transformers: from frames in a file to logits."""
 
 import dataclasses
 from pathlib import Path
@@ -11,7 +11,6 @@ import tokenizers
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.model import Dtype, Dtypes
-from maxhydra.config.schema.vision import Videos
 from maxhydra.convert.hf import hf_source
 from maxhydra.convert.streaming import single_device_shardings, stream_weights
 from maxhydra.data.image_tokens import MARKER, ImageTokenizer, insert_images, join_pixels
@@ -28,84 +27,204 @@ transformers = import_optional("transformers", extra="parity")
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
 # Written by videos/make.py.
-PROCESSED = Path(__file__).parent / "videos" / "processor.npz"
-SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-VOCABULARY = {token: id for id, token in enumerate([*"abc<>. 0123456789secondf", *SPECIAL])}
-FPS, BUDGET = 4.0, {"shortest_edge": 256, "longest_edge": 1536}
-SIZES = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
-# Frames of a whole number of tokens, which are not resized: torchvision and Pillow resample differently.
-FRAMES = np.random.default_rng(0).integers(0, 256, (9, 16, 24, 3), np.uint8)
-PICTURE = np.random.default_rng(1).integers(0, 256, (16, 16, 3), np.uint8)
+PROCESSED = Path(__file__).parent / "videos"
+LETTERS = "abc<>. 0123456789secondf:"
 TEXT = "a{video}b{image}c"
-SETTINGS = {
-    "text_config": {
-        "num_hidden_layers": 3,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "vocab_size": 64,
-        "max_position_embeddings": 256,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 2, 2]},
-    },
-    "vision_config": {
-        "depth": 2,
-        "hidden_size": 24,
-        "intermediate_size": 36,
-        "num_heads": 3,
-        "patch_size": 4,
-        "num_position_embeddings": 36,
-        "deepstack_visual_indexes": [0],
-        "out_hidden_size": 32,
-    },
-    **dict(
-        zip(
-            ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"),
-            (VOCABULARY[name] for name in SPECIAL),
-            strict=True,
-        )
+
+
+def vocabulary(special: list[str]) -> dict[str, int]:
+    """Characters and special tokens."""
+    return {token: id for id, token in enumerate([*dict.fromkeys(LETTERS), *special])}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A family: its tiny model, its special tokens by the names of its tokenizer, and a video."""
+
+    model: str
+    """Prefix of the classes of model and config."""
+    settings: dict[str, Any]
+    tokens: dict[str, str]
+    ids: dict[str, str]
+    """Key of config.json -> special token."""
+    frames: np.ndarray
+    fps: float
+    videos: dict[str, Any]
+    """Values of model.vision.videos other than those of the published model."""
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        return vocabulary(list(self.tokens.values()))
+
+    def tokenizer(self) -> Any:
+        """A tokenizer of characters and special tokens."""
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(self.vocabulary, []))
+        made.add_special_tokens(list(self.tokens.values()))
+        named = {name: token for name, token in self.tokens.items() if name != "video"}
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=made, extra_special_tokens=named, pad_token="a")
+
+    def reference(self, name: str) -> Any:
+        return getattr(transformers, self.model + name)
+
+
+QWEN_TOKENS = {
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+}
+OMNI_TOKENS = {
+    **QWEN_TOKENS,
+    "audio_token": "<|audio_pad|>",
+    "audio_bos_token": "<|audio_start|>",
+    "audio_eos_token": "<|audio_end|>",
+}
+QWEN_IDS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+}
+GEMMA_TOKENS = {
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "image_token": "<|image|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+    "audio_token": "<|audio|>",
+    "video": "<|video|>",
+}
+QWEN_TEXT = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 2, 2]},
+}
+QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_heads": 3,
+    "patch_size": 4,
+    "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [0],
+    "out_hidden_size": 32,
+}
+GENERATOR = np.random.default_rng(0)
+# Frames of a whole number of tokens, which are not resized: torchvision and Pillow resample differently.
+FRAMES = GENERATOR.integers(0, 256, (9, 16, 24, 3), np.uint8)
+# 7 x 10 tokens, the smallest number that the processor of Gemma 4 accepts.
+LARGE_FRAMES = GENERATOR.integers(0, 256, (9, 14, 20, 3), np.uint8).repeat(4, axis=1).repeat(4, axis=2)
+CASES = {
+    "qwen3-vl": Case(
+        model="Qwen3VL",
+        settings={"text_config": QWEN_TEXT, "vision_config": QWEN_VISION},
+        tokens=QWEN_TOKENS,
+        ids=QWEN_IDS,
+        frames=FRAMES,
+        fps=4.0,
+        videos={"min_patches": 16, "max_patches": 96},
+    ),
+    # Three steps of two frames, 26 positions apart.
+    "qwen3-omni": Case(
+        model="Qwen3OmniMoeThinker",
+        settings={
+            "text_config": {**QWEN_TEXT, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            "vision_config": QWEN_VISION,
+            "audio_config": {
+                "num_mel_bins": 8,
+                "encoder_layers": 1,
+                "encoder_attention_heads": 1,
+                "encoder_ffn_dim": 8,
+                "d_model": 8,
+                "output_dim": 32,
+                "downsample_hidden_size": 2,
+            },
+            "position_id_per_seconds": 13,
+        },
+        tokens=OMNI_TOKENS,
+        ids={**QWEN_IDS, "audio_token_id": "<|audio_pad|>", "audio_start_token_id": "<|audio_start|>"},
+        frames=FRAMES,
+        fps=1.5,
+        videos={"min_patches": 16, "max_patches": 96},
+    ),
+    # Four frames of 70 tokens, 20 seconds apart.
+    "gemma4": Case(
+        model="Gemma4",
+        settings={
+            "text_config": {
+                **{key: value for key, value in QWEN_TEXT.items() if key != "rope_parameters"},
+                "num_hidden_layers": 2,
+                "global_head_dim": 16,
+                "hidden_size_per_layer_input": 0,
+                "attention_k_eq_v": True,
+                "use_bidirectional_attention": "vision",
+                "sliding_window": 90,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "vision_config": {
+                "num_hidden_layers": 2,
+                "hidden_size": 24,
+                "intermediate_size": 36,
+                "num_attention_heads": 3,
+                "num_key_value_heads": 3,
+                "head_dim": 8,
+                "patch_size": 4,
+                "pooling_kernel_size": 2,
+                "position_embedding_size": 160,
+            },
+            "audio_config": None,
+            "vision_soft_tokens_per_image": 70,
+        },
+        tokens=GEMMA_TOKENS,
+        ids={"boi_token_id": "<|image>", "eoi_token_id": "<image|>", "image_token_id": "<|image|>"}
+        | {"video_token_id": "<|video|>", "audio_token_id": "<|audio|>"},
+        frames=LARGE_FRAMES,
+        fps=0.1,
+        videos={"max_frames": 4},
     ),
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with its tokenizer."""
-    path = tmp_path_factory.mktemp("videos")
+def make_folder(name: str, path: Path) -> None:
+    """Write a random model with its tokenizer, and its video."""
     torch.manual_seed(0)
-    model = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(**SETTINGS))
+    case = CASES[name]
+    ids = {key: case.vocabulary[token] for key, token in case.ids.items()}
+    model = case.reference("ForConditionalGeneration")(case.reference("Config")(**case.settings, **ids))
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.normal_(float("norm" in name and name.endswith("weight")), 0.2)
+        for weight_name, weight in model.named_parameters():
+            is_scale = ("norm" in weight_name or "ln_" in weight_name) and weight_name.endswith("weight")
+            weight.normal_(float(is_scale), 0.2)
     model.save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
-    np.save(path / "video.npy", FRAMES)
-    return path
+    case.tokenizer().save_pretrained(path)
+    np.save(path / "video.npy", case.frames)
 
 
-def make_tokenizer() -> Any:
-    """A tokenizer of characters and special tokens."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(VOCABULARY, []))
-    made.add_special_tokens(SPECIAL)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made)
-
-
-def test_tokens_and_logits_of_a_prompt_with_a_video_equal_transformers(folder: Path) -> None:
-    source = hf_source("", str(folder), folder)
-    videos = Videos(min_patches=16, max_patches=96)
-    vision = dataclasses.replace(source.model.vision, min_patches=16, max_patches=96, videos=videos)
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_and_logits_of_a_prompt_with_a_video_equal_transformers(name: str, tmp_path: Path) -> None:
+    make_folder(name, tmp_path)
+    case, source = CASES[name], hf_source("", str(tmp_path), tmp_path)
+    section = source.model.vision
+    limits = {} if section.fill_patches else {"min_patches": 16, "max_patches": 96}
+    vision = dataclasses.replace(section, **limits, videos=dataclasses.replace(section.videos, **case.videos))
     model = build(dataclasses.replace(source.model, dtypes=Dtypes(compute=Dtype.float32), vision=vision))
     params: Any = stream_weights(source, model, shardings=single_device_shardings(model), dtype="float32")
-    data = compose(["data.tokenizer.kind=hf", f"data.tokenizer.path={folder}"]).config.data
+    data = compose(["data.tokenizer.kind=hf", f"data.tokenizer.path={tmp_path}"]).config.data
     tokenizer = load_tokenizer(data)
-    media = read_media([{"video": str(folder / "video.npy"), "fps": FPS}, PICTURE], vision, tokenizer.encode)
+    video = {"video": str(tmp_path / "video.npy"), "fps": case.fps}
+    media = read_media([video, case.frames[0]], vision, tokenizer.encode)
     text = TEXT.format(video=MARKER, image=MARKER)
     tokens, _ = insert_images(ImageTokenizer(tokenizer, vision).encode_with_special_tokens(text)[0], media, vision)
-    with np.load(PROCESSED) as arrays:
-        inputs = {name: torch.tensor(arrays[name]) for name in arrays.files}
+    with np.load(PROCESSED / f"{name}.npz") as arrays:
+        inputs = {key: torch.tensor(arrays[key]) for key in arrays.files}
     assert tokens.tolist() == inputs["input_ids"][0].tolist()
-    reference = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder, attn_implementation="eager")
+    reference = case.reference("ForConditionalGeneration").from_pretrained(tmp_path, attn_implementation="eager")
     with torch.no_grad():
         logits = reference.eval()(**inputs).logits.numpy()
     batch = {"positions": jnp.arange(len(tokens))[None], "images": jnp.asarray(join_pixels(media))[None]}

@@ -1,6 +1,6 @@
 """Deterministic pictures and videos of any size, the same on every machine and with every version of NumPy."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,8 +18,8 @@ VIDEO_CASES = (
     ("Qwen2VLVideoProcessor", {"cap_pixels_per_frame": True, "max_video_tokens": 20}),
     ("Qwen3VLVideoProcessor", {"fps": 3.0}),
     ("Qwen3VLVideoProcessor", {"num_frames": None, "fps": 2.0, "cap_pixels_per_frame": True, "max_video_tokens": 12}),
+    ("Gemma4VideoProcessor", {"num_frames": 2}),
 )
-VIDEO_SETTINGS = {"patch_size": 4, "size": {"shortest_edge": 256, "longest_edge": 4096}}
 # Frames, height, width, frames per second.
 VIDEO_SIZES = ((9, 19, 33, 4.0), (5, 40, 7, 2.5))
 
@@ -32,6 +32,13 @@ def picture(height: int, width: int, *, phase: int = 0) -> "Image.Image":
     waves = [(x * 7 + y * 3 + phase * 11) % 512, (y * 9 - x * 2 + phase * 5) % 512]
     channels = [np.minimum(wave, 511 - wave) for wave in waves] + [(x * x * 31 + y * 57 + x * y * 13 + phase) % 256]
     return Image.fromarray(np.stack(channels, axis=-1).astype(np.uint8))
+
+
+def video_options(name: str) -> dict[str, Any]:
+    """Settings of all cases of a video processor."""
+    if name == "Gemma4VideoProcessor":
+        return {"patch_size": 4, "pooling_kernel_size": 2}
+    return {"patch_size": 4, "size": {"shortest_edge": 256, "longest_edge": 4096}}
 
 
 def frames(count: int, height: int, width: int) -> list["Image.Image"]:

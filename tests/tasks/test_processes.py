@@ -25,7 +25,11 @@ from maxhydra.model import build
 from maxhydra.rl.setup import check
 from maxhydra.runtime.peers import EXIT_LOST
 from tests.support.cli import ROOT, SMALL, run_processes, start_processes
+from tests.support.pictures import frames, picture
 from tests.support.polling import wait_for
+from tests.support.skips import import_optional
+
+soundfile = import_optional("soundfile", extra="audio")
 
 MODEL = [*SMALL, "model.num_heads=4", "model.num_kv_heads=4", "train.per_device_batch_size=2"]
 # The keys of it that tasks use which do not train.
@@ -269,6 +273,26 @@ def test_a_server_of_two_processes_completes_as_task_decode(folder: Path) -> Non
     for process in reversed(processes):
         process.signal(signal.SIGTERM)
     assert [process.wait(240) for process in processes] == [0, 0]
+
+
+@pytest.mark.exhaustive
+def test_completions_with_images_a_video_and_audio_are_those_of_one_process(tmp_path: Path) -> None:
+    """Process 0 sends pixels and audio frames; with tensor parallelism every process needs them for every token."""
+    model = ["model=qwen3-omni-tiny-media", "train.seq_len=64"]
+    with ocp.StandardCheckpointer() as writer:
+        weights = jax.jit(build(compose(model).config.model).init)(jax.random.key(7))
+        writer.save(tmp_path / "weights" / "params", jax.tree.map(lambda weight: 3 * weight, weights))
+    picture(23, 17).save(tmp_path / "a.png")
+    np.save(tmp_path / "v.npy", np.stack([np.asarray(frame) for frame in frames(4, 9, 21)]))
+    soundfile.write(tmp_path / "c.wav", np.random.default_rng(0).uniform(-0.5, 0.5, 6400), 16000)
+    media = ["task.images=[a.png]", "task.videos=[v.npy]", "task.audios=[c.wav]", "data.tokenizer.chat_template=lines"]
+    engine = [*ENGINE, "task.engine.max_context=96", "task.engine.prefill_chunk=96", "mesh.tensor=2"]
+    command = ["task=decode", *model, LOAD, *media, *engine, "task.prompt=What?", "task.sampling.max_tokens=12"]
+    command += ["task.sampling.temperature=0", "task.sampling.ignore_eos=true"]
+    one, two = (run_processes(count, *command, cwd=tmp_path, devices=2 // count)[0].stdout for count in (1, 2))
+    assert two == one and len(one) > 5
+    other = [*command, "task.images=[]"]
+    assert run_processes(1, *other, cwd=tmp_path, devices=2)[0].stdout != one
 
 
 @pytest.mark.parametrize("key", ["off_policy_steps", "max_staleness"])

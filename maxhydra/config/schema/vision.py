@@ -90,12 +90,19 @@ class EncoderLayers(Schema):
             yield Problem("bias", "is not supported with clipped", value=True, accepted="false")
 
 
+class Timestamps(Enum):
+    seconds = "seconds"
+    minutes = "minutes"
+    none = "none"
+
+
 @schema
 class Videos(Schema):
     """Frames of a video: sampled in time, and resized together. Defaults are those of Qwen3-VL."""
 
-    fps: float = option(2.0, gt=0, le=1000)
-    """Sampled frames per second of video."""
+    fps: float | None = option(2.0, gt=0, le=1000)
+    """Sampled frames per second of video; null: max_frames, or all frames of a shorter video, which requires
+    vision.fill_patches."""
     min_frames: int = option(4, ge=1, le=4096)
     """Minimum of sampled frames; shorter videos have all of theirs."""
     max_frames: int = option(768, ge=1, le=4096)
@@ -104,13 +111,27 @@ class Videos(Schema):
     """Smaller videos are scaled up to about this many patches of all sampled frames together."""
     max_patches: int = option(3072, ge=1, le=2**24)
     """Larger videos are scaled down to this many patches of all sampled frames together."""
+    per_frame: bool = False
+    """Whether min_patches and max_patches are those of one frame, not of all together. The sampled frames are then the
+    first of equal shares of the video; otherwise its first and last frame are among them. With vision.fill_patches,
+    which requires it, every frame has the largest size within max_patches."""
+    timestamps: Timestamps = Timestamps.seconds
+    """Text before each step of a video: seconds (`<0.3 seconds>`), minutes (`00:03`), or none. Without it, the tokens
+    around an image are around the whole video."""
+    positions_per_second: int | None = option(None, ge=1, le=1000)
+    """Positions of RoPE's time axis per second of video, by fps: the steps of a video then share their rows and
+    columns. Requires fps and timestamps=none. null: each step has the positions of an image."""
 
     def check(self) -> Iterator[Problem]:
-        for name in ("frames", "patches"):
-            low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
-            if low > high:
-                reason = f"is less than min_{name}={low}"
-                yield Problem(f"max_{name}", reason, value=high, accepted=f"{low} or more")
+        if (low := self.min_frames) > self.max_frames:
+            reason = f"is less than min_frames={low}"
+            yield Problem("max_frames", reason, value=self.max_frames, accepted=f"{low} or more")
+        if self.positions_per_second is not None and self.timestamps is not Timestamps.none:
+            reason = f"separates the steps of a video, which positions_per_second={self.positions_per_second} places"
+            yield Problem("timestamps", reason, value=self.timestamps.value, accepted="none")
+        if self.positions_per_second is not None and self.fps is None:
+            reason = f"is needed with positions_per_second={self.positions_per_second}"
+            yield Problem("fps", reason, value=None, accepted="a number above 0")
 
 
 @schema
@@ -213,6 +234,12 @@ class Vision(Schema):
         return tuple(token for token in (self.placeholder_id, self.video_id) if token is not None)
 
     @property
+    def step_positions(self) -> int | None:
+        """Positions of RoPE's time axis from a step of a video to the next; None: a step has those of an image."""
+        rate, fps = self.videos.positions_per_second, self.videos.fps
+        return None if self.video_id is None or rate is None or fps is None else round(rate * self.frames / fps)
+
+    @property
     def token_rows(self) -> int:
         """Rows and columns of the tokens of an image."""
         return math.isqrt(self.projector.tokens)
@@ -263,6 +290,24 @@ class Vision(Schema):
         if sorted(set(self.deepstack)) != self.deepstack or max(self.deepstack, default=0) >= self.num_layers:
             accepted = f"increasing numbers from 0 to {self.num_layers - 1}"
             yield Problem("deepstack", "is not a list of encoder layers", value=self.deepstack, accepted=accepted)
+        if self.video_id is not None:
+            yield from self._check_videos()
+
+    def _check_videos(self) -> Iterator[Problem]:
+        videos = self.videos
+        if self.fill_patches:
+            if not videos.per_frame:
+                yield Problem("videos.per_frame", "is not supported with fill_patches", value=False, accepted="true")
+        elif videos.fps is None:
+            yield Problem("videos.fps", "is needed without fill_patches", value=None, accepted="a number above 0")
+        elif (low := videos.min_patches) > videos.max_patches:
+            reason = f"is less than videos.min_patches={low}"
+            yield Problem("videos.max_patches", reason, value=videos.max_patches, accepted=f"{low} or more")
+        if (rate := videos.positions_per_second) is None:
+            return
+        if videos.fps is not None and not (rate * self.frames / videos.fps).is_integer():
+            reason = f"does not divide positions_per_second={rate} times frames={self.frames}"
+            yield Problem("videos.fps", reason, value=videos.fps, accepted=_divisors(rate * self.frames))
 
 
 def _divisors(number: int) -> str:

@@ -114,7 +114,9 @@ def _encoder_values(owner: Settings, vision: Vision | None, audio: Audio | None)
     values = {}
     if vision is not None and (section := owner.get("vision_config")) is not None and section.get("depth") != 0:
         values["vision"] = vision.to_values(owner)
-    if audio is not None and owner.get("audio_config") is not None:
+    if audio is not None and (section := owner.get("audio_config")) is not None:
+        if section.get("encoder_layers") == 0:
+            return values
         values["audio"] = audio.to_values(owner)
     return values
 
@@ -229,7 +231,19 @@ def omni_settings(model: config.Model) -> Settings:
     return {**audio_encoder.to_settings(model), **no_images}
 
 
-# The thinker of transformers always has an image encoder. An export without images describes one without layers.
+def omni_images(prefix: str) -> Vision:
+    """The image encoder of Qwen3-Omni; `prefix` precedes the thinker's tensor names."""
+    vision = qwen_images(qwen_vision.omni(prefix))
+
+    def change_settings(settings: Settings, model: config.Model) -> Settings:
+        no_audio = {} if model.audio.num_layers is not None else {"audio_config": NO_AUDIO}
+        return {**vision.change_settings(settings, model), **no_audio}
+
+    return dataclasses.replace(vision, change_settings=change_settings)
+
+
+# The thinker of transformers always has both encoders. An export without one of them describes one without layers.
+NO_AUDIO = {"encoder_layers": 0, "d_model": 2, "encoder_attention_heads": 1, "downsample_hidden_size": 1}
 NO_IMAGES = {"depth": 0, "deepstack_visual_indexes": [], "hidden_size": 2, "num_heads": 1, "num_position_embeddings": 1}
 
 TABLES = (
@@ -331,7 +345,7 @@ TABLES = (
         body="model.",
         prefix="",
         ignored=("visual.*", "model.visual.*", "audio_tower.*"),
-        vision=qwen_images(qwen_vision.omni("")),
+        vision=omni_images(""),
         audio=omni_audio(""),
         text_type="qwen3_omni_moe_text",
     ),
@@ -343,7 +357,7 @@ TABLES = (
         body="thinker.model.",
         prefix="thinker.",
         ignored=("thinker.visual.*", "thinker.audio_tower.*", "talker.*", "code2wav.*"),
-        vision=qwen_images(qwen_vision.omni("thinker.")),
+        vision=omni_images("thinker."),
         audio=omni_audio("thinker."),
     ),
 )

@@ -130,7 +130,30 @@ class VideoSettings(DynamicSettings):
     min_frames: int = setting(positive_int, 4)
     max_frames: int = setting(positive_int, 768)
     cap_pixels_per_frame: bool = setting(boolean, False)
-    max_video_tokens: int = setting(positive_int)
+    max_video_tokens: int = setting(positive_int, 768)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameSettings(TokenBudgetSettings):
+    """A video whose frames are images of `token_budget`, each a step of the video.
+
+    `num_frames` frames are sampled, or with `fps` frames per second, at least `min_frames` and at most `num_frames`.
+    """
+
+    do_sample_frames: bool = setting(boolean, True)
+    fps: float | None = setting(positive_number, None)
+    num_frames: int = setting(positive_int)
+    min_frames: int = setting(positive_int, 1)
+
+    @property
+    def temporal_patch_size(self) -> int:
+        """Frames of a step."""
+        return 1
+
+    @property
+    def merge_size(self) -> int:
+        """Rows and columns of the patches of a token."""
+        return self.pooling_kernel_size
 
 
 ImageSettings = SquareSettings | TokenBudgetSettings | TileSettings | DynamicSettings
@@ -148,10 +171,13 @@ def image_settings(settings: Mapping[str, Any]) -> ImageSettings:
     return _parse(MECHANISMS[entry["mechanism"]], settings, entry.get("defaults", {}))
 
 
-def video_settings(settings: Mapping[str, Any]) -> VideoSettings:
+def video_settings(settings: Mapping[str, Any]) -> VideoSettings | FrameSettings:
     """Parse settings of a video processor."""
     entry = class_entry("video_processor_type", settings)
-    return _parse(VideoSettings, settings, {**entry.get("defaults", {}), "budget": entry["mechanism"]})
+    defaults = entry.get("defaults", {})
+    if entry["mechanism"] == "tokens_per_frame":
+        return _parse(FrameSettings, settings, defaults)
+    return _parse(VideoSettings, settings, {**defaults, "budget": entry["mechanism"]})
 
 
 def _parse(kind: Any, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from maxhydra.data.images.geometry import pixel_range_size
+from maxhydra.data.images.geometry import pixel_range_size, token_budget_size
 from maxhydra.data.images.processor import pixel_values, resize
 from maxhydra.data.images.read import Video, to_rgb
-from maxhydra.data.images.settings import VideoSettings, video_settings
+from maxhydra.data.images.settings import FrameSettings, VideoSettings, video_settings
 from maxhydra.data.media import MediaError
 
 
@@ -31,7 +31,7 @@ class ProcessedVideo:
 class VideoProcessor:
     """Turns videos into the pixels of one model."""
 
-    settings: VideoSettings
+    settings: VideoSettings | FrameSettings
 
     def __call__(self, video: Video) -> ProcessedVideo:
         if not video.frames:
@@ -55,7 +55,7 @@ def make_video_processor(settings: Mapping[str, Any]) -> VideoProcessor:
     return VideoProcessor(video_settings(settings))
 
 
-def sample_frames(total: int, fps: float, settings: VideoSettings) -> list[int]:
+def sample_frames(total: int, fps: float, settings: VideoSettings | FrameSettings) -> list[int]:
     """Indices of the frames that a model sees of a video with `total` frames at `fps`.
 
     With a budget per video they include the first and the last frame; with a budget per frame their number is a
@@ -63,6 +63,10 @@ def sample_frames(total: int, fps: float, settings: VideoSettings) -> list[int]:
     """
     if not settings.do_sample_frames:
         return list(range(total))
+    if isinstance(settings, FrameSettings):
+        count = settings.num_frames if settings.fps is None else int(total / fps * settings.fps)
+        count = min(max(count, settings.min_frames), settings.num_frames, total)
+        return (np.arange(count) * total // count).tolist()
     multiple, per_video = settings.temporal_patch_size, settings.budget == "pixels_per_video"
     if settings.num_frames is not None:
         count = settings.num_frames if per_video else round(settings.num_frames / multiple) * multiple
@@ -82,8 +86,10 @@ def sample_frames(total: int, fps: float, settings: VideoSettings) -> list[int]:
     return starts.astype(np.float32).astype(int).tolist()
 
 
-def frame_size(height: int, width: int, count: int, settings: VideoSettings) -> tuple[int, int]:
+def frame_size(height: int, width: int, count: int, settings: VideoSettings | FrameSettings) -> tuple[int, int]:
     """Height and width to which `count` frames are resized."""
+    if isinstance(settings, FrameSettings):
+        return token_budget_size(height, width, settings)
     multiple = settings.patch_size * settings.merge_size
     low, high = settings.size
     floor = int(low * 1.05)

@@ -1,35 +1,71 @@
-"""Writes processor.npz: tokens, pixels and grids that the processor of Qwen3-VL makes of a prompt with a video.
+"""Writes a file for each family: tokens, pixels and grids that its processor makes of a prompt with a video.
 
     PYTHONPATH=. python tests/parity/videos/make.py
 
-It needs torchvision; the tests read the file and do not.
+It needs torchvision; the tests read the files and do not.
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
+from transformers import (
+    Gemma4AudioFeatureExtractor,
+    Gemma4Processor,
+    Gemma4VideoProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3OmniMoeProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+    WhisperFeatureExtractor,
+)
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.parity.test_videos import BUDGET, FPS, FRAMES, PICTURE, SIZES, TEXT, make_tokenizer
+from tests.parity.test_videos import CASES, TEXT
+
+SIZES = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+BUDGET = {"size": {"shortest_edge": 256, "longest_edge": 1536}}
+HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+SOFT_TOKENS = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+
+
+def processor_of(name: str) -> tuple[Any, dict[str, Any]]:
+    """The processor of a family, and options of its call."""
+    tokenizer = CASES[name].tokenizer()
+    if name == "gemma4":
+        image, video = Gemma4ImageProcessorPil(**SOFT_TOKENS), Gemma4VideoProcessor(**SOFT_TOKENS, num_frames=4)
+        return Gemma4Processor(Gemma4AudioFeatureExtractor(), image, tokenizer, video), {}
+    image = Qwen2VLImageProcessorPil(**SIZES, **BUDGET, **HALF)
+    if name == "qwen3-vl":
+        return Qwen3VLProcessor(image, tokenizer, Qwen3VLVideoProcessor(**SIZES, **BUDGET)), {}
+    video = Qwen2VLVideoProcessor(**SIZES, **BUDGET, **HALF)
+    made = Qwen3OmniMoeProcessor(image, video, WhisperFeatureExtractor(), tokenizer)
+    return made, {"videos_kwargs": {"fps": 1.0, "do_sample_frames": True, **BUDGET}}
 
 
 def main() -> None:
-    pixels = {**SIZES, "size": BUDGET, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    videos = Qwen3VLVideoProcessor(**SIZES, size=BUDGET)
-    processor = Qwen3VLProcessor(Qwen2VLImageProcessorPil(**pixels), make_tokenizer(), videos)
-    inputs = processor(
-        # Without the tokens that chat templates write around a video, which Qwen3-VL has around each step instead.
-        text=[TEXT.format(video="<|video_pad|>", image="<|vision_start|><|image_pad|><|vision_end|>")],
-        images=[Image.fromarray(PICTURE)],
-        videos=[torch.tensor(FRAMES).permute(0, 3, 1, 2)],
-        video_metadata=[{"total_num_frames": len(FRAMES), "fps": FPS, "frames_indices": list(range(len(FRAMES)))}],
-        return_tensors="pt",
-    )
-    arrays = {key: value.numpy() for key, value in inputs.items() if isinstance(value, torch.Tensor)}
-    np.savez_compressed(Path(__file__).with_name("processor.npz"), **arrays)
+    for name, case in CASES.items():
+        processor, options = processor_of(name)
+        image, video = case.tokens["image_token"], case.tokens.get("video") or case.tokens["video_token"]
+        if name != "gemma4":
+            # Chat templates write the tokens around an image. Qwen3-VL has them around each step of a video instead.
+            image = f"<|vision_start|>{image}<|vision_end|>"
+            video = video if name == "qwen3-vl" else f"<|vision_start|>{video}<|vision_end|>"
+        frames = torch.tensor(case.frames).permute(0, 3, 1, 2)
+        metadata = {"total_num_frames": len(frames), "fps": case.fps, "frames_indices": list(range(len(frames)))}
+        inputs = processor(
+            text=[TEXT.format(video=video, image=image)],
+            images=[Image.fromarray(case.frames[0])],
+            videos=[frames],
+            **({} if options else {"video_metadata": [metadata]}),
+            **{key: {**value, "video_metadata": [metadata]} for key, value in options.items()},
+            return_tensors="pt",
+        )
+        arrays = {key: np.asarray(value) for key, value in inputs.items()}
+        np.savez_compressed(Path(__file__).with_name(f"{name}.npz"), **arrays)
 
 
 if __name__ == "__main__":

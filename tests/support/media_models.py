@@ -1,0 +1,65 @@
+"""Models with images and audio for comparison with transformers: weights of a folder, logits, and an export."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file
+
+from maxhydra.config.schema.model import Dtype, Dtypes
+from maxhydra.convert.hf import hf_source
+from maxhydra.convert.hf_write import find_family, write_hf
+from maxhydra.convert.streaming import FileArrays, single_device_shardings, stream_weights
+from maxhydra.layers import Context
+from maxhydra.model import ModelDef, build
+from maxhydra.sharding import Sharder
+
+
+def load_float32(folder: Path, **changes: Any) -> tuple[ModelDef, Any]:
+    """The model of a Hugging Face folder and its weights; `changes`: sections of the model's config."""
+    source = hf_source("", str(folder), folder)
+    model = build(dataclasses.replace(source.model, dtypes=Dtypes(compute=Dtype.float32), **changes))
+    return model, stream_weights(source, model, shardings=single_device_shardings(model), dtype="float32")
+
+
+def forward_logits(model: ModelDef, params: Any, tokens_BT: np.ndarray, media: Mapping[str, Any]) -> np.ndarray:
+    """[B, T, V] logits of one forward pass; `media`: fields of the context, as for `cached_logits`."""
+    sharder = Sharder.single()
+
+    @jax.jit
+    def run(params: Any, tokens: jax.Array, media: Mapping[str, Any]) -> jax.Array:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        ctx = Context(positions=positions, segments=None, sharder=sharder, cache=None, dropout_key=None, **media)
+        return model.logits(params, model.hidden(params, tokens, ctx)[0], sharder)
+
+    return np.asarray(run(params, jnp.asarray(tokens_BT), jax.tree.map(jnp.asarray, dict(media))))
+
+
+class Export(NamedTuple):
+    """The differences of an exported folder from the one that it was read from."""
+
+    model_type: str
+    missing: set[str]
+    """Tensors that it does not have."""
+    before: dict[str, Any]
+    after: dict[str, Any]
+    """Contents of config.json."""
+
+
+def export(folder: Path, target: Path) -> Export:
+    """Read a folder and write it again; its tensors must be equal, and it must not have others."""
+    source = hf_source("", str(folder), folder)
+    model = build(source.model)
+    table = find_family(model, None)
+    write_hf(target, model, FileArrays(source, model), table=table, dtype=np.dtype("float32"), extra={})
+    stored, exported = (load_file(path / "model.safetensors") for path in (folder, target))
+    assert exported.keys() <= stored.keys()
+    for name, array in exported.items():
+        np.testing.assert_array_equal(array, stored[name])
+    before, after = (json.loads((path / "config.json").read_text()) for path in (folder, target))
+    return Export(table.model_type, stored.keys() - exported.keys(), before, after)
