@@ -13,25 +13,23 @@ import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as List
-from concurrent.futures import as_completed
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 
 from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.config.schema.decode import Pooling
-from maxhydra.config.schema.run import Progress
 from maxhydra.data import Tokenizer
 from maxhydra.decode.adapters import AdapterLimits, AdapterTable, LoadedAdapter
 from maxhydra.decode.audio_limits import AudioLimits
 from maxhydra.decode.grammar import GrammarCompiler
 from maxhydra.decode.image_limits import ImageLimits
 from maxhydra.decode.inbox import Inbox
+from maxhydra.decode.pending import PendingTokens
 from maxhydra.decode.prompt_scores import token_logprob
 from maxhydra.decode.request import Handle, Request, RequestRejectedError
-from maxhydra.decode.runner import PendingTokens, Runner
+from maxhydra.decode.runner import Runner, compile_all
 from maxhydra.decode.sampler import MAX_LOGPROBS
 from maxhydra.decode.scheduler import PrefillChunk, Scheduler
 from maxhydra.decode.sequence import Sequence, find_problem
@@ -39,7 +37,6 @@ from maxhydra.decode.step_inputs import StepShape, sampling_features
 from maxhydra.decode.transfer import Transfer
 from maxhydra.model import ModelDef
 from maxhydra.runtime.profiler import Profiler
-from maxhydra.runtime.progress import open_item_progress
 from maxhydra.sharding import Sharder
 
 Tree = Any
@@ -96,32 +93,18 @@ class Engine:
         self._num_earlier = 0
         """Pending tokens of the previous iteration."""
         self._grammars = GrammarCompiler(tokenizer, eos=eos, vocab_size=self._vocab_size)
-        self._num_prefilled = self._num_generated = 0
+        self._num_prefilled = self._num_generated = self._num_drafted = self._num_accepted = 0
 
         self._inbox = Inbox(self._make_sequence)
         self._images = ImageLimits(model.config, chunk, config.cache_dtype, self._inbox.is_shared)
         self._audio = AudioLimits(model.config, chunk, self._inbox.is_shared)
         self._failure = ""
         if config.warm_up:
-            self._warm_up()
+            compile_all(self._runner, self._prefill_runner)
+            if self._transfer is not None:
+                self._transfer.warm_up()
         self._thread = threading.Thread(target=self._run, name="decode-engine", daemon=True)
         self._thread.start()
-
-    def _warm_up(self) -> None:
-        """Compile a program for every batch, with a progress bar."""
-        futures = [
-            future
-            for runner in self._runners
-            for future in runner.warm_up(
-                is_prefilling=runner is self._prefill_runner, is_decoding=runner is self._runner
-            )
-        ]
-        with open_item_progress(Progress.auto, total=len(futures), start=0, verb="compiled") as progress:
-            for completed, future in enumerate(as_completed(futures), 1):
-                future.result()
-                progress.update(completed, 0)
-        if self._transfer is not None:
-            self._transfer.warm_up()
 
     def submit(self, request: Request) -> Handle:
         """Queue a request; raise RequestRejectedError at once if it can never be served."""
@@ -156,8 +139,13 @@ class Engine:
         return sequence
 
     def stats(self) -> dict[str, float]:
-        """Return counts of running and waiting sequences, used and cached pages, generated and prefilled tokens."""
-        scheduler = self._scheduler
+        """Return counts of running and waiting sequences, used and cached pages, generated and prefilled tokens.
+
+        With speculative decoding also of drafted and accepted tokens.
+        """
+        scheduler, speculation = self._scheduler, {}
+        if self._runner.is_speculative:
+            speculation = {"tokens_drafted": self._num_drafted, "tokens_accepted": self._num_accepted}
         return {
             "running": len(scheduler.running) + len(scheduler.arriving) + len(scheduler.prefilling),
             "waiting": len(scheduler.waiting) + self._inbox.num_submitted,
@@ -167,6 +155,7 @@ class Engine:
             "tokens_written": self._num_generated,
             "prompt_tokens_read": self._num_prefilled,
             "programs_compiled": sum(runner.programs.num_programs for runner in self._runners),
+            **speculation,
         }
 
     def update_params(self, params: Tree, version: int = 0) -> None:
@@ -306,7 +295,7 @@ class Engine:
         return bool(chunks)
 
     def _prefill_chunks(self, chunks: List[PrefillChunk]) -> None:
-        if self._runner.multi_steps == 1 and (rows := self._scheduler.next_rows()):
+        if self._runner.decodes_single_steps and (rows := self._scheduler.next_rows()):
             self._programs.precompile(self._decode_shape(rows), sampling_features(rows))
         self._num_prefilled += sum(chunk.length for chunk in chunks)
         output = self._prefill_runner.prefill(chunks)
@@ -322,22 +311,30 @@ class Engine:
             return
         is_constrained = any(sequence.constraint is not None for sequence in rows)
         pending = None if is_constrained else self._runner.decode_multi(rows)
-        if pending is None:
+        if pending is None and any(sequence.num_uncertain for sequence in rows):
+            # Only the tokens of a speculative call tell where the next single step begins.
+            self._emit_pending()
+            rows = self._scheduler.next_rows()
+        if pending is None and rows:
             shape = self._decode_shape(rows)
             self._precompile(rows, shape)
             pending = self._runner.decode(rows, shape, self._emit_all if is_constrained else None)
-        self._pending.append(pending)
+        if pending is not None:
+            self._pending.append(pending)
 
     def _emit_all(self) -> None:
         """Emit all tokens, on which the masks of the next ones depend; fail sequences without a mask."""
-        while self._pending:
-            self._emit_next()
+        self._emit_pending()
         for sequence in list(self._scheduler.running):
             if sequence.constraint is not None and not sequence.is_finished:
                 sequence.constraint.mask()
                 if error := sequence.constraint.error:
                     sequence.fail(f"the grammar cannot be followed: {error[:500]}")
                     self._scheduler.release(sequence)
+
+    def _emit_pending(self) -> None:
+        while self._pending:
+            self._emit_next()
 
     def _emit_next(self) -> None:
         self._num_earlier = max(self._num_earlier - 1, 0)
@@ -364,22 +361,20 @@ class Engine:
             record.deliver()
         if pending.sampled is None:
             return
-        sampled = jax.tree.map(np.asarray, pending.sampled)
-        if sampled.token_B.ndim == 1:
-            sampled = jax.tree.map(lambda array: array[None], sampled)
-        tokens = sampled.token_B.T.tolist()
-        self._advance_constraints(pending, tokens)
+        read = pending.read()
+        self._advance_constraints(pending, read.tokens)
         finished: list[Sequence] = []
-        for row, (sequence, count) in enumerate(zip(pending.sequences, pending.counts, strict=True)):
+        for row, sequence in enumerate(pending.sequences):
             if sequence is None or sequence.is_finished:
                 continue
-            top = sequence.request.logprobs
+            if read.drafts is not None:
+                self._num_drafted += read.drafts[row].drafted
+                self._num_accepted += read.drafts[row].accepted
+            top, steps = sequence.request.logprobs, read.steps[row]
             logprobs = []
             if top is not None:
-                logprobs = [token_logprob(sampled, (step, row), top, pending.version) for step in range(count)]
-            self._num_generated += sequence.append(
-                tokens[row][:count], logprobs, tokenizer=self._tokenizer, eos=self._eos
-            )
+                logprobs = [token_logprob(read.sampled, (step, row), top, pending.version) for step in steps]
+            self._num_generated += sequence.append(read.tokens[row], logprobs, tokenizer=self._tokenizer, eos=self._eos)
             if sequence.is_finished:
                 finished.append(sequence)
         # Free slots after all deltas are sent: bookkeeping must not delay clients.
@@ -389,8 +384,8 @@ class Engine:
     def _advance_constraints(self, pending: PendingTokens, tokens: list[list[int]]) -> None:
         """Start to compute the next masks, while the tokens are emitted."""
         updates = [
-            (sequence.constraint, new[:count])
-            for sequence, new, count in zip(pending.sequences, tokens, pending.counts, strict=True)
+            (sequence.constraint, new)
+            for sequence, new in zip(pending.sequences, tokens, strict=True)
             if sequence is not None and sequence.constraint is not None and not sequence.is_finished and min(new) >= 0
         ]
         if updates:

@@ -6,8 +6,8 @@ the other, which decodes.
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
-from concurrent.futures import Future
-from functools import partial
+from concurrent.futures import Future, as_completed
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,15 +16,17 @@ import numpy as np
 
 from maxhydra.config.schema.decode import CacheDtype, Pooling
 from maxhydra.config.schema.decode import Engine as Config
+from maxhydra.config.schema.run import Progress
 from maxhydra.decode.adapters import AdapterLimits, AdapterStacks, StepWeights
 from maxhydra.decode.compile_cache import Program
 from maxhydra.decode.page_pool import Capacity, Place
+from maxhydra.decode.pending import PendingExperts, PendingTokens, PendingVerified, start_copy
 from maxhydra.decode.pooling import Pooler
 from maxhydra.decode.prompt_scores import PendingScores
-from maxhydra.decode.sampler import SampledTokens
 from maxhydra.decode.scheduler import PrefillChunk
 from maxhydra.decode.sequence import Sequence
 from maxhydra.decode.slot_state import SlotState, set_controls
+from maxhydra.decode.speculation import Drafting, Histories
 from maxhydra.decode.step_functions import Forwarded, MultiStepKey
 from maxhydra.decode.step_inputs import (
     Buckets,
@@ -39,6 +41,7 @@ from maxhydra.decode.steps import ALL_TOKENS, CompiledSteps
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.layers import PagedCacheSpec
 from maxhydra.model import ModelDef
+from maxhydra.runtime.progress import open_item_progress
 from maxhydra.sharding import Sharder
 
 Tree = Any
@@ -56,38 +59,6 @@ MULTI_STEPS = 8
 PREFILL_CHUNK = {True: 256, False: 1024}
 
 
-class PendingTokens(NamedTuple):
-    """Tokens that were dispatched to the device and not read yet."""
-
-    sequences: list[Sequence | None]
-    """The sequence of each row; None for rows that sample nothing, such as padding or an unfinished prefill."""
-    sampled: SampledTokens | None
-    """Of one step [B], or of a multi-step call [steps, B]. None if no row samples, and the call has only `records`."""
-    counts: list[int]
-    """Valid tokens of each row."""
-    version: int
-    """Version of the weights that sampled them."""
-    records: "tuple[PendingExperts | PendingScores, ...]" = ()
-    """What else the call computed for its sequences."""
-
-
-class PendingExperts(NamedTuple):
-    """Experts of the input tokens of a call."""
-
-    sequences: list[Sequence | None]
-    """The sequence of each row; None for padding."""
-    counts: list[int]
-    """Tokens of each row, which follow those of the sequence's previous call."""
-    ids_BTLK: jax.Array
-
-    def deliver(self) -> None:
-        """Wait for the experts, and add them to the sequences."""
-        ids = np.asarray(self.ids_BTLK)
-        for row, (sequence, count) in enumerate(zip(self.sequences, self.counts, strict=True)):
-            if sequence is not None:
-                sequence.experts.append(ids[row, :count])
-
-
 class PrefillOutput(NamedTuple):
     """Results of a prefill call, on the devices."""
 
@@ -102,6 +73,7 @@ class ResidentInputs(NamedTuple):
     key: MultiStepKey
     sequences: list[Sequence]
     num_computed: list[int]
+    """Empty for speculative calls, whose positions are not part of the inputs."""
     inputs_BC: jax.Array
 
 
@@ -150,6 +122,7 @@ class Runner:
         if adapters is not None:
             self.adapters = AdapterStacks(adapters, self._layout, sharder, num_slots=self.capacity.num_slots)
             self._layout = self.adapters.layout
+        self._drafting = Drafting.of(config.speculation, self.buckets.max_pages * config.page_size)
         # Which programs are ready differs between processes.
         deterministic = config.deterministic or jax.process_count() > 1
         self.programs = CompiledSteps(
@@ -159,6 +132,7 @@ class Runner:
             sharder=sharder,
             deterministic=deterministic,
             records_experts=records_experts,
+            drafting=self._drafting,
         )
         self._cache, self._slot_state = self.programs.init_state()
         self._pooler = Pooler(self._layout, sharder)
@@ -169,7 +143,23 @@ class Runner:
         """Start compiling a program for every batch; return one future per program."""
         shapes = self.buckets.all_shapes(self.capacity.slots_per_group)
         needed = [shape for shape in shapes if (is_prefilling if shape.is_prefill else is_decoding)]
+        if is_decoding and self._drafting is not None:
+            self._histories.warm_up()
         return self.programs.warm_up(needed, self.multi_steps)
+
+    @property
+    def decodes_single_steps(self) -> bool:
+        """Whether a decode call is always one step of one token per row."""
+        return self.multi_steps == 1 and self._drafting is None
+
+    @property
+    def is_speculative(self) -> bool:
+        return self._drafting is not None
+
+    @cached_property
+    def _histories(self) -> Histories:
+        assert self._drafting is not None
+        return Histories(self.capacity.num_slots + 1, self._drafting.context, self.programs.replicated)
 
     def prepare_params(self, params: Tree) -> Tree:
         """Convert weights of the standard layout, possibly on other devices, to those that `set_params` takes."""
@@ -249,6 +239,8 @@ class Runner:
         self, sequences: list[Sequence], shape: StepShape, between: Callable[[], None] | None = None
     ) -> PendingTokens:
         """Decode one token per sequence. `between`: called while the model runs, before the tokens are sampled."""
+        if self._drafting is not None:
+            self._histories.forget(sequences)
         self._assign_adapters((sequence.place, sequence) for sequence in sequences)
         rows = self.buckets.arrange_rows(sequences, shape)
         output = self._forward(shape, decode_inputs(rows, shape, self.programs.padding_slot))
@@ -265,6 +257,8 @@ class Runner:
         All calls have the same number of steps. Steps beyond a row's last token are masked, which costs less than a
         program for every number of steps, and makes the calls a function of the requests alone.
         """
+        if self._drafting is not None:
+            return self._decode_speculatively(sequences, self._drafting)
         if self.multi_steps == 1:
             return None
         shape = self.buckets.decode_shape(sequences, lookahead=self.multi_steps - 1, extra_rows=0)
@@ -272,12 +266,8 @@ class Runner:
         if key is None:
             return None
         self._assign_adapters((sequence.place, sequence) for sequence in sequences)
-        resident, num_computed = self._resident, [sequence.num_computed for sequence in sequences]
-        rows = self.buckets.arrange_rows(sequences, key.shape)
-        if resident is not None and resident[:3] == (key, sequences, num_computed):
-            inputs_BC: np.ndarray | jax.Array = resident.inputs_BC
-        else:
-            inputs_BC = decode_inputs(rows, key.shape, self.programs.padding_slot)
+        num_computed = [sequence.num_computed for sequence in sequences]
+        rows, inputs_BC = self._multi_step_inputs(key, sequences, num_computed)
         self._cache, self._slot_state, inputs_BC, sampled, ids = self.programs.decode_multi(
             key, self._weights, self._cache, self._slot_state, inputs_BC
         )
@@ -288,7 +278,42 @@ class Runner:
         num_computed = [sequence.num_computed for sequence in sequences]
         self._resident = ResidentInputs(key, sequences, num_computed, inputs_BC)
         records = () if ids is None else (PendingExperts(rows, counts, ids),)
-        return _pend(rows, sampled, counts, self.version)._replace(records=records)
+        return start_copy(rows, sampled, counts, self.version)._replace(records=records)
+
+    def _multi_step_inputs(
+        self, key: MultiStepKey, sequences: list[Sequence], num_computed: list[int]
+    ) -> tuple[list[Sequence | None], np.ndarray | jax.Array]:
+        """The rows of a call and its inputs, those on the device if the previous call had the same rows."""
+        resident, rows = self._resident, self.buckets.arrange_rows(sequences, key.shape)
+        if resident is not None and resident[:3] == (key, sequences, num_computed):
+            return rows, resident.inputs_BC
+        return rows, decode_inputs(rows, key.shape, self.programs.padding_slot)
+
+    def _decode_speculatively(self, sequences: list[Sequence], drafting: Drafting) -> PendingTokens | None:
+        """Decode at least one token per sequence and step; None while that program is being compiled.
+
+        The host counts one token per step until it has read the tokens, see `Sequence.num_uncertain`.
+        """
+        shape = self.buckets.speculative_shape(sequences, drafting.step_tokens, num_steps=self.multi_steps)
+        key = self.programs.choose_multi_step(MultiStepKey(shape, sampling_features(sequences), self.multi_steps))
+        if key is None:
+            return None
+        self._assign_adapters((sequence.place, sequence) for sequence in sequences)
+        self._histories.add(sequences)
+        rows, inputs_BC = self._multi_step_inputs(key, sequences, [])
+        state = self._cache, self._slot_state, self._histories.arrays
+        state, inputs_BC, verified = self.programs.decode_speculatively(key, self._weights, state, inputs_BC)
+        self._cache, self._slot_state, self._histories.arrays = state
+        self._resident = ResidentInputs(key, sequences, [], inputs_BC)
+        most = key.num_steps * drafting.step_tokens
+        counts = [0 if sequence is None else sequence.count_speculative(key.num_steps, most) for sequence in rows]
+        records = ()
+        if verified.experts is not None:
+            records = (PendingExperts(rows, counts, verified.experts, verified.is_used),)
+        result = PendingVerified(verified.is_used, verified.drafted_B, verified.accepted_B)
+        for array in result:
+            array.copy_to_host_async()
+        return start_copy(rows, verified.sampled, counts, self.version)._replace(records=records, verified=result)
 
     def take_state(self) -> tuple[Tree, SlotState]:
         """Return KV cache and slot state, to be replaced by `put_state` if they are donated."""
@@ -315,7 +340,7 @@ class Runner:
         features = sampling_features(rows)
         mask_BW = _stack_masks(rows, self._num_mask_words) if features.mask else None
         self._slot_state, sampled = self.programs.sample(self._slot_state, output, features, mask_BW)
-        return _pend(rows, sampled, [int(sequence is not None) for sequence in rows], self.version)
+        return start_copy(rows, sampled, [int(sequence is not None) for sequence in rows], self.version)
 
 
 def _stack_masks(rows: list[Sequence | None], mask_width: int) -> np.ndarray:
@@ -327,11 +352,15 @@ def _stack_masks(rows: list[Sequence | None], mask_width: int) -> np.ndarray:
     return masks_BW
 
 
-def _pend(rows: list[Sequence | None], sampled: SampledTokens, counts: list[int], version: int) -> PendingTokens:
-    """Count the tokens as scheduled, and start their copy to the host, instead of when the host reads them."""
-    for sequence, count in zip(rows, counts, strict=True):
-        if sequence is not None:
-            sequence.num_scheduled += count
-    for array in jax.tree.leaves(sampled):
-        array.copy_to_host_async()
-    return PendingTokens(rows, sampled, counts, version)
+def compile_all(decoder: Runner, prefiller: Runner) -> None:
+    """Compile a program for every batch, with a progress bar; the two runners may be the same one."""
+    runners = {id(runner): runner for runner in (decoder, prefiller)}.values()
+    futures = [
+        future
+        for runner in runners
+        for future in runner.warm_up(is_prefilling=runner is prefiller, is_decoding=runner is decoder)
+    ]
+    with open_item_progress(Progress.auto, total=len(futures), start=0, verb="compiled") as progress:
+        for completed, future in enumerate(as_completed(futures), 1):
+            future.result()
+            progress.update(completed, 0)
