@@ -279,12 +279,16 @@ def _split_rows(sampled: SampledTokens, shape: tuple[int, ...]) -> SampledTokens
 
 def _join_steps(verified: Verified) -> Verified:
     """Results stacked over the steps as those of the call."""
-    sampled, is_used = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (verified.sampled, verified.is_used))
+
+    def join(x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+    sampled, is_used = jax.tree.map(join, (verified.sampled, verified.is_used))
+    drafted_B, accepted_B = (jnp.sum(each, axis=0) for each in (verified.drafted_B, verified.accepted_B))
     experts = verified.experts
     if experts is not None:
-        experts = jnp.moveaxis(experts, 0, 1)
-        experts = experts.reshape(experts.shape[0], -1, *experts.shape[3:])
-    drafted_B, accepted_B = (jnp.sum(each, axis=0) for each in (verified.drafted_B, verified.accepted_B))
+        # [steps, B, T, L, K] as [B, steps * T, L, K].
+        experts = jnp.moveaxis(join(jnp.moveaxis(experts, 2, 1)), 1, 0)
     return Verified(sampled, is_used, drafted_B, accepted_B, experts)
 
 
