@@ -7,8 +7,8 @@ The weights are random, except that layers add nothing to the residual stream an
 most likely followed by itself. They cost as much as any others. Three texts:
 
 - repeating: greedy, so that every drafted token is accepted;
-- random: tokens drawn uniformly from the vocabulary, in which no n-gram occurs twice and nothing is drafted;
-- misleading: tokens drawn uniformly from eight, so that tokens are drafted in every step, and one in eight is accepted.
+- random: tokens sampled uniformly from the vocabulary, in which no n-gram occurs twice and nothing is drafted;
+- misleading: tokens sampled uniformly from eight: tokens are drafted in every step, and one in eight is accepted.
 
 `ratio` is the throughput with speculative decoding over that without. Best of `repeats`, after warm-up calls until one
 of them compiles nothing.

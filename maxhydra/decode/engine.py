@@ -312,7 +312,7 @@ class Engine:
         is_constrained = any(sequence.constraint is not None for sequence in rows)
         pending = None if is_constrained else self._runner.decode_multi(rows)
         if pending is None and any(sequence.num_uncertain for sequence in rows):
-            # Only the tokens of a speculative call tell where the next single step begins.
+            # The next single step begins where the speculative calls end, which is known once their tokens are read.
             self._emit_pending()
             rows = self._scheduler.next_rows()
         if pending is None and rows:

@@ -71,7 +71,7 @@ class PendingTokens(NamedTuple):
         tokens = [[column[step] for step in steps] for column, steps in zip(columns, used, strict=True)]
         for sequence, counted, new in zip(self.sequences, self.counts, tokens, strict=True):
             if sequence is not None:
-                sequence.settle_speculative(counted, len(new), len(is_used_TB))
+                sequence.correct_counts(counted, len(new), len(is_used_TB))
         return ReadTokens(sampled, tokens, used, drafts)
 
 

@@ -306,11 +306,10 @@ class Runner:
         self._cache, self._slot_state, self._histories.arrays = state
         self._resident = ResidentInputs(key, sequences, [], inputs_BC)
         most = key.num_steps * drafting.step_tokens
-        counts = [0 if sequence is None else sequence.count_speculative(key.num_steps, most) for sequence in rows]
-        records = ()
-        if verified.experts is not None:
-            records = (PendingExperts(rows, counts, verified.experts, verified.is_used),)
-        result = PendingVerified(verified.is_used, verified.drafted_B, verified.accepted_B)
+        counts = [0 if sequence is None else sequence.count_least(key.num_steps, most) for sequence in rows]
+        ids, is_used = verified.experts, verified.is_used
+        records = () if ids is None else (PendingExperts(rows, counts, ids, is_used),)
+        result = PendingVerified(is_used, verified.drafted_B, verified.accepted_B)
         for array in result:
             array.copy_to_host_async()
         return start_copy(rows, verified.sampled, counts, self.version)._replace(records=records, verified=result)

@@ -125,7 +125,7 @@ class Sequence:
         self.place, self.prefill_place = place, prefill_place
         self.num_computed = prefill_place.lease.num_shared * page_size
 
-    def count_speculative(self, least: int, most: int) -> int:
+    def count_least(self, least: int, most: int) -> int:
         """Count the least number of tokens of a speculative call, of which it computes up to `most`; return it.
 
         `num_scheduled` follows when the copy of the tokens starts.
@@ -135,7 +135,7 @@ class Sequence:
         self.num_uncertain += most - least
         return least
 
-    def settle_speculative(self, counted: int, count: int, most: int) -> None:
+    def correct_counts(self, counted: int, count: int, most: int) -> None:
         """Replace the counted tokens of a speculative call by those that it has generated."""
         self.num_computed += count - counted
         self.num_scheduled += count - counted

@@ -148,7 +148,7 @@ class StepTokens(NamedTuple):
 
     tokens_BT: jax.Array
     positions_BT: jax.Array
-    """-1 where there is no draft, and beyond the tokens that may still be generated."""
+    """-1 for tokens without a draft, and beyond those that may still be generated."""
     slots_B: jax.Array
     """The padding slot for rows that are complete."""
 
@@ -210,7 +210,7 @@ def make_verify_steps(
                 logits_BTV = model.logits(weights, hidden_BTD, sharder)
                 sampling = inputs.sampling._replace(position_B=rows.last_N + 1)
                 state = slot_state._replace(usage_NV=usage_NV)
-                sample = _sample_in_order if key.features.penalties else _sample_together
+                sample = _sample_in_order if key.features.penalties else _sample_flat
                 usage_NV, sampled = sample(key.features, state, logits_BTV, step_tokens, sampling)
             is_used_BT = step_tokens.find_used(sampled.token_B.T)
             rows = rows.append(jnp.maximum(sampled.token_B.T, 0), is_used_BT)
@@ -227,7 +227,7 @@ def make_verify_steps(
     return decode
 
 
-def _sample_together(
+def _sample_flat(
     features: SamplingFeatures,
     state: SlotState,
     logits_BTV: jax.Array,

@@ -214,8 +214,8 @@ class CompiledSteps:
 
         Returns the updated state, the inputs of the next call, and the tokens.
         """
-        *new, inputs_BC, verified = self._multi_steps.get(key)(weights, *state, inputs_BC)
-        return (new[0], new[1], new[2]), inputs_BC, verified
+        cache, slot_state, history, next_BC, verified = self._multi_steps.get(key)(weights, *state, inputs_BC)
+        return (cache, slot_state, history), next_BC, verified
 
     def wait_for_compiles(self) -> int:
         """Wait for all compilations; return the sum of `CompileCache.wait_for_compiles` over all programs."""

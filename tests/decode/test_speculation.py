@@ -73,14 +73,13 @@ def plain_completions() -> list[list[Completion]]:
 
 def check_equal(found: list[Completion], expected: list[Completion]) -> None:
     """Log-probabilities differ by rounding."""
-    for ours, theirs in zip(found, expected, strict=True):
-        assert dataclasses.replace(ours, logprobs=()) == dataclasses.replace(theirs, logprobs=())
-        assert [entry.token for entry in ours.logprobs] == [entry.token for entry in theirs.logprobs]
-        for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
-            pairs = [((one.token, one.logprob), (other.token, other.logprob))]
-            for (token, value), (expected_token, expected_value) in pairs + list(
-                zip(one.alternatives, other.alternatives, strict=True)
-            ):
+    for one, other in zip(found, expected, strict=True):
+        assert dataclasses.replace(one, logprobs=()) == dataclasses.replace(other, logprobs=())
+        assert [entry.token for entry in one.logprobs] == [entry.token for entry in other.logprobs]
+        for found_entry, entry in zip(one.logprobs, other.logprobs, strict=True):
+            pairs = [(found_entry.token, found_entry.logprob), *found_entry.alternatives]
+            expected_pairs = [(entry.token, entry.logprob), *entry.alternatives]
+            for (token, value), (expected_token, expected_value) in zip(pairs, expected_pairs, strict=True):
                 assert token == expected_token and value == pytest.approx(expected_value, abs=1e-4)
 
 
