@@ -73,18 +73,7 @@ class Condition:
     """What to set so that they have one."""
 
 
-SPECULATION_FIELDS = ("tokens", "max_ngram", "min_ngram")
 CONDITIONS = (
-    Condition(
-        tuple(f"task.engine.speculation.{field}" for field in SPECULATION_FIELDS),
-        lambda c: c.task.engine.speculation.method is not None,  # type: ignore[attr-defined]
-        "task.engine.speculation.method",
-    ),
-    Condition(
-        tuple(f"task.on_policy.engine.speculation.{field}" for field in SPECULATION_FIELDS),
-        lambda c: c.task.on_policy.engine.speculation.method is not None,  # type: ignore[attr-defined]
-        "task.on_policy.engine.speculation.method",
-    ),
     Condition(
         ("profile.*",),
         lambda c: c.task.name != "decode" or c.model.diffusion.block_size is None,

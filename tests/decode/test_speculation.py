@@ -210,8 +210,13 @@ def test_drafts_follow_the_latest_occurrence_of_the_longest_ngram() -> None:
     [
         (["model=qwen3-next-80b-a3b"], r"speculation\.method=ngram: is not supported with recurrent layers"),
         (["task.engine.speculation.min_ngram=4"], r"min_ngram=4: exceeds max_ngram=3"),
+        (
+            ["task.engine.speculation={method: null, tokens: 2}"],
+            r"speculation\.tokens=2: has no effect with method=null",
+        ),
     ],
 )
 def test_unsupported_settings_are_rejected(overrides: list[str], message: str) -> None:
+    method = [] if "method" in overrides[0] else ["task.engine.speculation.method=ngram"]
     with pytest.raises(ConfigError, match=message):
-        compose(["task=decode", "task.prompt=a", "task.engine.speculation.method=ngram", *overrides])
+        compose(["task=decode", "task.prompt=a", *method, *overrides])

@@ -1,6 +1,7 @@
 """Sampling parameters and engine sizes, shared by task=decode, task=serve and task=grpo."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 from enum import Enum
 
 from maxhydra.config.declare import Schema, option, schema, section
@@ -78,6 +79,11 @@ class Speculation(Schema):
         if self.min_ngram > self.max_ngram:
             reason = f"exceeds max_ngram={self.max_ngram}"
             yield Problem("min_ngram", reason, value=self.min_ngram, accepted=f"1 to {self.max_ngram}")
+        unused = [] if self.method is not None else [each for each in fields(self) if each.name != "method"]
+        for field in unused:
+            if (value := getattr(self, field.name)) != field.default:
+                hint = "set method=ngram for speculative decoding"
+                yield Problem(field.name, "has no effect with method=null", value=value, hint=hint)
 
 
 @schema
