@@ -6,26 +6,17 @@ waits: tokens are emitted after the next forward call is dispatched, while the d
 """
 
 from collections import deque
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from maxhydra.data import Tokenizer
 from maxhydra.decode.grammar import Constraint, GrammarCompiler
+from maxhydra.decode.pending import PendingTokens, ReadTokens
 from maxhydra.decode.prompt_scores import token_logprob
-from maxhydra.decode.runner import PendingTokens
 from maxhydra.decode.sampler import SampledTokens
 from maxhydra.decode.scheduler import Scheduler
 from maxhydra.decode.sequence import Sequence
-
-
-class ReadTokens(NamedTuple):
-    """Tokens that the host has read, and not emitted yet."""
-
-    pending: PendingTokens
-    tokens: list[list[int]]
-    """Of each row; empty if no row samples."""
 
 
 class Emitter:
@@ -36,11 +27,13 @@ class Emitter:
     ) -> None:
         self._scheduler, self._grammars, self._tokenizer, self._eos = scheduler, grammars, tokenizer, eos
         self._pending: deque[PendingTokens] = deque()
-        self._read: deque[ReadTokens] = deque()
+        self._read: deque[tuple[PendingTokens, ReadTokens]] = deque()
         self._num_earlier = 0
         """Calls of earlier iterations whose tokens are not emitted."""
         self.num_tokens = 0
         """Tokens emitted so far."""
+        self.num_drafted = self.num_accepted = 0
+        """Tokens drafted and accepted by speculative decoding."""
 
     @property
     def is_idle(self) -> bool:
@@ -57,51 +50,55 @@ class Emitter:
     def end_iteration(self) -> None:
         """Emit the tokens of earlier iterations, unless this iteration has read them for its masks."""
         for _ in range(self._num_earlier):
-            self._emit(self._read.popleft() if self._read else self._read_next())
+            self._emit(*(self._read.popleft() if self._read else self._read_next()))
         self._num_earlier = 0
 
     def read_all(self) -> None:
         """Emit what was read, then read all tokens, and advance the grammars by them."""
-        while self._read:
-            self._emit(self._read.popleft())
+        self._emit_read()
         while self._pending:
             self._read.append(self._read_next())
         self._num_earlier = 0
 
-    def _read_next(self) -> ReadTokens:
+    def emit_all(self) -> None:
+        self.read_all()
+        self._emit_read()
+
+    def _emit_read(self) -> None:
+        while self._read:
+            self._emit(*self._read.popleft())
+
+    def _read_next(self) -> tuple[PendingTokens, ReadTokens]:
         """Wait for the tokens of the next call."""
         pending = self._pending.popleft()
-        if pending.sampled is None:
-            return ReadTokens(pending, [])
-        token_B = np.asarray(pending.sampled.token_B)
-        tokens: list[list[int]] = (token_B.T if token_B.ndim == 2 else token_B[:, None]).tolist()
+        read = pending.read()
         consumed: list[tuple[Constraint, list[int]]] = [
-            (sequence.constraint, new[:count])
-            for sequence, new, count in zip(pending.sequences, tokens, pending.counts, strict=True)
+            (sequence.constraint, new)
+            for sequence, new in zip(pending.sequences, read.tokens, strict=pending.sampled is not None)
             if sequence is not None and sequence.constraint is not None and not sequence.is_finished and min(new) >= 0
         ]
         if consumed:
             self._grammars.consume(consumed)
-        return ReadTokens(pending, tokens)
+        return pending, read
 
-    def _emit(self, read: ReadTokens) -> None:
+    def _emit(self, pending: PendingTokens, read: ReadTokens) -> None:
         """Send tokens to the handles of their sequences, and free the slots of sequences that end."""
-        pending = read.pending
         for record in pending.records:
             record.deliver()
         finished: list[Sequence] = []
         sampled: SampledTokens | None = None
-        for row, (sequence, count) in enumerate(zip(pending.sequences, pending.counts, strict=True)):
+        for row, sequence in enumerate(pending.sequences):
             if sequence is None or sequence.is_finished or pending.sampled is None:
                 continue
-            top = sequence.request.logprobs
+            if read.drafts is not None:
+                self.num_drafted += read.drafts[row].drafted
+                self.num_accepted += read.drafts[row].accepted
+            top, steps = sequence.request.logprobs, read.steps[row]
             logprobs = []
             if top is not None:
                 sampled = sampled or _to_host(pending.sampled)
-                logprobs = [token_logprob(sampled, (step, row), top, pending.version) for step in range(count)]
-            self.num_tokens += sequence.append(
-                read.tokens[row][:count], logprobs, tokenizer=self._tokenizer, eos=self._eos
-            )
+                logprobs = [token_logprob(sampled, (step, row), top, pending.version) for step in steps]
+            self.num_tokens += sequence.append(read.tokens[row], logprobs, tokenizer=self._tokenizer, eos=self._eos)
             if sequence.constraint is not None and not sequence.is_finished and (error := sequence.constraint.error):
                 sequence.fail(f"the grammar cannot be followed: {error[:500]}")
             if sequence.is_finished:

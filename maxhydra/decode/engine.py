@@ -12,7 +12,6 @@ import itertools
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as List
-from concurrent.futures import as_completed
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ import numpy as np
 
 from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.config.schema.decode import Pooling
-from maxhydra.config.schema.run import Progress
 from maxhydra.data import Tokenizer
 from maxhydra.decode.adapters import AdapterLimits, AdapterTable, LoadedAdapter
 from maxhydra.decode.audio_limits import AudioLimits
@@ -29,7 +27,7 @@ from maxhydra.decode.grammar import GrammarCompiler
 from maxhydra.decode.image_limits import ImageLimits
 from maxhydra.decode.inbox import Inbox
 from maxhydra.decode.request import Handle, Request, RequestRejectedError
-from maxhydra.decode.runner import Runner
+from maxhydra.decode.runner import Runner, compile_all
 from maxhydra.decode.sampler import MAX_LOGPROBS
 from maxhydra.decode.scheduler import PrefillChunk, Scheduler
 from maxhydra.decode.sequence import Sequence, find_problem
@@ -37,7 +35,6 @@ from maxhydra.decode.step_inputs import StepShape, sampling_features
 from maxhydra.decode.transfer import Transfer
 from maxhydra.model import ModelDef
 from maxhydra.runtime.profiler import Profiler
-from maxhydra.runtime.progress import open_item_progress
 from maxhydra.sharding import Sharder
 
 Tree = Any
@@ -98,25 +95,11 @@ class Engine:
         self._audio = AudioLimits(model.config, chunk)
         self._failure = ""
         if config.warm_up:
-            self._warm_up()
+            compile_all(self._runner, self._prefill_runner)
+            if self._transfer is not None:
+                self._transfer.warm_up()
         self._thread = threading.Thread(target=self._run, name="decode-engine", daemon=True)
         self._thread.start()
-
-    def _warm_up(self) -> None:
-        """Compile a program for every batch, with a progress bar."""
-        futures = [
-            future
-            for runner in self._runners
-            for future in runner.warm_up(
-                is_prefilling=runner is self._prefill_runner, is_decoding=runner is self._runner
-            )
-        ]
-        with open_item_progress(Progress.auto, total=len(futures), start=0, verb="compiled") as progress:
-            for completed, future in enumerate(as_completed(futures), 1):
-                future.result()
-                progress.update(completed, 0)
-        if self._transfer is not None:
-            self._transfer.warm_up()
 
     def submit(self, request: Request) -> Handle:
         """Queue a request; raise RequestRejectedError at once if it can never be served."""
@@ -152,8 +135,13 @@ class Engine:
         return sequence
 
     def stats(self) -> dict[str, float]:
-        """Return counts of running and waiting sequences, used and cached pages, generated and prefilled tokens."""
-        scheduler = self._scheduler
+        """Return counts of running and waiting sequences, used and cached pages, generated and prefilled tokens.
+
+        With speculative decoding also of drafted and accepted tokens.
+        """
+        scheduler, speculation = self._scheduler, {}
+        if self._runner.is_speculative:
+            speculation = {"tokens_drafted": self._emitter.num_drafted, "tokens_accepted": self._emitter.num_accepted}
         return {
             "running": len(scheduler.running) + len(scheduler.arriving) + len(scheduler.prefilling),
             "waiting": len(scheduler.waiting) + self._inbox.num_submitted,
@@ -163,6 +151,7 @@ class Engine:
             "tokens_written": self._emitter.num_tokens,
             "prompt_tokens_read": self._num_prefilled,
             "programs_compiled": sum(runner.programs.num_programs for runner in self._runners),
+            **speculation,
         }
 
     def update_params(self, params: Tree, version: int = 0) -> None:
@@ -300,7 +289,7 @@ class Engine:
         return bool(chunks)
 
     def _prefill_chunks(self, chunks: List[PrefillChunk]) -> None:
-        if self._runner.multi_steps == 1 and (rows := self._scheduler.next_rows()):
+        if self._runner.decodes_single_steps and (rows := self._scheduler.next_rows()):
             self._programs.precompile(self._decode_shape(rows), sampling_features(rows))
         self._num_prefilled += sum(chunk.length for chunk in chunks)
         output = self._prefill_runner.prefill(chunks)
@@ -316,11 +305,16 @@ class Engine:
             return
         is_constrained = any(sequence.constraint is not None for sequence in rows)
         pending = None if is_constrained else self._runner.decode_multi(rows)
-        if pending is None:
+        if pending is None and any(sequence.num_uncertain for sequence in rows):
+            # The next single step begins where the speculative calls end, which is known once their tokens are read.
+            self._emitter.emit_all()
+            rows = self._scheduler.next_rows()
+        if pending is None and rows:
             shape = self._decode_shape(rows)
             self._precompile(rows, shape)
             pending = self._runner.decode(rows, shape, self._next_masks)
-        self._emitter.add(pending)
+        if pending is not None:
+            self._emitter.add(pending)
 
     def _next_masks(self, rows: list[Sequence | None]) -> np.ndarray:
         """Read all tokens, on which these masks depend."""

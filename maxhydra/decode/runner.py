@@ -6,8 +6,8 @@ the other, which decodes.
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
-from concurrent.futures import Future
-from functools import partial
+from concurrent.futures import Future, as_completed
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,16 +16,18 @@ import numpy as np
 
 from maxhydra.config.schema.decode import CacheDtype, Pooling
 from maxhydra.config.schema.decode import Engine as Config
+from maxhydra.config.schema.run import Progress
 from maxhydra.decode.adapters import AdapterLimits, AdapterStacks, StepWeights
 from maxhydra.decode.compile_cache import Program
 from maxhydra.decode.grammar import first_masks
 from maxhydra.decode.page_pool import Capacity, Place
+from maxhydra.decode.pending import PendingExperts, PendingTokens, PendingVerified, start_copy
 from maxhydra.decode.pooling import Pooler
 from maxhydra.decode.prompt_scores import PendingScores
-from maxhydra.decode.sampler import SampledTokens
 from maxhydra.decode.scheduler import PrefillChunk
 from maxhydra.decode.sequence import Sequence
 from maxhydra.decode.slot_state import SlotState, set_controls
+from maxhydra.decode.speculation import Drafting, Histories
 from maxhydra.decode.step_functions import Forwarded, MultiStepKey
 from maxhydra.decode.step_inputs import (
     Buckets,
@@ -40,6 +42,7 @@ from maxhydra.decode.steps import CompiledSteps
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.layers import PagedCacheSpec
 from maxhydra.model import ModelDef
+from maxhydra.runtime.progress import open_item_progress
 from maxhydra.sharding import Sharder
 
 Tree = Any
@@ -58,38 +61,6 @@ MULTI_STEPS = 8
 PREFILL_CHUNK = {True: 256, False: 1024}
 
 
-class PendingTokens(NamedTuple):
-    """Tokens that were dispatched to the device and not read yet."""
-
-    sequences: list[Sequence | None]
-    """The sequence of each row; None for rows that sample nothing, such as padding or an unfinished prefill."""
-    sampled: SampledTokens | None
-    """Of one step [B], or of a multi-step call [steps, B]. None if no row samples, and the call has only `records`."""
-    counts: list[int]
-    """Valid tokens of each row."""
-    version: int
-    """Version of the weights that sampled them."""
-    records: "tuple[PendingExperts | PendingScores, ...]" = ()
-    """What else the call computed for its sequences."""
-
-
-class PendingExperts(NamedTuple):
-    """Experts of the input tokens of a call."""
-
-    sequences: list[Sequence | None]
-    """The sequence of each row; None for padding."""
-    counts: list[int]
-    """Tokens of each row, which follow those of the sequence's previous call."""
-    ids_BTLK: jax.Array
-
-    def deliver(self) -> None:
-        """Wait for the experts, and add them to the sequences."""
-        ids = np.asarray(self.ids_BTLK)
-        for row, (sequence, count) in enumerate(zip(self.sequences, self.counts, strict=True)):
-            if sequence is not None:
-                sequence.experts.append(ids[row, :count])
-
-
 class PrefillOutput(NamedTuple):
     """Results of a prefill call, on the devices."""
 
@@ -102,8 +73,8 @@ class ResidentInputs(NamedTuple):
     """Inputs that a decode call left on the device, reused if the next call continues the same rows."""
 
     key: MultiStepKey | StepShape
-    rows: list[tuple[int, int]]
-    """Of each sequence its number and its computed tokens."""
+    progress: list[tuple[int, int]]
+    """Of each sequence its number and its computed tokens; see `_progress`."""
     inputs_BC: jax.Array
 
 
@@ -152,6 +123,7 @@ class Runner:
         if adapters is not None:
             self.adapters = AdapterStacks(adapters, self._layout, sharder, num_slots=self.capacity.num_slots)
             self._layout = self.adapters.layout
+        self._drafting = Drafting.of(config.speculation, self.buckets.max_pages * config.page_size)
         # Which programs are ready differs between processes.
         deterministic = config.deterministic or jax.process_count() > 1
         self.programs = CompiledSteps(
@@ -161,6 +133,7 @@ class Runner:
             sharder=sharder,
             deterministic=deterministic,
             records_experts=records_experts,
+            drafting=self._drafting,
         )
         self._cache, self._slot_state = self.programs.init_state()
         self._pooler = Pooler(self._layout, sharder)
@@ -171,7 +144,23 @@ class Runner:
         """Start compiling a program for every batch; return one future per program."""
         shapes = self.buckets.all_shapes(self.capacity.slots_per_group)
         needed = [shape for shape in shapes if (is_prefilling if shape.is_prefill else is_decoding)]
+        if is_decoding and self._drafting is not None:
+            self._histories.warm_up()
         return self.programs.warm_up(needed, self.multi_steps)
+
+    @property
+    def decodes_single_steps(self) -> bool:
+        """Whether a decode call is always one step of one token per row."""
+        return self.multi_steps == 1 and self._drafting is None
+
+    @property
+    def is_speculative(self) -> bool:
+        return self._drafting is not None
+
+    @cached_property
+    def _histories(self) -> Histories:
+        assert self._drafting is not None
+        return Histories(self.capacity.num_slots + 1, self._drafting.context, self.programs.replicated)
 
     def prepare_params(self, params: Tree) -> Tree:
         """Convert weights of the standard layout, possibly on other devices, to those that `set_params` takes."""
@@ -251,9 +240,11 @@ class Runner:
 
     def decode(self, sequences: list[Sequence], shape: StepShape, next_masks: MaskMaker) -> PendingTokens:
         """Decode one token per sequence. `next_masks`: called while the model runs, if a sequence has a grammar."""
+        if self._drafting is not None:
+            self._histories.forget(sequences)
         self._assign_adapters((sequence.place, sequence) for sequence in sequences)
-        rows = self.buckets.arrange_rows(sequences, shape)
-        output = self._forward(shape, self._decode_inputs(shape, shape, sequences, rows))
+        rows, inputs_BC = self._decode_inputs(shape, shape, sequences)
+        output = self._forward(shape, inputs_BC)
         for sequence in sequences:
             sequence.num_computed += 1
         assert output.next_BC is not None
@@ -267,6 +258,8 @@ class Runner:
         All calls have the same number of steps. Steps beyond a row's last token are masked, which costs less than a
         program for every number of steps, and makes the calls a function of the requests alone.
         """
+        if self._drafting is not None:
+            return self._decode_speculatively(sequences, self._drafting)
         if self.multi_steps == 1:
             return None
         shape = self.buckets.decode_shape(sequences, lookahead=self.multi_steps - 1, extra_rows=0)
@@ -274,8 +267,7 @@ class Runner:
         if key is None:
             return None
         self._assign_adapters((sequence.place, sequence) for sequence in sequences)
-        rows = self.buckets.arrange_rows(sequences, key.shape)
-        inputs_BC = self._decode_inputs(key, key.shape, sequences, rows)
+        rows, inputs_BC = self._decode_inputs(key, key.shape, sequences)
         self._cache, self._slot_state, inputs_BC, sampled, ids = self.programs.decode_multi(
             key, self._weights, self._cache, self._slot_state, inputs_BC
         )
@@ -285,19 +277,45 @@ class Runner:
                 sequence.num_computed += count
         self._keep_inputs(key, sequences, inputs_BC)
         records = () if ids is None else (PendingExperts(rows, counts, ids),)
-        return _pend(rows, sampled, counts, self.version)._replace(records=records)
+        return start_copy(rows, sampled, counts, self.version)._replace(records=records)
+
+    def _decode_speculatively(self, sequences: list[Sequence], drafting: Drafting) -> PendingTokens | None:
+        """Decode at least one token per sequence and step; None while that program is being compiled.
+
+        The host counts one token per step until it has read the tokens, see `Sequence.num_uncertain`.
+        """
+        shape = self.buckets.speculative_shape(sequences, drafting.step_tokens, num_steps=self.multi_steps)
+        key = self.programs.choose_multi_step(MultiStepKey(shape, sampling_features(sequences), self.multi_steps))
+        if key is None:
+            return None
+        self._assign_adapters((sequence.place, sequence) for sequence in sequences)
+        self._histories.add(sequences)
+        rows, inputs_BC = self._decode_inputs(key, key.shape, sequences)
+        state = self._cache, self._slot_state, self._histories.arrays
+        state, inputs_BC, verified = self.programs.decode_speculatively(key, self._weights, state, inputs_BC)
+        self._cache, self._slot_state, self._histories.arrays = state
+        self._keep_inputs(key, sequences, inputs_BC)
+        most = key.num_steps * drafting.step_tokens
+        counts = [0 if sequence is None else sequence.count_least(key.num_steps, most) for sequence in rows]
+        ids, is_used = verified.experts, verified.is_used
+        records = () if ids is None else (PendingExperts(rows, counts, ids, is_used),)
+        result = PendingVerified(is_used, verified.drafted_B, verified.accepted_B)
+        for array in result:
+            array.copy_to_host_async()
+        return start_copy(rows, verified.sampled, counts, self.version)._replace(records=records, verified=result)
 
     def _decode_inputs(
-        self, key: MultiStepKey | StepShape, shape: StepShape, sequences: list[Sequence], rows: list[Sequence | None]
-    ) -> np.ndarray | jax.Array:
-        """Return the inputs of a decode call: those on the device if it continues the rows of the previous one."""
-        resident = self._resident
-        if resident is not None and resident.key == key and resident.rows == _progress(sequences):
-            return resident.inputs_BC
-        return decode_inputs(rows, shape, self.programs.padding_slot)
+        self, key: MultiStepKey | StepShape, shape: StepShape, sequences: list[Sequence]
+    ) -> tuple[list[Sequence | None], np.ndarray | jax.Array]:
+        """Return the rows of a decode call and its inputs: those on the device if it continues the previous call."""
+        resident, rows = self._resident, self.buckets.arrange_rows(sequences, shape)
+        if resident is not None and resident.key == key and resident.progress == _progress(sequences, shape):
+            return rows, resident.inputs_BC
+        return rows, decode_inputs(rows, shape, self.programs.padding_slot)
 
     def _keep_inputs(self, key: MultiStepKey | StepShape, sequences: list[Sequence], inputs_BC: jax.Array) -> None:
-        self._resident = ResidentInputs(key, _progress(sequences), inputs_BC)
+        shape = key.shape if isinstance(key, MultiStepKey) else key
+        self._resident = ResidentInputs(key, _progress(sequences, shape), inputs_BC)
 
     def take_state(self) -> tuple[Tree, SlotState]:
         """Return KV cache and slot state, to be replaced by `put_state` if they are donated."""
@@ -327,18 +345,23 @@ class Runner:
         features = sampling_features(rows)
         mask_BW = make_masks(rows) if features.mask else None
         self._slot_state, sampled = self.programs.sample(self._slot_state, output, features, mask_BW)
-        return _pend(rows, sampled, [int(sequence is not None) for sequence in rows], self.version)
+        return start_copy(rows, sampled, [int(sequence is not None) for sequence in rows], self.version)
 
 
-def _progress(sequences: list[Sequence]) -> list[tuple[int, int]]:
-    return [(sequence.number, sequence.num_computed) for sequence in sequences]
+def _progress(sequences: list[Sequence], shape: StepShape) -> list[tuple[int, int]]:
+    """Number and computed tokens of each sequence. Inputs of speculative calls do not depend on the latter."""
+    return [(sequence.number, sequence.num_computed if shape.tokens == 1 else 0) for sequence in sequences]
 
 
-def _pend(rows: list[Sequence | None], sampled: SampledTokens, counts: list[int], version: int) -> PendingTokens:
-    """Count the tokens as scheduled, and start their copy to the host, instead of when the host reads them."""
-    for sequence, count in zip(rows, counts, strict=True):
-        if sequence is not None:
-            sequence.num_scheduled += count
-    for array in jax.tree.leaves(sampled):
-        array.copy_to_host_async()
-    return PendingTokens(rows, sampled, counts, version)
+def compile_all(decoder: Runner, prefiller: Runner) -> None:
+    """Compile a program for every batch, with a progress bar; the two runners may be the same one."""
+    runners = {id(runner): runner for runner in (decoder, prefiller)}.values()
+    futures = [
+        future
+        for runner in runners
+        for future in runner.warm_up(is_prefilling=runner is prefiller, is_decoding=runner is decoder)
+    ]
+    with open_item_progress(Progress.auto, total=len(futures), start=0, verb="compiled") as progress:
+        for completed, future in enumerate(as_completed(futures), 1):
+            future.result()
+            progress.update(completed, 0)

@@ -171,8 +171,7 @@ class Scheduler:
         assert sequence.prefill_place is not None
         if sequence.has_media:
             return
-        num_known = min(sequence.num_computed, len(sequence.tokens))
-        self.prefill_capacity.publish(sequence.prefill_place, sequence.tokens, num_known)
+        self.prefill_capacity.publish(sequence.prefill_place, sequence.tokens, sequence.num_cached)
 
     def _admit(self, sequence: Sequence, call: PrefillCall) -> bool:
         """Give a waiting sequence its pages and a slot; return False if no group has them, or this call is full."""

@@ -45,6 +45,8 @@ class Sequence:
         """Tokens whose KV cache is computed or in flight."""
         self.num_scheduled = 0
         """Generated tokens, including those in flight."""
+        self.num_uncertain = 0
+        """Tokens that speculative calls in flight may compute and generate in addition to those that are counted."""
         self.is_finished = False
         self.place: Place | None = None
         """Slot and pages for decoding; None while it waits."""
@@ -70,6 +72,12 @@ class Sequence:
     def cache_tokens(self) -> int:
         """Tokens that the KV cache must hold: the last generated token is never an input."""
         return len(self.request.prompt) + self.budget - 1
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens that the host knows and whose KV cache is computed or in flight."""
+        # Speculative calls in flight are counted with one token per step, also if the sequence is complete before.
+        return min(self.num_computed, self.cache_tokens, len(self.tokens))
 
     @property
     def is_prefilled(self) -> bool:
@@ -116,6 +124,22 @@ class Sequence:
         """Take a slot and pages; tokens of shared pages are computed already."""
         self.place, self.prefill_place = place, prefill_place
         self.num_computed = prefill_place.lease.num_shared * page_size
+
+    def count_least(self, least: int, most: int) -> int:
+        """Count the least number of tokens of a speculative call, of which it computes up to `most`; return it.
+
+        `num_scheduled` follows when the copy of the tokens starts.
+        """
+        least = min(least, self.remaining)
+        self.num_computed += least
+        self.num_uncertain += most - least
+        return least
+
+    def correct_counts(self, counted: int, count: int, most: int) -> None:
+        """Replace the counted tokens of a speculative call by those that it has generated."""
+        self.num_computed += count - counted
+        self.num_scheduled += count - counted
+        self.num_uncertain -= most - counted
 
     def append(
         self, tokens: List[int], logprobs: List[TokenLogprob], *, tokenizer: Tokenizer, eos: frozenset[int]

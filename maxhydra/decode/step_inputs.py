@@ -207,6 +207,14 @@ class Buckets:
         count = max(self._fullest_group(sequences), -(-(len(sequences) + extra_rows) // self.groups))
         return StepShape(self.round_rows(count), 1, self.round_pages(longest), is_prefill=False)
 
+    def speculative_shape(self, sequences: List[Sequence], step_tokens: int, *, num_steps: int) -> StepShape:
+        """Return the bucket for steps that each generate up to `step_tokens` tokens per sequence."""
+        # The inputs of the steps, and the last token that they generate, which the history holds.
+        lookahead = num_steps * step_tokens + 1
+        longest = max(min(each.num_computed + each.num_uncertain + lookahead, each.cache_tokens) for each in sequences)
+        rows = self.round_rows(self._fullest_group(sequences))
+        return StepShape(rows, step_tokens, self.round_pages(longest), is_prefill=False)
+
 
 def _group(item: PrefillChunk | Sequence) -> int:
     assert item.place is not None

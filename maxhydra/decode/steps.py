@@ -11,6 +11,7 @@ B rows, T tokens per row, C input columns, N slots (the last one is the padding 
 pages per row.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -24,6 +25,7 @@ from maxhydra.decode.adapters import StepWeights
 from maxhydra.decode.compile_cache import CompileCache, Program
 from maxhydra.decode.sampler import ALL_TOKENS, SampledTokens, SamplingFeatures
 from maxhydra.decode.slot_state import SlotState
+from maxhydra.decode.speculation import Drafting, TokenHistory, Verified, make_verify_steps
 from maxhydra.decode.step_functions import (
     Forwarded,
     MultiStepKey,
@@ -72,13 +74,14 @@ class CompiledSteps:
         sharder: Sharder,
         deterministic: bool,
         records_experts: bool = False,
+        drafting: Drafting | None = None,
     ):
-        """`weights`: used for their shapes and shardings only.
+        """`weights`: used for their shapes and shardings only. `drafting`: multi-step programs are speculative.
 
         `deterministic`: never substitute a larger program for the exact one, and wait for its compilation.
         `records_experts`: return the experts of all tokens, [B, T, L, K].
         """
-        self._records_experts = records_experts
+        self._records_experts, self._drafting = records_experts, drafting
         model = layout.model
         self._layout, self._model, self._cache_spec, self._sharder = layout, model, cache_spec, sharder
         self._deterministic = deterministic
@@ -117,7 +120,10 @@ class CompiledSteps:
         decoded = [(shape, features) for shape in decode_shapes for features in COMMON_FEATURES]
         decoded += [(shape, features) for shape in largest for features in RARE_FEATURES]
         sample_rows = {shape.rows for shape in prefill_shapes}
-        if num_steps == 1:
+        if self._drafting is not None:
+            decode_tokens = self._drafting.step_tokens
+            decoded = [(dataclasses.replace(shape, tokens=decode_tokens), features) for shape, features in decoded]
+        elif num_steps == 1:
             prefill_shapes += decode_shapes
             sample_rows |= {shape.rows for shape in decode_shapes}
             decoded = []
@@ -196,6 +202,20 @@ class CompiledSteps:
         cache, slot_state, next_BC, sampled, experts = self._multi_steps.get(key)(weights, cache, slot_state, inputs_BC)
         return cache, slot_state, next_BC, sampled, experts
 
+    def decode_speculatively(
+        self,
+        key: MultiStepKey,
+        weights: StepWeights,
+        state: tuple[Tree, SlotState, TokenHistory],
+        inputs_BC: np.ndarray | jax.Array,
+    ) -> tuple[tuple[Tree, SlotState, TokenHistory], jax.Array, Verified]:
+        """Decode up to `key.num_steps * key.shape.tokens` tokens per row. `state`: KV cache, slots and histories.
+
+        Returns the updated state, the inputs of the next call, and the tokens.
+        """
+        cache, slot_state, history, next_BC, verified = self._multi_steps.get(key)(weights, *state, inputs_BC)
+        return (cache, slot_state, history), next_BC, verified
+
     def wait_for_compiles(self) -> int:
         """Wait for all compilations; return the sum of `CompileCache.wait_for_compiles` over all programs."""
         return (
@@ -245,11 +265,24 @@ class CompiledSteps:
 
     def _compile_multi_step(self, key: MultiStepKey) -> Program:
         hidden = make_hidden(self._layout, self._sharder, key.shape, records_experts=self._records_experts)
+        if self._drafting is not None:
+            return self._compile_speculative(key, hidden, self._drafting)
         decode = make_multi_step(self._layout, self._sharder, key, hidden, padding_slot=self.padding_slot)
         shardings = (self.cache_shardings, self.replicated, self.replicated, self.replicated, self.replicated)
         jitted = jax.jit(decode, donate_argnums=(1, 2), out_shardings=shardings)
         inputs = self._abstract_inputs(key.shape.rows, num_columns(key.shape))
         return jitted.lower(self._abstract_weights, self._abstract_caches, self._abstract_slots(), inputs).compile()
+
+    def _compile_speculative(self, key: MultiStepKey, hidden: Callable[..., Any], drafting: Drafting) -> Program:
+        page_size, slots = self._cache_spec.page_size, self._cache_spec.slots + 1
+        decode = make_verify_steps(self._layout, self._sharder, key, hidden, drafting=drafting, page_size=page_size)
+        shardings = (self.cache_shardings, *4 * (self.replicated,))
+        jitted = jax.jit(decode, donate_argnums=(1, 2, 3), out_shardings=shardings)
+        empty = jax.eval_shape(lambda: TokenHistory.empty(slots, drafting.context))
+        history = jax.tree.map(lambda leaf: _abstract(leaf, self.replicated), empty)
+        inputs = self._abstract_inputs(key.shape.rows, num_columns(key.shape))
+        state = self._abstract_caches, self._abstract_slots(), history
+        return jitted.lower(self._abstract_weights, *state, inputs).compile()
 
     def _abstract_inputs(self, rows: int, columns: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, columns), jnp.uint32, sharding=self.replicated)

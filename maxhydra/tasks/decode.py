@@ -1,7 +1,7 @@
 """task=decode: completions of one prompt or a file of prompts, or a chat at the terminal."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,19 @@ def _decode_file(job: Job, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
         if broadcast(output.count_missing(read_records(source, task.sampling), task.samples) > 0):
             with _open_client(job, task, prompts) as client:
                 OfflineBatch(client, output, records=records).run()
+                _print_drafts(client.engine.stats())
         if output.num_rejected:
             reason = f"{output.num_rejected} of {total} prompts were rejected: see `error` in {task.output}"
             return Outcome("failed", f"{reason}; to retry them, delete their lines")
     print(f"completed {total} of {total} ({before} before this command): {task.output}", file=sys.stderr)
     return Outcome("finished", "completed")
+
+
+def _print_drafts(stats: Mapping[str, float]) -> None:
+    """Print how many tokens speculative decoding drafted, and how many were accepted."""
+    if "tokens_drafted" in stats:
+        drafted, accepted = stats["tokens_drafted"], stats["tokens_accepted"]
+        print(f"speculative decoding: {accepted:.0f} of {drafted:.0f} drafted tokens accepted", file=sys.stderr)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from maxhydra.config import ConfigError
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.decode import Engine as EngineConfig
-from maxhydra.config.schema.decode import Pooling, Sampling
+from maxhydra.config.schema.decode import Pooling, Sampling, Speculation, SpeculationMethod
 from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.convert.hf import hf_source
 from maxhydra.convert.load import load_weights
@@ -54,6 +54,7 @@ ADAPTERS = {
     "seven": (5, ["q_proj", "k_proj", "v_proj", "o_proj"]),
     "eight": (8, ["v_proj"]),
 }
+NGRAM = {"method": SpeculationMethod.ngram, "tokens": 3, "max_ngram": 2, "min_ngram": 1}
 PROMPTS = [[1, 5, 9, 2, 6], [3, 3, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41], [2, 4]]
 
 
@@ -86,10 +87,10 @@ def model() -> ModelDef:
     return build(config.Model(**{**vars(described), "dtypes": dtypes}))
 
 
-def start(model: ModelDef, folders: dict[str, Path], mesh: Mesh, *, devices: int = 1) -> Engine:
+def start(model: ModelDef, folders: dict[str, Path], mesh: Mesh, *, devices: int = 1, **changes: Any) -> Engine:
     sharder = Sharder(build_mesh(mesh, jax.devices()[:devices]), RULES)
     weights = load_weights(str(GOLDEN), model, shardings=sharder.tree(model.axes), dtype="float32")
-    settings = EngineConfig(max_batch=16, cache_tokens=2048, page_size=4, max_context=64)
+    settings = EngineConfig(max_batch=16, cache_tokens=2048, page_size=4, max_context=64, **changes)
     made = Engine(model, weights, ByteTokenizer(), settings, sharder=sharder, eos=(), adapters=LIMITS)
     reader = AdapterReader(model, LIMITS)
     for name, folder in folders.items():
@@ -155,6 +156,22 @@ def test_adapters_on_a_mesh_equal_their_merged_models(model: ModelDef, folders: 
         with torch.no_grad():
             (hidden,) = merged(None).model(torch.tensor(PROMPTS[:1])).last_hidden_state[:, -1]
         np.testing.assert_allclose(vector, (hidden / hidden.norm()).numpy(), atol=1e-4)
+    finally:
+        made.close()
+
+
+@pytest.mark.slow
+def test_speculative_decoding_with_adapters_equals_their_merged_models(
+    model: ModelDef, folders: dict[str, Path]
+) -> None:
+    names: list[str | None] = [None, "one", "two"]
+    loaded, speculation = {name: folders[name] for name in names if name is not None}, Speculation(**NGRAM)
+    made = start(model, loaded, Mesh(), burst=4, deterministic=True, speculation=speculation)
+    try:
+        handles = made.submit_all(make_request(PROMPTS[1], name, 40) for name in names)
+        for name, handle in zip(names, handles, strict=True):
+            check(merged(None if name is None else folders[name]), PROMPTS[1], handle.result())
+        assert made.stats()["tokens_accepted"] > 0
     finally:
         made.close()
 

@@ -113,7 +113,7 @@ def shared_programs():
         def find(steps: CompiledSteps, key):
             arrays = jax.tree.leaves((steps._abstract_weights, steps._abstract_caches))
             kinds = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in arrays)
-            place = (compile.__name__, key, steps._cache_spec, kinds)
+            place = (compile.__name__, key, steps._cache_spec, steps._drafting, kinds)
             if place not in programs:
                 programs[place] = compile(steps, key)
             return programs[place]

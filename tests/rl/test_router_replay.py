@@ -12,6 +12,7 @@ import pytest
 
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.decode import Engine as EngineConfig
+from maxhydra.config.schema.decode import Speculation, SpeculationMethod
 from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.data.tokenizers.byte import ByteTokenizer
@@ -86,11 +87,21 @@ def play(engine: Any, prompts: list[tuple[int, ...]]) -> list[Episode]:
 
 
 @functools.cache
-def sampled_batch(*, devices: int, burst: int) -> dict[str, jax.Array]:
+def sampled_batch(*, devices: int, burst: int, drafted: int = 0) -> dict[str, jax.Array]:
     model = moe_model()
     weights = random_weights(model)
     sharder = Sharder(build_mesh(Mesh(data=devices), jax.devices()[:devices]), RULES)
-    settings = EngineConfig(max_batch=4, cache_tokens=512, page_size=8, prefill_chunk=16, burst=burst)
+    method = SpeculationMethod.ngram if drafted else None
+    speculation = Speculation(method=method, tokens=drafted or 4, max_ngram=1, min_ngram=1)
+    settings = EngineConfig(
+        max_batch=4,
+        cache_tokens=512,
+        page_size=8,
+        prefill_chunk=16,
+        burst=burst,
+        speculation=speculation,
+        deterministic=bool(drafted),
+    )
     engine = PolicyEngine(
         model, ByteTokenizer(), settings, sharder=sharder, eos=frozenset(), seed=0, records_experts=True
     )
@@ -115,11 +126,12 @@ def errors(weights: Any, batch: dict[str, jax.Array]) -> np.ndarray:
 
 # The standard weight layout, in which layers are stacked, is that of several devices.
 @pytest.mark.slow
-@pytest.mark.default_cases("1-4")
-@pytest.mark.parametrize(("devices", "burst"), [(1, 1), (1, 4), (2, 1)])
-def test_trainer_and_sampler_agree_although_routers_do_not(devices: int, burst: int) -> None:
+@pytest.mark.default_cases("1-4-0", "1-2-3")
+@pytest.mark.parametrize(("devices", "burst", "drafted"), [(1, 1, 0), (1, 4, 0), (2, 1, 0), (1, 2, 3)])
+def test_trainer_and_sampler_agree_although_routers_do_not(devices: int, burst: int, drafted: int) -> None:
+    """Speculative decoding records the experts of accepted tokens only."""
     weights = random_weights(moe_model())
-    batch = sampled_batch(devices=devices, burst=burst)
+    batch = sampled_batch(devices=devices, burst=burst, drafted=drafted)
     assert batch[EXPERTS].shape == (2, SEQ + 2, LAYERS, TOP_K) and batch["weights"].sum() == 2 * 18
     without = {name: column for name, column in batch.items() if name != EXPERTS}
     assert errors(weights, without).max() < 1e-4

@@ -1,9 +1,10 @@
 """Sampling parameters and engine sizes, shared by task=decode, task=serve and task=grpo."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 from enum import Enum
 
-from maxhydra.config.declare import Schema, option, schema
+from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem
 from maxhydra.config.schema.model import Mixer, Model, Positions
 
@@ -22,6 +23,10 @@ class CacheDtype(Enum):
 class Pooling(Enum):
     last = "last"
     mean = "mean"
+
+
+class SpeculationMethod(Enum):
+    ngram = "ngram"
 
 
 @schema
@@ -52,6 +57,33 @@ class Sampling(Schema):
     """Stop strings: generation ends at the first one, which is not part of the output."""
     ignore_eos: bool = False
     """Continue after an end-of-sequence token, up to max_tokens."""
+
+
+@schema
+class Speculation(Schema):
+    """Speculative decoding: drafted tokens are verified together in one forward pass, so that a decode step generates
+    several tokens. Completions are those of plain decoding."""
+
+    method: SpeculationMethod | None = None
+    """How tokens are drafted. ngram: the tokens that followed an earlier occurrence of the last tokens in the prompt or
+    the completion (prompt lookup decoding, Saxena, 2023). null: no speculative decoding."""
+    tokens: int = option(4, ge=1, le=64)
+    """Maximum number of tokens that are drafted per decode step and sequence."""
+    max_ngram: int = option(3, ge=1, le=16)
+    """Maximum number of last tokens to look up. The longest n-gram that occurs before is used, and of its occurrences
+    the latest one."""
+    min_ngram: int = option(2, ge=1, le=16)
+    """Minimum number of last tokens to look up; without an occurrence nothing is drafted."""
+
+    def check(self) -> Iterator[Problem]:
+        if self.min_ngram > self.max_ngram:
+            reason = f"exceeds max_ngram={self.max_ngram}"
+            yield Problem("min_ngram", reason, value=self.min_ngram, accepted=f"1 to {self.max_ngram}")
+        unused = [] if self.method is not None else [each for each in fields(self) if each.name != "method"]
+        for field in unused:
+            if (value := getattr(self, field.name)) != field.default:
+                hint = "set method=ngram for speculative decoding"
+                yield Problem(field.name, "has no effect with method=null", value=value, hint=hint)
 
 
 @schema
@@ -91,6 +123,7 @@ class Engine(Schema):
     """Devices that only prefill prompts, with their own copy of the weights and their own KV cache of cache_tokens
     tokens; the others only decode, and long prompts do not delay them. The section mesh describes each of the two
     groups. null: every device does both."""
+    speculation: Speculation = section(Speculation)
 
     def check(self) -> Iterator[Problem]:
         if self.deterministic and self.warm_up:
@@ -111,6 +144,13 @@ class Engine(Schema):
         if self.prefix_cache and model.is_recurrent:
             reason = "is not supported with recurrent layers, whose state covers a whole sequence and is not paged"
             yield Problem("engine.prefix_cache", reason, value=True, accepted="false or null")
+        method = self.speculation.method
+        if method is not None and model.is_recurrent:
+            reason = "is not supported with recurrent layers, whose state cannot be reset to before a rejected token"
+            yield Problem("engine.speculation.method", reason, value=method.value, accepted="null")
+        if method is not None and model.diffusion.block_size is not None:
+            reason = "is not supported with model.diffusion.block_size, which decodes blocks of tokens"
+            yield Problem("engine.speculation.method", reason, value=method.value, accepted="null")
         used = [model.kinds[name] for name in {*model.prefix, *model.pattern} if name in model.kinds]
         rates = {kind.compressed.rate or 1 for kind in used if kind.mixer is Mixer.compressed}
         for rate in sorted(rate for rate in rates if self.page_size % rate):

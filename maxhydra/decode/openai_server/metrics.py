@@ -5,6 +5,8 @@
 | vllm:num_requests_running, vllm:num_requests_waiting | sequences that run and that wait |
 | vllm:kv_cache_usage_perc | used part of the KV cache, 0 to 1 |
 | vllm:prompt_tokens_total, vllm:generation_tokens_total | prefilled and generated tokens |
+| vllm:spec_decode_num_draft_tokens_total | drafted tokens, with speculative decoding |
+| vllm:spec_decode_num_accepted_tokens_total | accepted ones |
 | vllm:request_success_total | finished sequences by `finished_reason` |
 """
 
@@ -32,6 +34,9 @@ def format_metrics(
         ("prompt_tokens_total", "counter"): stats.get("prompt_tokens_read", 0),
         ("generation_tokens_total", "counter"): stats.get("tokens_written", 0),
     }
+    if "tokens_drafted" in stats:
+        shared["spec_decode_num_draft_tokens_total", "counter"] = stats["tokens_drafted"]
+        shared["spec_decode_num_accepted_tokens_total", "counter"] = stats["tokens_accepted"]
     for (name, kind), value in shared.items():
         lines += [f"# TYPE vllm:{name} {kind}", f"vllm:{name}{{{label}}} {value:.15g}"]
     lines.append("# TYPE vllm:request_success_total counter")

@@ -184,6 +184,7 @@ class ServeTask(Task):
             reason = "is not used with model.head=score: a reward model only scores completions, at their last token"
             unused: dict[str, tuple[Any, tuple[Any, ...], str]] = {
                 "engine.warm_up": (self.engine.warm_up, (None, False), "false or null"),
+                "engine.speculation.method": (self.engine.speculation.method, (None,), "null"),
                 "pooling": (self.pooling, (Pooling.last,), "last"),
                 "adapters": (list(self.adapters), ([],), "{}"),
                 "lora.live": (self.lora.live, (False,), "false"),

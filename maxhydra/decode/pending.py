@@ -1,0 +1,103 @@
+"""Results of calls that were dispatched to the device and not read yet. B rows, T tokens per row."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from maxhydra.decode.prompt_scores import PendingScores
+from maxhydra.decode.sampler import SampledTokens
+from maxhydra.decode.sequence import Sequence
+
+
+class PendingExperts(NamedTuple):
+    """Experts of the input tokens of a call."""
+
+    sequences: list[Sequence | None]
+    """The sequence of each row; None for padding."""
+    counts: list[int]
+    """Tokens of each row, which follow those of the sequence's previous call."""
+    ids_BTLK: jax.Array
+    is_used_TB: jax.Array | None = None
+    """Which inputs are tokens of the sequence, if the host does not know the counts; see PendingVerified."""
+
+    def deliver(self) -> None:
+        """Wait for the experts, and add them to the sequences."""
+        ids = np.asarray(self.ids_BTLK)
+        is_used = None if self.is_used_TB is None else np.asarray(self.is_used_TB)
+        for row, (sequence, count) in enumerate(zip(self.sequences, self.counts, strict=True)):
+            if sequence is not None:
+                sequence.experts.append(ids[row, :count] if is_used is None else ids[row, is_used[:, row]])
+
+
+class PendingVerified(NamedTuple):
+    """What only the device knows about a speculative call when it is dispatched."""
+
+    is_used_TB: jax.Array
+    """Which tokens of the call belong to the sequences."""
+    drafted_B: jax.Array
+    """Number of drafted tokens of each row."""
+    accepted_B: jax.Array
+
+
+class PendingTokens(NamedTuple):
+    """Tokens that were dispatched to the device and not read yet."""
+
+    sequences: list[Sequence | None]
+    """The sequence of each row; None for rows that sample nothing, such as padding or an unfinished prefill."""
+    sampled: SampledTokens | None
+    """Of one step [B], or of a multi-step call [steps, B]. None if no row samples, and the call has only `records`."""
+    counts: list[int]
+    """Valid tokens of each row; of a speculative call at least, unless the sequence is complete with fewer."""
+    version: int
+    """Version of the weights that sampled them."""
+    records: tuple[PendingExperts | PendingScores, ...] = ()
+    """What else the call computed for its sequences."""
+    verified: PendingVerified | None = None
+    """Of a speculative call."""
+
+    def read(self) -> "ReadTokens":
+        """Wait for the tokens, and count those of a speculative call; once per call."""
+        if self.sampled is None:
+            return ReadTokens([], [])
+        token_B = np.asarray(self.sampled.token_B)
+        columns: list[list[int]] = (token_B.T if token_B.ndim == 2 else token_B[:, None]).tolist()
+        if self.verified is None:
+            steps = [range(count) for count in self.counts]
+            return ReadTokens([c[:n] for c, n in zip(columns, self.counts, strict=True)], steps)
+        is_used_TB, *numbers = (np.asarray(array) for array in self.verified)
+        drafts = [RowDrafts(*each) for each in zip(*(array.tolist() for array in numbers), strict=True)]
+        used = [np.flatnonzero(row).tolist() for row in is_used_TB.T]
+        tokens = [[column[step] for step in steps] for column, steps in zip(columns, used, strict=True)]
+        for sequence, counted, new in zip(self.sequences, self.counts, tokens, strict=True):
+            if sequence is not None:
+                sequence.correct_counts(counted, len(new), len(is_used_TB))
+        return ReadTokens(tokens, used, drafts)
+
+
+class RowDrafts(NamedTuple):
+    """Numbers of tokens that were drafted for a row, and accepted."""
+
+    drafted: int
+    accepted: int
+
+
+class ReadTokens(NamedTuple):
+    """Tokens of a call on the host."""
+
+    tokens: list[list[int]]
+    """Valid tokens of each row; empty if no row samples."""
+    steps: list[range] | list[list[int]]
+    """Their steps."""
+    drafts: list[RowDrafts] | None = None
+    """Of a speculative call."""
+
+
+def start_copy(rows: list[Sequence | None], sampled: SampledTokens, counts: list[int], version: int) -> PendingTokens:
+    """Count the tokens as scheduled, and start their copy to the host, instead of when the host reads them."""
+    for sequence, count in zip(rows, counts, strict=True):
+        if sequence is not None:
+            sequence.num_scheduled += count
+    for array in jax.tree.leaves(sampled):
+        array.copy_to_host_async()
+    return PendingTokens(rows, sampled, counts, version)

@@ -1,0 +1,340 @@
+"""Speculative decoding: several drafted tokens per row are verified in one forward pass.
+
+A token is a function of the logits, seed and position of its row, also with a temperature (sampler.py). The model runs
+on the last token and the drafted ones, every position is sampled, and drafts are accepted up to the first that differs
+from the sampled token, which is the next token itself. The tokens are those of plain decoding, up to rounding between
+programs of different shapes. Keys and values of rejected drafts are overwritten by the next step, before any query
+sees them.
+
+Drafts come from the tokens of the sequence itself (prompt lookup decoding, Saxena, 2023). Tokens and progress of each
+slot are on the device, so that a call has several steps, and the next call is dispatched before the host knows how many
+tokens this one generates.
+
+B rows, T tokens per row (the last one and K drafts), N slots, S tokens of context, V vocabulary, P = B * T.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxhydra.config.schema.decode import Speculation as Config
+from maxhydra.decode.adapters import StepWeights
+from maxhydra.decode.sampler import SampledTokens, SamplingArrays, SamplingFeatures, greedy_tokens
+from maxhydra.decode.sequence import Sequence
+from maxhydra.decode.slot_state import SlotState, sample_slots
+from maxhydra.decode.step_functions import MultiStepKey
+from maxhydra.decode.step_inputs import StepInputs
+from maxhydra.decode.weight_layout import WeightLayout
+from maxhydra.layers import PageTable
+from maxhydra.sharding import Sharder
+
+Tree = Any
+# Marks tokens that the host has not read yet, and rows without a draft. Never equal to a sampled token.
+UNKNOWN = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """How tokens are drafted, and the size of the history that they come from."""
+
+    tokens: int
+    """Maximum number of drafted tokens per step, K."""
+    max_ngram: int
+    min_ngram: int
+    context: int
+    """Tokens of the longest sequence, S."""
+
+    @classmethod
+    def of(cls, config: Config, context: int) -> "Drafting | None":
+        """None without speculative decoding."""
+        if config.method is None:
+            return None
+        return cls(config.tokens, config.max_ngram, config.min_ngram, context)
+
+    @property
+    def step_tokens(self) -> int:
+        """Maximum number of tokens that a step generates per row, T."""
+        return self.tokens + 1
+
+
+class TokenHistory(NamedTuple):
+    """Tokens and progress on the device: of all slots, or of the rows of a call."""
+
+    tokens_NS: jax.Array
+    """int32 tokens up to position `last_N`; later entries are arbitrary."""
+    last_N: jax.Array
+    """Position of the last token, the next input of the model."""
+    remaining_N: jax.Array
+    """Tokens that may still be generated."""
+
+    @classmethod
+    def empty(cls, slots: int, length: int) -> Self:
+        zeros_N = jnp.zeros(slots, jnp.int32)
+        return cls(jnp.zeros((slots, length), jnp.int32), zeros_N, zeros_N)
+
+    def take(self, slots_B: jax.Array, length: int) -> "TokenHistory":
+        """The rows of some slots, cut to a context of `length` tokens."""
+        return TokenHistory(self.tokens_NS[slots_B, :length], self.last_N[slots_B], self.remaining_N[slots_B])
+
+    def put(self, rows: "TokenHistory", slots_B: jax.Array) -> "TokenHistory":
+        """The history with the rows of some slots replaced."""
+        length = rows.tokens_NS.shape[1]
+        return TokenHistory(
+            self.tokens_NS.at[slots_B, :length].set(rows.tokens_NS),
+            self.last_N.at[slots_B].set(rows.last_N),
+            self.remaining_N.at[slots_B].set(rows.remaining_N),
+        )
+
+    @property
+    def last_token_N(self) -> jax.Array:
+        return jnp.take_along_axis(self.tokens_NS, self.last_N[:, None], axis=1, mode="clip")[:, 0]
+
+    def with_last_token(self, token_N: jax.Array) -> "TokenHistory":
+        every_N = jnp.arange(token_N.shape[0])
+        return self._replace(tokens_NS=self.tokens_NS.at[every_N, self.last_N].set(token_N, mode="drop"))
+
+    def append(self, tokens_NT: jax.Array, is_used_NT: jax.Array) -> "TokenHistory":
+        """The history with the used tokens, which are the first ones of each row, appended."""
+        every_N1, T = jnp.arange(tokens_NT.shape[0])[:, None], tokens_NT.shape[1]
+        positions_NT = jnp.where(is_used_NT, self.last_N[:, None] + 1 + jnp.arange(T), self.tokens_NS.shape[1])
+        count_N = jnp.sum(is_used_NT, axis=1)
+        tokens_NS = self.tokens_NS.at[every_N1, positions_NT].set(tokens_NT, mode="drop")
+        return TokenHistory(tokens_NS, self.last_N + count_N, self.remaining_N - count_N)
+
+
+def draft_tokens(history: TokenHistory, drafting: Drafting) -> tuple[jax.Array, jax.Array]:
+    """Draft the tokens [B, K] that followed the latest earlier occurrence of the longest possible n-gram.
+
+    Also returns which rows have an occurrence [B]. Behind the last known token the draft repeats: an occurrence that is
+    p tokens earlier continues with period p.
+    """
+    tokens_BS, last_B1 = history.tokens_NS, history.last_N[:, None]
+    position_S = jnp.arange(tokens_BS.shape[1])
+    is_equal_BS, length_BS = jnp.ones(tokens_BS.shape, bool), jnp.zeros(tokens_BS.shape, jnp.int32)
+    for back in range(drafting.max_ngram):
+        token_B1 = jnp.take_along_axis(tokens_BS, jnp.maximum(last_B1 - back, 0), axis=1)
+        is_equal_BS &= (jnp.roll(tokens_BS, back, axis=1) == token_B1) & (position_S >= back) & (last_B1 >= back)
+        length_BS += is_equal_BS
+    is_occurrence_BS = (position_S < last_B1) & (length_BS >= drafting.min_ngram)
+    score_BS = jnp.where(is_occurrence_BS, length_BS * tokens_BS.shape[1] + position_S, -1)
+    found_B1 = jnp.argmax(score_BS, axis=1)[:, None]
+    has_draft_B = jnp.max(score_BS, axis=1) >= 0
+    offset_BK = jnp.arange(drafting.tokens) % jnp.maximum(last_B1 - found_B1, 1)
+    draft_BK = jnp.take_along_axis(tokens_BS, found_B1 + 1 + offset_BK, axis=1, mode="clip")
+    return jnp.where(has_draft_B[:, None], draft_BK, UNKNOWN), has_draft_B
+
+
+class Verified(NamedTuple):
+    """Results of a call of several steps."""
+
+    sampled: SampledTokens
+    """Of all positions of all steps, [steps * T, B]."""
+    is_used: jax.Array
+    """[steps * T, B] whether all drafts before the position were accepted, and the row was not complete."""
+    drafted_B: jax.Array
+    """Number of drafted tokens of each row."""
+    accepted_B: jax.Array
+    """How many of them were accepted."""
+    experts: jax.Array | None
+    """[B, steps * T, L, K] experts of the inputs."""
+
+
+class StepTokens(NamedTuple):
+    """The last token of each row and its drafts, the inputs of one step."""
+
+    tokens_BT: jax.Array
+    positions_BT: jax.Array
+    """-1 for tokens without a draft, and beyond those that may still be generated."""
+    slots_B: jax.Array
+    """The padding slot for rows that are complete."""
+
+    @classmethod
+    def draft(cls, history: TokenHistory, slots_B: jax.Array, drafting: Drafting, *, padding_slot: int) -> "StepTokens":
+        draft_BK, has_draft_B = draft_tokens(history, drafting)
+        T = drafting.step_tokens
+        count_B = jnp.minimum(jnp.where(has_draft_B, T, 1), history.remaining_N)
+        positions_BT = history.last_N[:, None] + jnp.arange(T)
+        return cls(
+            jnp.concatenate([history.last_token_N[:, None], draft_BK], axis=1),
+            jnp.where(jnp.arange(T) < count_B[:, None], positions_BT, -1),
+            jnp.where(count_B > 0, slots_B, padding_slot),
+        )
+
+    @property
+    def is_input_BT(self) -> jax.Array:
+        return self.positions_BT >= 0
+
+    def find_used(self, sampled_BT: jax.Array) -> jax.Array:
+        """[B, T] whether a sampled token is used: its position is an input, and so are the tokens before it."""
+        is_accepted_BK = (self.tokens_BT[:, 1:] == sampled_BT[:, :-1]).astype(jnp.int32)
+        is_reached_BK = jnp.cumprod(is_accepted_BK, axis=1) > 0
+        return self.is_input_BT & jnp.pad(is_reached_BK, ((0, 0), (1, 0)), constant_values=True)
+
+
+def make_verify_steps(
+    layout: WeightLayout,
+    sharder: Sharder,
+    key: MultiStepKey,
+    hidden: Callable[..., Any],
+    *,
+    drafting: Drafting,
+    page_size: int,
+) -> Callable[..., tuple[Tree, SlotState, TokenHistory, jax.Array, Verified]]:
+    """Return a scan over steps that draft and verify tokens.
+
+    The inputs' columns for the position and the remaining tokens are not used: the history has both.
+    """
+    model = layout.model
+
+    def decode(
+        stored: StepWeights, cache: Tree, slot_state: SlotState, history: TokenHistory, inputs_BC: jax.Array
+    ) -> tuple[Tree, SlotState, TokenHistory, jax.Array, Verified]:
+        inputs = StepInputs.unpack(inputs_BC, pages=key.shape.pages)
+        table_BW, slots_B = inputs.rows
+        adapters_B, padding_slot = stored.adapters_of(slots_B), history.last_N.shape[0] - 1
+
+        def step(carry: tuple[Tree, jax.Array, TokenHistory], _: None) -> tuple[Any, Any]:
+            (cache, usage_NV, rows), weights = carry, stored.used(layout)
+            step_tokens = StepTokens.draft(rows, slots_B, drafting, padding_slot=padding_slot)
+            row_inputs = PageTable(table_BW, step_tokens.slots_B), inputs.lag_B, adapters_B
+            tokens_BT = jnp.maximum(step_tokens.tokens_BT, 0)
+            hidden_BTD, cache, experts = hidden(weights, cache, tokens_BT, step_tokens.positions_BT, *row_inputs)
+            if key.features.is_greedy:
+                largest = model.largest_logit(weights, hidden_BTD.reshape(-1, hidden_BTD.shape[2]), sharder)
+                sampled = _split_rows(greedy_tokens(*largest), tokens_BT.shape)
+            else:
+                logits_BTV = model.logits(weights, hidden_BTD, sharder)
+                sampling = inputs.sampling._replace(position_B=rows.last_N + 1)
+                state = slot_state._replace(usage_NV=usage_NV)
+                sample = _sample_in_order if key.features.penalties else _sample_flat
+                usage_NV, sampled = sample(key.features, state, logits_BTV, step_tokens, sampling)
+            is_used_BT = step_tokens.find_used(sampled.token_B.T)
+            rows = rows.append(jnp.maximum(sampled.token_B.T, 0), is_used_BT)
+            drafted_B, accepted_B = (jnp.sum(each[:, 1:], axis=1) for each in (step_tokens.is_input_BT, is_used_BT))
+            return (cache, usage_NV, rows), Verified(sampled, is_used_BT.T, drafted_B, accepted_B, experts)
+
+        rows = history.take(slots_B, key.shape.pages * page_size).with_last_token(slot_state.last_token_N[slots_B])
+        initial = cache, slot_state.usage_NV, rows
+        (cache, usage_NV, rows), verified = jax.lax.scan(step, initial, None, length=key.num_steps)
+        last_token_N = slot_state.last_token_N.at[slots_B].set(rows.last_token_N)
+        slot_state = slot_state._replace(last_token_N=last_token_N, usage_NV=usage_NV)
+        return cache, slot_state, history.put(rows, slots_B), inputs_BC, _join_steps(verified)
+
+    return decode
+
+
+def _sample_flat(
+    features: SamplingFeatures,
+    state: SlotState,
+    logits_BTV: jax.Array,
+    inputs: StepTokens,
+    sampling: SamplingArrays,
+) -> tuple[jax.Array, SampledTokens]:
+    """Sample a token [T, B] at every position, each as a row. `sampling`: of the first position."""
+    B, T, V = logits_BTV.shape
+    position_P = (sampling.position_B[:, None] + jnp.arange(T)).reshape(-1)
+    slots_P, sampling_P = jax.tree.map(lambda x: jnp.repeat(x, T, axis=0), (inputs.slots_B, sampling))
+    sampling_P = sampling_P._replace(position_B=position_P)
+    usage_NV, sampled = sample_slots(features, state, logits_BTV.reshape(-1, V), slots_P, sampling_P)
+    return usage_NV, _split_rows(sampled, (B, T))
+
+
+def _sample_in_order(
+    features: SamplingFeatures,
+    state: SlotState,
+    logits_BTV: jax.Array,
+    inputs: StepTokens,
+    sampling: SamplingArrays,
+) -> tuple[jax.Array, SampledTokens]:
+    """Sample a token [T, B] at one position after the other, since penalties depend on the tokens before.
+
+    Also returns the usage, which includes the used tokens only.
+    """
+    padding_slot = state.usage_NV.shape[0] - 1
+    # No token follows the last position.
+    next_BT = jnp.pad(inputs.tokens_BT[:, 1:], ((0, 0), (0, 1)), constant_values=UNKNOWN)
+
+    def sample_position(carry: tuple[jax.Array, jax.Array], at: tuple[jax.Array, ...]) -> tuple[Any, SampledTokens]:
+        (usage_NV, is_reached_B), (number, logits_BV, next_B, is_input_B) = carry, at
+        is_used_B = is_reached_B & is_input_B
+        slots_B = jnp.where(is_used_B, inputs.slots_B, padding_slot)
+        here = sampling._replace(position_B=sampling.position_B + number)
+        usage_NV, sampled = sample_slots(features, state._replace(usage_NV=usage_NV), logits_BV, slots_B, here)
+        return (usage_NV, is_used_B & (sampled.token_B == next_B)), sampled
+
+    initial = state.usage_NV, jnp.ones(logits_BTV.shape[0], bool)
+    positions = jnp.arange(logits_BTV.shape[1]), logits_BTV.swapaxes(0, 1), next_BT.T, inputs.is_input_BT.T
+    (usage_NV, _), sampled = jax.lax.scan(sample_position, initial, positions)
+    return usage_NV, sampled
+
+
+def _split_rows(sampled: SampledTokens, shape: tuple[int, ...]) -> SampledTokens:
+    """[T, B, ...] tokens of rows [B * T, ...]; `shape`: B and T."""
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]).swapaxes(0, 1), sampled)
+
+
+def _join_steps(verified: Verified) -> Verified:
+    """Results stacked over the steps as those of the call."""
+
+    def join(x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+    sampled, is_used = jax.tree.map(join, (verified.sampled, verified.is_used))
+    drafted_B, accepted_B = (jnp.sum(each, axis=0) for each in (verified.drafted_B, verified.accepted_B))
+    experts = verified.experts
+    if experts is not None:
+        # [steps, B, T, L, K] as [B, steps * T, L, K].
+        experts = jnp.moveaxis(join(jnp.moveaxis(experts, 2, 1)), 1, 0)
+    return Verified(sampled, is_used, drafted_B, accepted_B, experts)
+
+
+class Histories:
+    """The token history of a runner, and which sequence each slot of it belongs to."""
+
+    def __init__(self, slots: int, length: int, sharding: jax.sharding.Sharding):
+        """`slots`: including the padding slot. `length`: tokens of the longest sequence."""
+        self.arrays = jax.jit(lambda: TokenHistory.empty(slots, length), out_shardings=sharding)()
+        self._length = length
+        self._owners: dict[int, int] = {}
+        """Slot -> number of its sequence."""
+        self._set = jax.jit(_set_row, donate_argnums=0, out_shardings=sharding)
+
+    def warm_up(self) -> None:
+        """Compile the program that sets a row, by setting that of the padding slot."""
+        padding_slot = self.arrays.last_N.shape[0] - 1
+        self._set_row(padding_slot, np.zeros(self._length, np.int32), 0, 0)
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Set the rows of sequences whose last step was not a speculative one."""
+        for sequence in sequences:
+            assert sequence.place is not None
+            slot = sequence.place.slot
+            if self._owners.get(slot) == sequence.number:
+                continue
+            tokens_S = np.full(self._length, UNKNOWN, np.int32)
+            tokens_S[: len(sequence.tokens)] = sequence.tokens
+            self._set_row(slot, tokens_S, sequence.num_computed, sequence.remaining)
+            self._owners[slot] = sequence.number
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """Set the rows of these sequences again before their next speculative step."""
+        for sequence in sequences:
+            assert sequence.place is not None
+            self._owners.pop(sequence.place.slot, None)
+
+    def _set_row(self, slot: int, tokens_S: np.ndarray, last: int, remaining: int) -> None:
+        self.arrays = self._set(self.arrays, tokens_S, np.array([slot, last, remaining], np.int32))
+
+
+def _set_row(history: TokenHistory, tokens_S: jax.Array, numbers: jax.Array) -> TokenHistory:
+    """`numbers`: slot, position of the last token, and remaining tokens."""
+    slot, last, remaining = numbers
+    return TokenHistory(
+        history.tokens_NS.at[slot].set(tokens_S),
+        history.last_N.at[slot].set(last),
+        history.remaining_N.at[slot].set(remaining),
+    )
