@@ -32,7 +32,7 @@ log = logging.getLogger("maxhydra")
 
 
 # Samples of evaluations that a run keeps.
-KEPT_SAMPLES = 100_000
+STORED_SAMPLES = 100_000
 # (weights, seed) -> a sampled text, and its new tokens.
 Sampler = Callable[[Tree, int], "SampledText"]
 TokenFn = Callable[[Tree, int], Iterator[int]]
@@ -80,7 +80,7 @@ def with_samples(evaluate: Evaluate | None, config: Config, states: StateFactory
     if not (section.tokens and section.at_evaluations):
         return evaluate
     sampler = _make_sampler(config, states)
-    writer = RolloutWriter(run.path / FOLDER, EVAL, keep=KEPT_SAMPLES) if run.writes else None
+    writer = RolloutWriter(run.path / FOLDER, EVAL, keep=STORED_SAMPLES) if run.writes else None
 
     def evaluate_and_sample(state: TrainState) -> dict[str, float]:
         metrics = {} if evaluate is None else evaluate(state)
