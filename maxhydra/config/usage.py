@@ -120,7 +120,7 @@ CONDITIONS = (
         "train.diloco.period",
     ),
     Condition(
-        ("train.sample.prompt", "train.sample.temperature"),
+        tuple(f"train.sample.{key}" for key in ("prompt", "temperature", "at_evaluations")),
         lambda c: c.train.sample.tokens > 0,
         "train.sample.tokens=1 or more",
     ),

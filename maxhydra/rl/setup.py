@@ -45,6 +45,9 @@ def _problems(config: Config, task: GrpoTask, processes: int) -> Iterator[Proble
     if config.train.ramp.start is not None:
         reason = "is not supported by task=grpo, whose batches consist of whole groups"
         yield Problem("train.ramp.start", reason, value=config.train.ramp.start, accepted="null")
+    if config.train.sample.at_evaluations:
+        reason = "is not supported by task=grpo, whose evaluations keep the completions of all held-out prompts"
+        yield Problem("train.sample.at_evaluations", reason, value=True, accepted="false")
     # Rollouts and updates would be dispatched by two threads, in a different order in each process.
     for name, off in {"off_policy_steps": 0, "max_staleness": None}.items():
         if processes > 1 and (value := getattr(task, name)) != off:

@@ -87,7 +87,7 @@ def describe(record: Mapping[str, Any]) -> str:
     parts = [
         f"step {record['step']}",
         f"prompt {record['prompt_number']}.{record['sample']}",
-        f"reward {_brief(record['reward'])}",
+        f"reward {_brief(record['reward'])}" if terms else "",
         ", ".join(f"{name} {_brief(value)}" for name, value in terms.items()) if len(terms) > 1 else "",
         f"advantage {_brief(record['advantage'])}" if "advantage" in record else "",
         record.get("role") or "",
@@ -132,11 +132,12 @@ def rollouts_section(run: Path) -> Html:
 
 
 def _cell(record: Mapping[str, Any]) -> tuple[str, str]:
-    return str(record["completion"]), f"({_brief(record['reward'])})"
+    """The completion, and its reward if it has one: samples of other tasks than grpo have none."""
+    return str(record["completion"]), f"({_brief(record['reward'])})" if record.get("terms") else ""
 
 
 def _table(names: list[str], rows: list[list[str]]) -> Html:
     body = element("tbody", *(element("tr", *(element("td", cell) for cell in row)) for row in rows))
     table = element("table", head_row(names), body, class_="rollouts")
-    note = element("p", "Reward in brackets. All rollouts: maxhydra runs rollouts, or the dashboard.", class_="note")
+    note = element("p", "Rewards in brackets. All rollouts: maxhydra runs rollouts, or the dashboard.", class_="note")
     return section("Rollouts", scrolling(table), note)

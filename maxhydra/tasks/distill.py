@@ -54,6 +54,7 @@ from maxhydra.train import (
     plan_batches,
     plan_states,
     train,
+    with_samples,
 )
 from maxhydra.train.evaluate import split_microbatches
 from maxhydra.train.loss import Batch, LossFn, Sums, Tree
@@ -106,7 +107,7 @@ def run(job: Job) -> Outcome:
             loss=loss,
             spec=spec,
             batches=ScheduledBatches(batches, task, spec, steps=config.train.steps),
-            evaluate=benchmarks.join(evaluate, states),
+            evaluate=with_samples(benchmarks.join(evaluate, states), config, states, job.run),
             initial=initial,
             passes=_passes(config, None if teacher_devices else teacher),
         )

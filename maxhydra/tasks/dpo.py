@@ -27,6 +27,7 @@ from maxhydra.train import (
     plan_states,
     starting_weights,
     train,
+    with_samples,
 )
 from maxhydra.train.evaluate import map_microbatches
 
@@ -62,7 +63,7 @@ def run(job: Job) -> Outcome:
         loss=loss,
         spec=spec,
         batches=LoaderBatches(data.open_loader(config.data, spec, assemble)),
-        evaluate=benchmarks.join(held_out, states),
+        evaluate=with_samples(benchmarks.join(held_out, states), config, states, job.run),
         passes=passes(reference),
     )
     result = train(training, config, run=job.run, machine=job.machine)

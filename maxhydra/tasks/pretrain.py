@@ -14,6 +14,7 @@ from maxhydra.train import (
     plan_states,
     train,
     training_loss,
+    with_samples,
 )
 
 NEEDS_DEVICES = KEEPS_RUN = TRAINS = True
@@ -31,12 +32,13 @@ def run(job: Job) -> Outcome:
     loss = likelihood_loss(states.model, sharder, config.train)
     # A step runs on one DiLoCo replica at a time, an evaluation on all devices.
     step_loss = training_loss(states.model, sharder.inside_replica(), config.train)
+    evaluate = benchmarks.join(held_out_likelihood(loss, config.data, spec, config.train), states)
     training = TrainingSetup(
         states=states,
         loss=step_loss,
         spec=spec,
         batches=LoaderBatches(loader),
-        evaluate=benchmarks.join(held_out_likelihood(loss, config.data, spec, config.train), states),
+        evaluate=with_samples(evaluate, config, states, job.run),
         # Block diffusion runs the model on a noised and on a clean copy of each row.
         passes=1 if config.model.diffusion.block_size is None else 2,
     )

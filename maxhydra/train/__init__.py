@@ -6,7 +6,7 @@ Reading order: `trainer.train` sets up a session and calls `loop.fit`, which cal
 
 from maxhydra.train.batches import BatchSource, LoaderBatches, plan_batches
 from maxhydra.train.evaluate import held_out_likelihood, held_out_loss
-from maxhydra.train.generate import final_sample, write_sample
+from maxhydra.train.generate import final_sample, with_samples, write_sample
 from maxhydra.train.loop import TrainResult
 from maxhydra.train.loss import Scorer, map_sequence_chunks, next_token_loss, token_logprobs
 from maxhydra.train.objective import likelihood_loss, training_loss
@@ -34,5 +34,6 @@ __all__ = [
     "token_logprobs",
     "train",
     "training_loss",
+    "with_samples",
     "write_sample",
 ]

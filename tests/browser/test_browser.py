@@ -198,6 +198,8 @@ def test_rollouts_are_filtered_and_followed_over_steps(window, server, outputs):
     until(window, "document.querySelectorAll('.rollout').length === 2")
     press(window, ".rollout button")
     until(window, "document.querySelector('.rollout')?.textContent.includes('-30 at 0')")
+    tops = "[...document.querySelectorAll('.rollout')].map((each) => each.getBoundingClientRect().top)"
+    assert len(set(window.execute_script(f"return {tops}"))) == 1, "side by side"
     type_into(window, '.filters [name="reward"]', "much\n")
     assert "reward" in until(window, "document.querySelector('#rollouts [role=alert]')?.textContent")
 

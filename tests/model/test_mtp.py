@@ -17,6 +17,7 @@ from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build, flops_per_token, parameter_count
 from maxhydra.sharding import Sharder
 from maxhydra.train import next_token_loss
+from maxhydra.train.path_rules import path_rules
 
 SINGLE, WIDTH, VOCAB, LENGTH = Sharder.single(), 16, 23, 6
 DEPTH, WEIGHT = 2, 0.4
@@ -130,29 +131,26 @@ def test_flops_and_parameters_of_an_mtp_layer():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unused", [(), ("^mtp/",)])
-def test_layers_that_a_loss_does_not_use_do_not_decay(unused: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("task", "is_trained"), [("sft", True), ("grpo", False)])
+def test_layers_that_a_loss_does_not_use_do_not_decay(task: str, is_trained: bool) -> None:
     model = build(make_model())
     params = make_params(model)
-    settings = compose(
-        ["optimizer=adamw", "optimizer.weight_decay=0.1", "optimizer/schedule=constant"]
-    ).config.optimizer
-    optimizer = optim.build(
-        settings, steps=10, shapes=model.shapes, axes=model.axes, rules=optim.PathRules(undecayed=unused)
-    )
+    settings = compose([f"task={task}", "optimizer=adamw", "optimizer.weight_decay=0.1", "optimizer/schedule=constant"])
+    config, rules = settings.config, path_rules(settings.config, model)
+    optimizer = optim.build(config.optimizer, steps=10, shapes=model.shapes, axes=model.axes, rules=rules)
     zeros = jax.tree.map(jnp.zeros_like, params)
     first = jax.jit(lambda params: optimizer.transform.update(zeros, optimizer.transform.init(params), params))
     updates, _ = first(params)
     is_changed = {name: any(bool(leaf.any()) for leaf in jax.tree.leaves(part)) for name, part in updates.items()}
-    assert is_changed.pop("mtp") is not bool(unused)
+    assert is_changed.pop("mtp") is is_trained
     assert is_changed["head"] and is_changed["pattern"]
 
 
 def test_tasks_that_do_not_train_them() -> None:
     trained = {name: cls.trains_mtp for name, cls in task_schemas().items() if name in LOGGED}
-    assert {name for name, is_trained in trained.items() if not is_trained} == {
-        "dpo",
-        "reward_model",
-        "grpo",
-        "distill",
-    }
+    frozen = {name for name, is_trained in trained.items() if not is_trained}
+    assert frozen == {"dpo", "reward_model", "grpo", "distill"}
+    for name in (*frozen, "pretrain", "sft"):
+        head = ["model.head=score"] if name == "reward_model" else []
+        rules = path_rules(compose([f"task={name}", *head]).config, build(make_model()))
+        assert ("^mtp/" in rules.undecayed) is (name in frozen), name

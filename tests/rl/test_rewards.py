@@ -93,6 +93,13 @@ def test_format_and_length() -> None:
     ]
 
 
+def test_overlong_completions_are_penalized_as_in_dapo() -> None:
+    """Equation 13 of Yu et al. (2025): 0 up to L_max - L_cache, (L_max - L_cache - |y|) / L_cache, -1 beyond L_max."""
+    term = Term(kind=RewardKind.overlong, target=20, buffer=8)
+    lengths = {0: 0, 12: 0, 13: -1 / 8, 18: -6 / 8, 20: -1, 21: -1, 90: -1}
+    assert score(term, *(make_sample("a", tokens=length) for length in lengths)) == list(lengths.values())
+
+
 def test_the_answer_is_extracted_from_the_last_match() -> None:
     text = "<answer>1</answer> no, <answer>\n2</answer>"
     assert extract_answer(text, "<answer>(.*?)</answer>") == "\n2"

@@ -17,6 +17,8 @@ from maxhydra.data.formats.payload import decode_arrays
 from maxhydra.distill.teacher import plan_teacher
 from maxhydra.layers import Context
 from maxhydra.model import build
+from maxhydra.record.rollout_store import search
+from maxhydra.record.rollouts import Query
 from maxhydra.sharding import Sharder
 from tests.support.cli import ROOT, SMALL, facts, kill_when, losses, parameter_hash, rewind, run_ok
 
@@ -71,12 +73,19 @@ def test_a_killed_run_resumes_bit_identically(cwd: Path) -> None:
 def test_an_on_policy_run_ends_early_with_a_sample_and_its_best_checkpoint(cwd: Path) -> None:
     """target_eval_loss, early_stop, sample and keep_best are those of the held-out data."""
     early = ["train.steps=4", "train.eval_every=1", "train.eval_batches=1", "checkpoint.every=1"]
-    early += ["train.sample.tokens=3", "train.target_eval_loss=0", "train.early_stop.min_delta=100"]
+    early += [
+        "train.sample.tokens=3",
+        "train.sample.at_evaluations=true",
+        "train.target_eval_loss=0",
+        "train.early_stop.min_delta=100",
+    ]
     best = ["checkpoint.keep=1", "checkpoint.keep_best=1", "checkpoint.best_metric=eval/kl"]
     run_ok(*ON_POLICY, *early, *best, "train.early_stop.patience=2", "run.name=patience", cwd=cwd)
     folder = cwd / "outputs" / "patience"
     assert facts(folder)["end_step"] == 3 and "did not improve" in facts(folder)["reason"]
-    assert facts(folder)["sample"]
+    sampled = search(folder / "rollouts", Query(kind="eval", order="oldest")).records
+    assert [record["step"] for record in sampled] == [1, 2, 3]
+    assert sampled[-1]["prompt"] + sampled[-1]["completion"] == facts(folder)["sample"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     divergences = {line["step"]: line["eval/kl"] for line in lines if "eval/kl" in line}
     stored = {int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()}

@@ -317,8 +317,10 @@ def test_keys_that_need_an_eval_loss_are_rejected() -> None:
 
 
 def test_all_problems_are_reported() -> None:
-    found = problems("data=arithmetic", "task.max_tokens=32", "train.seq_len=32", "train.ramp.start=1")
-    assert set(found) == {"reward.terms", "data.record_type", "task.max_tokens", "train.ramp.start"}
+    unsupported = ["train.ramp.start=1", "train.sample.tokens=1", "train.sample.at_evaluations=true"]
+    found = problems("data=arithmetic", "task.max_tokens=32", "train.seq_len=32", *unsupported)
+    paths = {"reward.terms", "data.record_type", "task.max_tokens", "train.ramp.start", "train.sample.at_evaluations"}
+    assert set(found) == paths
     assert "reward=exact" in found["reward.terms"].hint
     assert found["data.record_type"].accepted == "prompts"
     started = ["reward=exact", "data=arithmetic", "data.record_type=prompts", "task.max_tokens=8"]

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from maxhydra.record.rollout_store import search
+from maxhydra.record.rollouts import Query
 from tests.support import callbacks, cli
 from tests.support.cli import ROOT, SMALL, facts, parameter_hash, run, run_ok
 
 RUN = [*SMALL, "train.steps=6", "checkpoint.every=2", "optimizer/schedule=constant", "run.name=it"]
 RUN += ["train.eval_every=2"]
-SAMPLE = ["train.sample.tokens=8", "train.sample.prompt='1+1='"]
+SAMPLE = ["train.sample.tokens=8", "train.sample.prompt='1+1='", "train.sample.at_evaluations=true"]
 
 
 def rows(folder: Path) -> list[tuple[int, Any, Any]]:
@@ -75,6 +77,13 @@ def test_a_run_killed_after_its_last_save_is_completed_with_its_values(finished:
     run_ok(*RUN, *SAMPLE, cwd=tmp_path)
     for name in ("status", "reason", "objective", "metrics", "sample", "end_step", "trained_parameters"):
         assert facts(folder)[name] == whole[name], name
+
+
+def test_samples_of_evaluations_are_rollouts(finished: Path) -> None:
+    records = search(finished / "it" / "rollouts", Query(kind="eval", order="oldest")).records
+    texts = [record["prompt"] + record["completion"] for record in records]
+    assert [record["step"] for record in records] == [2, 4, 6]
+    assert len(set(texts)) > 1 and texts[-1] == facts(finished / "it")["sample"]
 
 
 EARLY_STOP = ["train.early_stop.patience=2", "train.early_stop.min_delta=100"]

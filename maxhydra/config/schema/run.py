@@ -1,7 +1,6 @@
 """Schema of the run, the training loop and trackers, and the metrics that each task logs.
 
-Metric names are known before a run starts, so that a sweep over a metric that is never logged fails before its first
-job.
+Metric names are known before a run starts, so that a sweep over a metric that is never logged fails at its start.
 """
 
 import re
@@ -92,8 +91,7 @@ class Run(Schema):
     """Folder that contains the runs, or a URL such as s3://bucket/folder or gs://bucket/folder, to which they are
     uploaded."""
     staging: str | None = None
-    """Local folder in which runs work whose outputs are a URL; several hosts need a shared one. null: a folder in
-    ~/.cache/maxhydra/staging."""
+    """Local folder of runs whose outputs are a URL; several hosts need a shared one. null: in ~/.cache/maxhydra."""
     seed: int = option(0, ge=0, le=2**32 - 1)
     """Seed of the weights, the data order and dropout."""
     weights_seed: int | None = option(None, ge=0, le=2**32 - 1)
@@ -155,7 +153,7 @@ def control_problems(path: str, texts: Iterable[str], *, keep: str = "") -> Iter
 
 @schema
 class Sample(Schema):
-    """Text that is sampled from the model at the end of the run."""
+    """Text that is sampled from the model at the end of the run, and at evaluations."""
 
     tokens: int = option(0, ge=0)
     """Tokens to sample; 0 samples none."""
@@ -163,6 +161,8 @@ class Sample(Schema):
     """Prompt to continue; with data.record_type=chat, or prompts and a chat template, the user's message."""
     temperature: float = option(0.8, ge=0)
     """Sampling temperature; 0 is greedy."""
+    at_evaluations: bool = False
+    """Also sample at every evaluation, and keep the texts in the run's rollouts of kind eval."""
 
 
 @schema

@@ -56,6 +56,8 @@ export async function showSamples(content) {
     list = page.html("div", { id: "rollouts" });
     content.replaceChildren(filters, list);
   }
+  // One prompt over steps: its completions side by side.
+  list.classList.toggle("columns", Boolean(view.prompt));
   page.update(list, [response, facts.sample], () => {
     if (response.problem) return [page.html("p", { role: "alert" }, response.problem)];
     if (!kinds.length) return sample ? [sample] : [page.html("p", { class: "empty" }, "This run has neither a sample (train.sample.tokens) nor rollouts (task=grpo).")];
