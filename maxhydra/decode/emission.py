@@ -1,7 +1,7 @@
 """Sampled tokens on their way to clients: dispatched, read from the device, emitted to the handles of their sequences.
 
 Without grammars, tokens are read and emitted one iteration after they were dispatched. The masks of a grammar depend on
-all tokens before, so that a step with masks reads everything that is pending. What the host does not need for the masks
+all tokens before, so that a step with masks reads everything that is pending. Work that the masks do not depend on
 waits: tokens are emitted after the next forward call is dispatched, while the device is busy.
 """
 
@@ -54,7 +54,7 @@ class Emitter:
         self._num_earlier = 0
 
     def read_all(self) -> None:
-        """Emit what was read, then read all tokens, and advance the grammars by them."""
+        """Emit the tokens read so far, then read all others, and advance the grammars by them."""
         self._emit_read()
         while self._pending:
             self._read.append(self._read_next())

@@ -81,7 +81,7 @@ class CompiledGrammar:
     """A grammar with one or more lexers.
 
     llguidance copies a matcher in microseconds, but all copies use the same lexer, behind a lock: their masks are
-    computed one after the other. So sequences that run at the same time get lexers of their own, as far as threads can
+    computed one after the other. So sequences that run at the same time get separate lexers, as far as threads can
     use them and compiling is cheap.
     """
 

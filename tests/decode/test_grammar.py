@@ -166,27 +166,27 @@ def test_a_sequence_that_is_cancelled_or_cannot_follow_its_grammar_leaves_the_ot
     assert engine.stats()["pages_used"] == 0
 
 
-def test_sequences_that_run_together_have_lexers_of_their_own():
+def test_concurrent_sequences_have_separate_lexers():
     def start_grammars(threads: int) -> GrammarCompiler:
         return GrammarCompiler(ByteTokenizer(), eos=(EOS,), vocab_size=300, threads=threads)
 
     grammar, one, several = json_grammar(random_schema(2)), start_grammars(1), start_grammars(2)
-    alone, together = ([each.constrain(grammar) for _ in range(4)] for each in (one, several))
-    assert [each.lexer for each in alone] == [0] * 4 and [each.lexer for each in together] == [0, 1, 2, 3]
-    del together[1]
-    together.insert(1, several.constrain(grammar))
-    assert together[1].lexer == 1, "the lexer of a sequence that has ended is used again"
+    alone, concurrently = ([each.constrain(grammar) for _ in range(4)] for each in (one, several))
+    assert [each.lexer for each in alone] == [0] * 4 and [each.lexer for each in concurrently] == [0, 1, 2, 3]
+    del concurrently[1]
+    concurrently.insert(1, several.constrain(grammar))
+    assert concurrently[1].lexer == 1, "the lexer of a sequence that has ended is used again"
     rng = np.random.default_rng(0)
     for _ in range(40):
-        masks_BW, expected_BW = several.masks([*together, None]), one.masks([None, *alone])
+        masks_BW, expected_BW = several.masks([*concurrently, None]), one.masks([None, *alone])
         np.testing.assert_array_equal(masks_BW[:4], expected_BW[1:])
         assert (masks_BW[4] == 2**32 - 1).all() and (expected_BW[0] == 2**32 - 1).all()
         is_allowed_BV = np.unpackbits(masks_BW[:4].view(np.uint8), axis=1, bitorder="little")
         assert not is_allowed_BV[:, 264:].any(), "the tokenizer does not have these tokens"
         tokens = [[int(rng.choice(np.flatnonzero(row)))] for row in is_allowed_BV]
         one.consume(list(zip(alone, tokens, strict=True)))
-        several.consume(list(zip(together, tokens, strict=True)))
-    assert not any(each.error for each in (*alone, *together))
+        several.consume(list(zip(concurrently, tokens, strict=True)))
+    assert not any(each.error for each in (*alone, *concurrently))
 
 
 def test_token_bytes_join_to_the_text():

@@ -78,7 +78,7 @@ def load_store(folder: Path, store: Path = STORE) -> None:
 def save_store(folder: Path, store: Path = STORE) -> None:
     """Add the complete entries of a session's cache folder to the store.
 
-    Without zstandard, with which jax compresses entries, or a home folder, there is no store.
+    Without zstandard, with which jax compresses entries, or a home folder, nothing is stored.
     """
     try:
         store.mkdir(parents=True, exist_ok=True)

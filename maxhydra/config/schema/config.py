@@ -108,10 +108,10 @@ def _kind_estimate(model: Model, kind: Kind) -> int:
     inner, orders = kind.latent_dim or width, kind.engram.vocab_sizes
     memory = kind.engram.num_heads * kind.engram.head_dim
     memory *= sum(orders) + len(orders) * width * (1 + model.hyper_connections.streams)
-    return mixer + _feed_forward_size(model, kind, inner) + (width * inner if kind.latent_dim else 0) + memory
+    return mixer + _feed_forward_weights(model, kind, inner) + (width * inner if kind.latent_dim else 0) + memory
 
 
-def _feed_forward_size(model: Model, kind: Kind, width: int) -> int:
+def _feed_forward_weights(model: Model, kind: Kind, width: int) -> int:
     """Weights of a layer's feed-forward, with all experts, on inputs of this width."""
     moe, has_mlp = kind.moe, kind.feed_forward is FeedForward.mlp
     dense = (2 + (kind.mlp.kind is MlpKind.gated)) * (kind.mlp.dim or model.mlp_dim) * has_mlp * width
