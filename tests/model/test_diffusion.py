@@ -54,6 +54,10 @@ def test_noise_masks_each_token_with_the_level_of_its_block() -> None:
         (["task=decode", "checkpoint.load_parameters=x", "task.denoise_steps=5"], "task.denoise_steps"),
         (["task=decode", "checkpoint.load_parameters=x", "task.sampling.top_p=0.5"], "task.sampling.top_p"),
         (["task=decode", "checkpoint.load_parameters=x", "task.engine.burst=2"], "task.engine.burst"),
+        (
+            ["task=decode", "checkpoint.load_parameters=x", "task.engine.speculation.method=ngram"],
+            "task.engine.speculation.method",
+        ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

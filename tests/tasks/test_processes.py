@@ -199,6 +199,13 @@ def test_completions_of_two_processes_are_those_of_one(folder: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_speculative_completions_of_two_processes_are_those_of_one(folder: Path) -> None:
+    drafting = ["task.engine.speculation.method=ngram", "task.engine.speculation.min_ngram=1", "task.engine.burst=2"]
+    run(2, [*decode("drafted.texts.jsonl"), *drafting, *MESH], cwd=folder, devices=1)
+    assert completions(folder / "drafted.texts.jsonl") == completions(folder / "one.texts.jsonl")
+
+
+@pytest.mark.exhaustive
 def test_completions_after_a_kill_of_one_process_are_those_of_one(folder: Path) -> None:
     one = completions(folder / "one.texts.jsonl")
     output, command = folder / "killed.jsonl", [*decode("killed.jsonl"), *MESH]

@@ -13,7 +13,8 @@ DIFFUSION_TASKS = ("pretrain", "sft", "decode")
 DIFFUSION_DESCRIPTIONS = ("compile", "inspect", "inspect_data")
 # Sampling parameters of decoding by block diffusion; the others have no form for tokens of a block sampled together.
 DIFFUSION_SAMPLING = ("max_tokens", "temperature", "seed", "stop", "ignore_eos")
-DIFFUSION_ENGINE = ("max_context",)
+# Engine settings of it, and the section that Engine.check_model checks.
+DIFFUSION_ENGINE = ("max_context", "speculation")
 SECTION = "model.diffusion.block_size"
 
 
