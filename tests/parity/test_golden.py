@@ -2,12 +2,19 @@
 
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors import safe_open
 
+from maxhydra.config.schema.decode import Engine
+from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.convert.compatibility import is_same
 from maxhydra.convert.hf_config import build_model
+from maxhydra.data.tokenizers.byte import ByteTokenizer
+from maxhydra.decode.engine import Engine as DecodeEngine
+from maxhydra.decode.request import Request
+from maxhydra.sharding import Sharder, build_mesh
 from tests.support.golden_models import Golden, family_cases
 
 PARITY = Path(__file__).parent
@@ -51,6 +58,24 @@ def test_gradients_equal_the_reference_and_decoding_the_forward_pass(family: str
     assert distance.gradients < 1e-3, distance
     real = np.asarray(golden.mask) == 1
     np.testing.assert_allclose(golden.decoded()[real], logits[real], atol=1e-4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["glm_moe_dsa_shared", "nemotron_h_moe"])
+def test_tokens_of_the_engine_are_the_likeliest_of_the_forward_pass(family: str) -> None:
+    """With a paged cache and chunked prefill; the prompt is longer than what an indexer selects."""
+    golden, count = Golden(PARITY / "golden" / family), 6
+    prompt = tuple(np.asarray(golden.ids[0])[np.asarray(golden.mask[0]) == 1][:40].tolist())
+    sizes = Engine(max_batch=2, cache_tokens=256, page_size=8, prefill_chunk=12, deterministic=True)
+    sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)
+    params = jax.device_put(golden.params, sharder.tree(golden.model.axes))
+    engine = DecodeEngine(golden.model, params, ByteTokenizer(), sizes, sharder=sharder, eos=())
+    sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
+    request = Request(prompt=prompt, max_tokens=count, stop=(), ignore_eos=True, **sampling)
+    completion = engine.submit(request).result()
+    engine.close()
+    logits = golden.forward(np.array([[*prompt, *completion.tokens]], np.int32))[0]
+    assert completion.tokens == tuple(np.argmax(logits, axis=-1)[len(prompt) - 1 : -1].tolist())
 
 
 def check_round_trip(golden: Golden, folder: Path) -> None:

@@ -98,6 +98,12 @@ class Golden:
             chunks.append(np.asarray(logits))
         return np.concatenate(chunks, axis=1)
 
+    def forward(self, ids: np.ndarray) -> np.ndarray:
+        """Logits of rows [B, T] without padding, without a cache."""
+        positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+        logits, _ = jax.jit(self._step)(self.params, jnp.asarray(ids), positions, jnp.ones_like(positions), None)
+        return np.asarray(logits)
+
     def write(self, folder: Path) -> Table:
         """Export the model as a Hugging Face folder, and return the table used."""
         table = find_family(self.model, self.source.table.model_type)
