@@ -124,7 +124,7 @@ def test_frames_of_gemma4_have_minutes_and_steps_of_qwen3_omni_no_text(tmp_path:
     options = ["data.max_images=4", "train.seq_len=96"]
     gemma, _ = record_type(tmp_path, "model=gemma4-tiny-vision", *options)
     (example,) = gemma.encode([{"messages": messages(video, TEXT)}])
-    step = [301, *[303] * 3, 302]
+    step = [301, *[306] * 3, 302]
     times = (b"00:00 ", b" 00:50 ", b" 01:40 ", b" 02:30 ")
     tokens = [256, *(id for time in times for id in (*time, *step)), ord("a"), ord("\n"), *b"ok"]
     row = gemma.row(example, 96)
