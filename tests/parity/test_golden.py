@@ -63,7 +63,7 @@ def test_gradients_equal_the_reference_and_decoding_the_forward_pass(family: str
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["glm_moe_dsa_shared", "nemotron_h_moe"])
 def test_tokens_of_the_engine_are_the_likeliest_of_the_forward_pass(family: str) -> None:
-    """With a paged cache and chunked prefill; the prompt is longer than what an indexer selects."""
+    """With a paged cache and chunked prefill; the prompt is longer than the selection of an indexer."""
     golden, count = Golden(PARITY / "golden" / family), 6
     prompt = tuple(np.asarray(golden.ids[0])[np.asarray(golden.mask[0]) == 1][:40].tolist())
     sizes = Engine(max_batch=2, cache_tokens=256, page_size=8, prefill_chunk=12, deterministic=True)
