@@ -257,15 +257,21 @@ def _scatter(sharded: ShardedLoss, d_hidden: jax.Array) -> jax.Array:
 
 
 def _reduce(sharded: ShardedLoss, spec: PartitionSpec, gradient: jax.Array, like: jax.Array) -> jax.Array:
-    """Sum the gradient of a weight over tokens, in the dtype of the weight; each device gets its stored part."""
+    """Sum the gradient of a weight over tokens, in the dtype of the weight; each device gets its stored part.
+
+    A weight that the vocabulary does not split, as a factor of LoRA, gets the sum over the parts of the vocabulary.
+    """
     gradient = gradient.astype(like.dtype)
     scattered: set[str] = set()
-    for dimension, entry in enumerate(sharded.axes.stored(spec)):
+    stored = sharded.axes.stored(spec)
+    split = {axis for entry in stored for axis in axes_of(entry)}
+    for dimension, entry in enumerate(stored):
         axes = tuple(axis for axis in axes_of(entry) if axis in sharded.axes.tokens)
         if axes:
             gradient = jax.lax.psum_scatter(gradient, axes, scatter_dimension=dimension, tiled=True)
             scattered.update(axes)
-    rest = tuple(axis for axis in sharded.axes.tokens if axis not in scattered)
+    parts = tuple(axis for axis in sharded.axes.vocab if axis not in split)
+    rest = (*(axis for axis in sharded.axes.tokens if axis not in scattered), *parts)
     return jax.lax.psum(gradient, rest) if rest else gradient
 
 

@@ -27,6 +27,7 @@ KEYS_WITHOUT_EFFECT_ON_WEIGHTS = (
     *("kinds.*.moe.balance_weight", "kinds.*.moe.capacity_factor", "kinds.*.moe.router.bias_rate"),
     *("kinds.*.mla.indexer.loss_weight", "expert_parallel.*", "vision.tiles.*", "vision.m*_patches"),
     *("vision.videos.fps", "vision.videos.m*", "vision.videos.per_frame", "vision.videos.timestamps", "diffusion.*"),
+    "vision.videos.use_audio_in_video",
 )
 """Keys that a run may choose freely for given weights: they change how the model is computed, trained or initialized,
 not the function that the weights represent. fnmatch patterns of paths below `model`; `kinds.*` is any layer kind."""
@@ -42,6 +43,8 @@ def require_same(source: Source, model: config.Model) -> None:
         file_model = dataclasses.replace(file_model, vision=model.vision)
     if model.audio.num_layers is None:
         file_model = dataclasses.replace(file_model, audio=model.audio)
+    if model.speech.codebooks is None:
+        file_model = dataclasses.replace(file_model, speech=model.speech)
     file_model = _with_videos_of(file_model, model)
     problems = list(source.check(model))
     if not is_same(file_model, model):
@@ -84,7 +87,7 @@ def _resolve(model: config.Model) -> tuple[Any, ...]:
         "unroll": 1,
         "mtp": (),
     }
-    return layers, dataclasses.replace(spec, **arrangement)
+    return layers, dataclasses.replace(spec, **arrangement), model.speech
 
 
 def _with_free_keys(file_model: config.Model, model: config.Model) -> config.Model:

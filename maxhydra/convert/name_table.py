@@ -148,6 +148,8 @@ class Table:
     """Rows of the layers of the image encoder."""
     audio_layer: tuple[Weight, ...] = ()
     """Rows of the layers of the audio encoder."""
+    speech_layers: Mapping[str, tuple[Weight, ...]] = dataclasses.field(default_factory=dict)
+    """Rows of the layers of each decoder of codes, by its section in `model.speech`."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Prefix of tensor names in files of some versions of transformers -> the prefix in this table; with a leading dot,
     a part of the name anywhere."""

@@ -23,6 +23,11 @@ LAYERED = ("prefix", "pattern", "remainder", "mtp")
 VISION_LAYERS, AUDIO_LAYERS = ENCODER_LAYERS = (("vision", "layers"), ("audio", "layers"))
 
 
+def speech_layers(name: str) -> Keys:
+    """Section of the stacked layers of a decoder of codes."""
+    return "speech", name, "decoder", "layers"
+
+
 class TensorLayout:
     """A table row at the sizes of a model: `shapes` are the parameters' shapes, `heads` the groups of Join.heads."""
 
@@ -156,11 +161,24 @@ def unmapped_params(table: Table, model: ModelDef) -> list[str]:
 
 
 def _rows_of(table: Table, owner: Keys) -> tuple[Weight, ...]:
-    """Rows of the layers of decoder or encoders, or of parameters outside of layers."""
+    """Rows of the layers of decoder, encoders or speech, or of parameters outside of layers."""
     if not owner:
         return (*table.non_layer, SCORE)
-    encoders: dict[Keys, tuple[Weight, ...]] = {VISION_LAYERS: table.vision_layer, AUDIO_LAYERS: table.audio_layer}
-    return encoders.get(owner, table.layer)
+    rows: dict[Keys, tuple[Weight, ...]] = {VISION_LAYERS: table.vision_layer, AUDIO_LAYERS: table.audio_layer}
+    rows |= {speech_layers(name): layer for name, layer in table.speech_layers.items()}
+    return rows.get(owner, () if _is_stack(owner) else table.layer)
+
+
+def _is_stack(keys: Keys) -> bool:
+    """Whether a path is that of stacked layers outside the decoder."""
+    return keys in ENCODER_LAYERS or (len(keys) == 4 and keys == speech_layers(keys[1]))
+
+
+def _owner(keys: Keys) -> Keys:
+    """Path of the layer, or of the stacked layers, that a parameter belongs to; () outside the layers."""
+    if keys[0] in LAYERED:
+        return keys[:2]
+    return next((keys[:length] for length in (2, 4) if _is_stack(keys[:length])), ())
 
 
 def _has_params(shapes: Mapping[str, Shape], row: Weight) -> bool:
@@ -174,13 +192,13 @@ def _shapes_by_owner(model: ModelDef) -> dict[Keys, dict[str, Shape]]:
     shapes: dict[Keys, dict[str, Shape]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.shapes):
         keys = _keys(path)
-        owner = keys[:2] if keys[0] in LAYERED or keys[:2] in ENCODER_LAYERS else ()
+        owner = _owner(keys)
         shapes.setdefault(owner, {})["/".join(keys[len(owner) :])] = leaf.shape
     return shapes
 
 
 def _map_row(row: Weight, owner: Keys, shapes: Mapping[str, Shape], model: ModelDef) -> ParamMapping:
-    is_stacked = owner[:1] == ("pattern",) or owner in ENCODER_LAYERS
+    is_stacked = owner[:1] == ("pattern",) or _is_stack(owner)
     first_shape = shapes[row.paths[0]]
     outer = 1 if is_stacked else 0
     experts = first_shape[outer] if row.is_by_expert else None
@@ -202,7 +220,7 @@ def _layer_numbers(owner: Keys, stack_size: int, model: ModelDef) -> tuple[int |
     """Numbers of the layers that a parameter holds; MTP layers are numbered after the last decoder layer."""
     if not owner:
         return (None,)
-    if owner in ENCODER_LAYERS:
+    if _is_stack(owner):
         return tuple(range(stack_size))
     section, position, count = owner[0], int(owner[1]), model.config.num_layers
     if section == "pattern":

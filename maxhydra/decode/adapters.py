@@ -210,6 +210,12 @@ class AdapterReader:
             hint = f"merge it into its base: task=convert checkpoint.load_parameters={location}"
             reason = "is a DoRA adapter, which rescales the weights of its base and cannot share a batch with others"
             raise ConfigError(Problem(key, reason, value=location, accepted="LoRA, rsLoRA or PiSSA", hint=hint))
+        if spec.parameters:
+            names = ", ".join(name.strip("^$").replace("\\", "") for name in spec.parameters)
+            hint = f"merge it into its base: task=convert checkpoint.load_parameters={location}"
+            reason = f"changes {names}; adapters of requests are for linear projections"
+            accepted = "an adapter of projections alone (adapter.parameters=[])"
+            raise ConfigError(Problem(key, reason, value=location, accepted=accepted, hint=hint))
         rank = spec.rank * (2 if spec.has_start else 1)
         if rank > self.limits.rank:
             reason = f"has rank {rank}, more than task.lora.max_rank={self.limits.rank}"

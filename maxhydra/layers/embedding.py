@@ -17,8 +17,9 @@ from maxhydra.config.schema import model as config
 from maxhydra.config.schema.encoders import placeholders
 from maxhydra.kernels.fused_linear import matmul_argmax
 from maxhydra.kernels.int8_weight_matmul import int8_weight_matmul
-from maxhydra.kernels.matmul import Layout, project
+from maxhydra.kernels.matmul import Layout, project, widening_einsum
 from maxhydra.layers.context import Context
+from maxhydra.layers.low_rank import Factors, factors_of
 from maxhydra.layers.mlp import gated
 from maxhydra.layers.norm import NormSpec
 from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale, width_ratio
@@ -84,7 +85,8 @@ class Embedding(nnx.Module):
         # emb_dim^-1/2, so that a tied head maps normalized activations to logits of variance init_scale^2. As an input
         # the scale of a row does not matter: every branch normalizes the residual stream before reading it.
         std = spec.embedding_std
-        self.table = make.vocabulary_matrix("embedding", spec.vocab_size, spec.emb_dim, ("vocab", "embed"), std=std)
+        sizes = (spec.vocab_size, spec.emb_dim)
+        self.table, self.lora = make.vocabulary_matrix("embedding", *sizes, ("vocab", "embed"), std=std)
         self.format = make.named("embedding")[1]
         shape = None if spec.positions is None else ((spec.positions,), (spec.emb_dim,))
         self.positions = None if shape is None else make.matrix(*shape, ("positions", "embed"), std=std)
@@ -94,10 +96,14 @@ class Embedding(nnx.Module):
         """[B, T, D] embeddings; an id outside the vocabulary gives NaN, which shows up in the loss."""
         compute = self.spec.dtypes.compute
         if isinstance(self.table, Int8):
-            return self._scale_and_position(take_rows(self.table.parts, tokens_BT, compute), positions_BT)
-        rows_BTD = look_up(self.table[...], tokens_BT, ctx, dtype=compute)
+            rows_BTD = take_rows(self.table.parts, tokens_BT, compute)
+        else:
+            rows_BTD = look_up(self.table[...], tokens_BT, ctx, dtype=compute)
         if is_qat(self.format):
             rows_BTD = straight_through(partial(rounded_weight, over=(-1,)), rows_BTD)
+        if (update := factors_of(self.lora, compute, is_adapted=ctx.is_adapted)) is not None:
+            low_rank_BTR = look_up(update.a, tokens_BT, ctx, dtype=compute, axes=("vocab", None))
+            rows_BTD = rows_BTD + low_rank_BTR @ update.b
         return self._scale_and_position(rows_BTD, positions_BT)
 
     def _scale_and_position(self, rows_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
@@ -110,13 +116,17 @@ class Embedding(nnx.Module):
             return rows_BTD
         return rows_BTD + jnp.take(self.positions[...], positions_BT, axis=0, mode="clip").astype(rows_BTD.dtype)
 
-    def logits(self, hidden: jax.Array, *, is_single_device: bool) -> jax.Array:
+    def logits(self, hidden: jax.Array, *, is_single_device: bool, is_adapted: bool = True) -> jax.Array:
         """Logits [..., V] of hidden states [..., D]; `is_single_device`: on one device."""
         matmul = _HeadMatmul("...D,VD->...V", 1, self.format, is_single_device)
-        return _logits(matmul, hidden, self.table, self.spec)
+        update = factors_of(self.lora, self.spec.dtypes.compute, is_adapted=is_adapted)
+        turned = None if update is None else Factors(update.b.T, update.a.T)
+        return _logits(matmul, hidden, self.table, turned, self.spec)
 
     def largest_logit(self, hidden_BD: jax.Array) -> tuple[jax.Array, jax.Array] | None:
         """Largest logit [B] and its token by one kernel, on one device; None if all logits must be computed."""
+        if self.lora is not None:
+            return None
         return _largest(
             _HeadMatmul("...D,VD->...V", 1, self.format, is_single_device=True), hidden_BD, self.table, self.spec
         )
@@ -136,16 +146,19 @@ class Head(nnx.Module):
     def __init__(self, spec: VocabularySpec, make: ParamBuilder):
         self.spec = spec
         shape = (spec.emb_dim, spec.vocab_size)
-        self.kernel = make.vocabulary_matrix("head", *shape, ("embed", "vocab"), std=spec.head_std)
+        self.kernel, self.lora = make.vocabulary_matrix("head", *shape, ("embed", "vocab"), std=spec.head_std)
         self.format = make.named("head")[1]
 
-    def logits(self, hidden: jax.Array, *, is_single_device: bool) -> jax.Array:
+    def logits(self, hidden: jax.Array, *, is_single_device: bool, is_adapted: bool = True) -> jax.Array:
         """Logits [..., V] of hidden states [..., D]; `is_single_device`: on one device."""
         matmul = _HeadMatmul("...D,DV->...V", 0, self.format, is_single_device)
-        return _logits(matmul, hidden, self.kernel, self.spec)
+        update = factors_of(self.lora, self.spec.dtypes.compute, is_adapted=is_adapted)
+        return _logits(matmul, hidden, self.kernel, update, self.spec)
 
     def largest_logit(self, hidden_BD: jax.Array) -> tuple[jax.Array, jax.Array] | None:
         """Largest logit [B] and its token by one kernel, on one device; None if all logits must be computed."""
+        if self.lora is not None:
+            return None
         return _largest(
             _HeadMatmul("...D,DV->...V", 0, self.format, is_single_device=True), hidden_BD, self.kernel, self.spec
         )
@@ -177,8 +190,13 @@ class _HeadMatmul(NamedTuple):
     is_single_device: bool
 
 
-def _logits(matmul: _HeadMatmul, hidden: jax.Array, weight: nnx.Param | Int8, spec: VocabularySpec) -> jax.Array:
-    """Logits with softcap * tanh(logits / softcap) applied, if there is a softcap (Gemma 2, 2024)."""
+def _logits(
+    matmul: _HeadMatmul, hidden: jax.Array, weight: nnx.Param | Int8, update: Factors | None, spec: VocabularySpec
+) -> jax.Array:
+    """Logits with softcap * tanh(logits / softcap) applied, if there is a softcap (Gemma 2, 2024).
+
+    `update`: the LoRA update of the weight, from hidden states to the vocabulary.
+    """
     dtypes = spec.dtypes
 
     def int8_matmul(hidden: jax.Array, parts: Int8Parts) -> jax.Array:
@@ -206,6 +224,8 @@ def _logits(matmul: _HeadMatmul, hidden: jax.Array, weight: nnx.Param | Int8, sp
         )
     else:
         logits = plain(hidden, weight[...].astype(dtypes.compute))
+    if update is not None:
+        logits = logits + widening_einsum("...R,RV->...V", hidden @ update.a, update.b, dtype=dtypes.logits)
     return logits if spec.softcap is None else spec.softcap * jnp.tanh(logits / spec.softcap)
 
 

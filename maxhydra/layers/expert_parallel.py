@@ -37,6 +37,7 @@ from maxhydra.layers.expert_rows import (
     sort_by_expert,
     weighted_sum,
 )
+from maxhydra.layers.low_rank import Factors
 from maxhydra.layers.ragged_exchange import Link, Slices, exchange
 
 # Rows of the buffers are a multiple of what the grouped matmul kernels take.
@@ -171,13 +172,13 @@ def expert_parallel(
             out_BTD = _replicated_sum(out_BTD, mesh.summed)
         return out_BTD, is_sent_MK.reshape(routed.ids_BTK.shape)
 
-    in_specs, out_specs = _specs(mesh, shared)
+    in_specs, out_specs = _specs(mesh, weights, shared)
     out_BTD, is_sent_BTK = place.manual(on_device, in_specs, out_specs)(weights, shared, routed, is_real_BT)
     out_BTD = (out_BTD if mesh.is_scattered else ctx.to_stream(out_BTD)).astype(jnp.float32)
     return out_BTD, None if spec.parallel.buffer is None or not mesh.holders else is_sent_BTK
 
 
-def _specs(mesh: ExpertMesh, shared: SharedExpert | None) -> tuple[Any, Any]:
+def _specs(mesh: ExpertMesh, weights: Weights, shared: SharedExpert | None) -> tuple[Any, Any]:
     """Shardings of weights, shared expert, tokens and mask, and of the outputs."""
     holders, hidden, along = mesh.holders, mesh.hidden, PartitionSpec(mesh.batch, mesh.length)
     into, out_of = PartitionSpec(holders, None, hidden), PartitionSpec(holders, hidden, None)
@@ -189,7 +190,17 @@ def _specs(mesh: ExpertMesh, shared: SharedExpert | None) -> tuple[Any, Any]:
         columns = PartitionSpec(None, hidden)
         of_shared = SharedExpert._make([columns if is_gated else None, columns, PartitionSpec(hidden), scale])
     out = PartitionSpec(mesh.batch, mesh.place.stream_length if mesh.is_scattered else mesh.length)
-    of_weights = Weights._make([into if is_gated else None, into, out_of, bias if is_gated else None, bias])
+    whole = PartitionSpec(holders, None, None)
+    updates = [
+        None if update is None else Factors._make(specs)
+        for update, specs in (
+            (weights.gate_update, (whole, into)),
+            (weights.up_update, (whole, into)),
+            (weights.down_update, (out_of, whole)),
+        )
+    ]
+    kernels = (into if is_gated else None, into, out_of)
+    of_weights = Weights._make([*kernels, bias if is_gated else None, bias, *updates])
     return (of_weights, of_shared, along, along), (out, along)
 
 

@@ -19,8 +19,12 @@ from maxhydra.config.schema import model as config
 from maxhydra.kernels.grouped_matmul import grouped_matmul
 from maxhydra.kernels.placement import Placement
 from maxhydra.layers.context import KernelChoice, kernel_errors_as_config_errors
+from maxhydra.layers.low_rank import Factors
 from maxhydra.layers.mlp import ACTIVATIONS, apply_activation, gated, limited
 from maxhydra.layers.params import Dtypes, residual_scale
+
+# Multiples of the inputs and outputs that the grouped matmul kernels take, to which the rank of an adapter is padded.
+RANK_MULTIPLES = {"gpu": 16, "tpu": 128}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,13 +118,16 @@ class Tokens(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Kernels and optional biases of the experts; those of the gate are None for plain MLPs."""
+    """Kernels, optional biases and LoRA updates of the experts; those of the gate are None for plain MLPs."""
 
     gate_EDF: jax.Array | None
     up_EDF: jax.Array
     down_EFD: jax.Array
     gate_EF: jax.Array | None
     up_EF: jax.Array | None
+    gate_update: Factors | None = None
+    up_update: Factors | None = None
+    down_update: Factors | None = None
 
 
 class SharedExpert(NamedTuple):
@@ -228,8 +235,8 @@ def apply_experts(
     `weights_R`: factors of the rows.
     """
     matmul = partial(_grouped_matmul, sizes_E=sizes_E, kernel=spec.kernel, place=place)
-    gate_RF = None if weights.gate_EDF is None else matmul(rows_RD, weights.gate_EDF)
-    up_RF = matmul(rows_RD, weights.up_EDF)
+    gate_RF = None if weights.gate_EDF is None else matmul(rows_RD, weights.gate_EDF, weights.gate_update)
+    up_RF = matmul(rows_RD, weights.up_EDF, weights.up_update)
     if weights.up_EF is not None:
         ends_E, row_R1 = jnp.cumsum(sizes_E), jnp.arange(rows_RD.shape[0])[:, None]
         is_of_RE = (row_R1 >= ends_E - sizes_E) & (row_R1 < ends_E)
@@ -240,7 +247,7 @@ def apply_experts(
     hidden_RF = spec.hidden(gate_RF, checkpoint_name(up_RF, "mlp_up"))
     if weights_R is not None:
         hidden_RF = (hidden_RF * weights_R[:, None]).astype(hidden_RF.dtype)
-    return matmul(hidden_RF, weights.down_EFD)
+    return matmul(hidden_RF, weights.down_EFD, weights.down_update)
 
 
 @jax.custom_vjp
@@ -276,10 +283,23 @@ def combine(out_RD: jax.Array, tokens: Tokens, order: RowOrder, spec: ExpertsSpe
 
 
 def _grouped_matmul(
-    x_RD: jax.Array, w_EDF: jax.Array, *, sizes_E: jax.Array, kernel: KernelChoice, place: Placement
+    x_RD: jax.Array,
+    w_EDF: jax.Array,
+    update: Factors | None,
+    *,
+    sizes_E: jax.Array,
+    kernel: KernelChoice,
+    place: Placement,
 ) -> jax.Array:
+    """Rows times the kernel of their expert, plus its LoRA update by two smaller grouped matmuls."""
+    run = partial(grouped_matmul, backend=kernel.backend, place=place)
     with kernel_errors_as_config_errors():
-        return grouped_matmul(x_RD, w_EDF, sizes_E, **kernel._asdict(), place=place)
+        out_RF = run(x_RD, w_EDF, sizes_E, sizes=kernel.sizes)
+        if update is None:
+            return out_RF
+        # Tile sizes are for the kernels of the experts, not for the rank.
+        a_EDr, b_ErF = update.padded(RANK_MULTIPLES.get(place.platform, 1))
+        return out_RF + run(run(x_RD, a_EDr, sizes_E), b_ErF, sizes_E)
 
 
 @jax.custom_vjp

@@ -20,6 +20,7 @@ from maxhydra.kernels.grouped_matmul import few_rows
 from maxhydra.layers.context import Context
 from maxhydra.layers.expert_parallel import ExpertMesh, expert_parallel
 from maxhydra.layers.expert_rows import ExpertsSpec, RoutedTokens, SharedExpert, Tokens, Weights, dropless
+from maxhydra.layers.low_rank import Factors, factors_of
 from maxhydra.layers.params import ParamBuilder
 from maxhydra.layers.quant.int4 import Int4
 from maxhydra.layers.quant.int8 import Int8
@@ -37,7 +38,7 @@ class ExpertLinear(nnx.Module):
             hint = f"+quantization.overrides.experts={{kind: {self.format.kind.value}, targets: [{self.name}]}}"
             raise ConfigError(Problem("quantization.activations", reason, value="int8", accepted="compute", hint=hint))
         self.compute = spec.compute
-        self.kernel = make.experts(name, spec.experts, shape, axes, std=scale * shape[0] ** -0.5)
+        self.kernel, self.lora = make.experts(name, spec.experts, shape, axes, std=scale * shape[0] ** -0.5)
         self.bias = make.zeros((spec.experts, shape[1]), ("experts", axes[1])) if spec.has_bias else None
 
     @property
@@ -50,6 +51,10 @@ class ExpertLinear(nnx.Module):
         if self.format is not None and is_qat(self.format):
             return straight_through(rounding(self.format, inputs=1, leading=1, name=self.name), self.kernel[...])
         return self.kernel[...]
+
+    def update(self, ctx: Context) -> Factors | None:
+        """The LoRA update of every expert; None without an active one."""
+        return factors_of(self.lora, self.compute, is_adapted=ctx.is_adapted)
 
     @property
     def stored(self) -> few_rows.Matrices:
@@ -99,11 +104,11 @@ class Experts(nnx.Module):
         elif not ctx.place.free_axes:
             out_MD = self._decode(routed.flat(), is_real_BT, ctx)
             if out_MD is None:
-                out_MD = dropless(self._weights(), routed.flat(), self.spec, ctx.place)
+                out_MD = dropless(self._weights(ctx), routed.flat(), self.spec, ctx.place)
             out_BTD = out_MD.reshape(routed.x_BTD.shape)
         else:
             mesh = ExpertMesh.of(self.spec, ctx)
-            out_BTD, fits_BTK = expert_parallel(self._weights(), routed, is_real_BT, mesh, ctx, shared=shared)
+            out_BTD, fits_BTK = expert_parallel(self._weights(ctx), routed, is_real_BT, mesh, ctx, shared=shared)
         dropped = None if fits_BTK is None else jnp.sum(is_real_BT[..., None] & ~fits_BTK, dtype=jnp.float32)
         if self.down.bias is None:
             return ExpertsOutput(out_BTD, dropped)
@@ -119,7 +124,7 @@ class Experts(nnx.Module):
 
     def _decode(self, tokens: Tokens, is_real_BT: jax.Array, ctx: Context) -> jax.Array | None:
         """[M, D] in float32, by kernels that read only the experts of real tokens; None if they do not apply."""
-        if ctx.cache is None or not self.spec.is_fused or self.spec.scales_input:
+        if ctx.cache is None or not self.spec.is_fused or self.spec.scales_input or self._is_adapted(ctx):
             return None
         gate = None if self.gate is None else self.gate.stored
         experts = few_rows.Experts(gate, self.up.stored, self.down.stored)
@@ -128,11 +133,15 @@ class Experts(nnx.Module):
         ids_MK = jnp.where(is_real_BT.reshape(-1, 1), tokens.ids_MK, -1)
         return few_rows.apply_experts(tokens.x_MD, ids_MK, tokens.weights_MK, experts, self.spec.wide_hidden)
 
-    def _weights(self) -> Weights:
+    def _is_adapted(self, ctx: Context) -> bool:
+        return any(linear is not None and linear.update(ctx) for linear in (self.gate, self.up, self.down))
+
+    def _weights(self, ctx: Context) -> Weights:
         into = (self.gate, self.up)
         biases = [None if linear is None or linear.bias is None else linear.bias[...] for linear in into]
         gate_EDF = None if self.gate is None else self.gate.weight
-        return Weights(gate_EDF, self.up.weight, self.down.weight, *biases)
+        updates = [None if linear is None else linear.update(ctx) for linear in (*into, self.down)]
+        return Weights(gate_EDF, self.up.weight, self.down.weight, *biases, *updates)
 
     def _with_capacity(self, routed: RoutedTokens, slots_BTK: jax.Array, ctx: Context, *, capacity: int) -> jax.Array:
         """Batched matmuls over a fixed number of slots per expert and sequence; slot index `capacity` is dropped."""
@@ -152,17 +161,25 @@ class Experts(nnx.Module):
         x_EBCD = ctx.sharder.constrain(x_EBCD, "act_experts", "act_batch", None, "act_embed")
         gate_EBCF = None if self.gate is None else self._project(self.gate, x_EBCD, ctx)
         hidden_EBCF = self.spec.hidden(gate_EBCF, self._project(self.up, x_EBCD, ctx))
-        out_EBCD = jnp.einsum("EBCF,EFD->EBCD", hidden_EBCF, self.down.weight)
+        out_EBCD = _batched_matmul(hidden_EBCF, self.down, ctx)
         out_EBCD = ctx.sharder.constrain(out_EBCD, "act_experts", "act_batch", None, "act_embed")
         out_BTKD = out_EBCD[ids_BR, rows_B1, jnp.minimum(slots_BR, C - 1)].reshape(B, T, -1, D)
         weights_BTK = jnp.where(slots_BTK < C, 1 if self.spec.scales_input else routed.weights_BTK, 0)
         return jnp.einsum("BTKD,BTK->BTD", out_BTKD.astype(jnp.float32), weights_BTK)
 
     def _project(self, linear: ExpertLinear, x_EBCD: jax.Array, ctx: Context) -> jax.Array:
-        out_EBCF = jnp.einsum("EBCD,EDF->EBCF", x_EBCD, linear.weight)
+        out_EBCF = _batched_matmul(x_EBCD, linear, ctx)
         if linear.bias is not None:
             out_EBCF = out_EBCF + linear.bias[...][:, None, None]
         return ctx.sharder.constrain(out_EBCF, "act_experts", "act_batch", None, "act_mlp")
+
+
+def _batched_matmul(x_EBCD: jax.Array, linear: ExpertLinear, ctx: Context) -> jax.Array:
+    """The rows of each expert times its kernel, plus its LoRA update."""
+    out_EBCF = jnp.einsum("EBCD,EDF->EBCF", x_EBCD, linear.weight)
+    if (update := linear.update(ctx)) is None:
+        return out_EBCF
+    return out_EBCF + jnp.einsum("EBCr,ErF->EBCF", jnp.einsum("EBCD,EDr->EBCr", x_EBCD, update.a), update.b)
 
 
 def _slots(ids_BTK: jax.Array, is_real_BT: jax.Array, experts: int) -> jax.Array:

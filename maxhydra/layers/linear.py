@@ -58,6 +58,8 @@ class LoraSpec:
     """Whether the norms of the columns are trained separately (DoRA)."""
     has_start: bool = False
     """Whether a and b start at other values than 0, whose update is subtracted (PiSSA)."""
+    parameters: tuple[str, ...] = ()
+    """Weights other than projections with an update, as regular expressions."""
     slots: int = 0
     """Adapters that are stacked in a and b, of which every row of a batch uses its own; 0: one adapter for all."""
 
@@ -76,12 +78,17 @@ class LoraSpec:
             over_nf4=adapter.kind is config.AdapterKind.qlora,
             has_magnitude=adapter.dora,
             has_start=adapter.init is config.AdapterInit.pissa,
+            parameters=tuple(adapter.parameters),
             slots=slots,
         )
 
     def adds_to(self, name: str) -> bool:
         """Whether the projection of this name gets a LoRA update."""
         return matches_any(self.targets, name)
+
+    def adds_to_parameter(self, name: str) -> bool:
+        """Whether the weight of this name, which is not a projection, gets a LoRA update."""
+        return matches_any(self.parameters, name)
 
 
 @dataclasses.dataclass(frozen=True)

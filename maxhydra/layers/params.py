@@ -14,6 +14,7 @@ from flax import nnx
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.quantization import QuantizationKind
 from maxhydra.layers.linear import Linear, Lora, LoraSpec, MatmulSpec
+from maxhydra.layers.low_rank import LowRank
 from maxhydra.layers.quant.int4 import Int4, Shape
 from maxhydra.layers.quant.int8 import Int8
 from maxhydra.layers.quant.nf4 import Nf4
@@ -124,17 +125,24 @@ class ParamBuilder:
 
     def vocabulary_matrix(
         self, name: str, rows: int, columns: int, axes: LogicalAxes, *, std: float
-    ) -> nnx.Param | Int8:
-        """The embedding or head matrix; as a head it is contracted over the residual stream."""
-        matrix = self._normal(self._next_path(), (rows,), (columns,), axes, std=std, dtype=self._dtype)
-        return Int8(matrix[...], axes, summed=("embed",)) if self._is_int8(name) else matrix
+    ) -> tuple[nnx.Param | Int8, LowRank | None]:
+        """The embedding or head matrix, and its LoRA update; as a head it is contracted over the residual stream."""
+        path = self._next_path()
+        matrix = self._normal(path, (rows,), (columns,), axes, std=std, dtype=self._dtype)
+        stored = Int8(matrix[...], axes, summed=("embed",)) if self._is_int8(name) else matrix
+        # A lookup has one nonzero input.
+        fan_in = 1 if axes[0] == "vocab" else rows
+        return stored, self._low_rank(name, path, (rows,), columns, axes, fan_in=fan_in)
 
     def experts(
         self, name: str, count: int, shape: tuple[int, int], axes: tuple[str, str], *, std: float
-    ) -> nnx.Param | Nf4 | Int8 | Int4:
-        """A kernel [inputs, outputs] for each of `count` experts."""
-        kernels = self.matrix((count, shape[0]), (shape[1],), ("experts", *axes), std=std)
-        return self._store(kernels, Shape(len(self._stack), 1, 1), self._path + name)
+    ) -> tuple[nnx.Param | Nf4 | Int8 | Int4, LowRank | None]:
+        """A kernel [inputs, outputs] for each of `count` experts, and their LoRA updates."""
+        path, rows, names = self._next_path(), (count, shape[0]), ("experts", *axes)
+        kernels = self._normal(path, rows, (shape[1],), names, std=std, dtype=self._dtype)
+        kernels.set_metadata(is_wide=False)
+        stored = self._store(kernels, Shape(len(self._stack), 1, 1), self._path + name)
+        return stored, self._low_rank(self._path + name, path, rows, shape[1], names, fan_in=shape[0])
 
     def named(self, name: str) -> tuple[str, QuantRule | None]:
         """Full name of a weight of this module, as config targets match it, and its quantization rule."""
@@ -202,14 +210,37 @@ class ParamBuilder:
         std = (3 * math.prod(inputs)) ** -0.5
         a = self._normal((*path, 1), inputs, (spec.rank,), a_axes, std=std, dtype=jnp.dtype(jnp.float32))
 
-        def zeros(shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
-            return nnx.Param(jnp.zeros((*self._stack, *shape), jnp.float32), axes=self._stack_axes + axes)
-
+        zeros = self._adapter_zeros
         b = zeros((spec.rank, *outputs), b_axes)
         # model/lora.py replaces these zeros, which depend on the base weights.
         magnitude = zeros(outputs, axes[len(inputs) :]) if spec.has_magnitude else None
         start = (zeros((*inputs, spec.rank), a_axes), zeros((spec.rank, *outputs), b_axes)) if spec.has_start else None
         return Lora(a, b, spec, number=number, magnitude=magnitude, start=start)
+
+    def _low_rank(
+        self,
+        name: str,
+        path: KeyPath,
+        rows: tuple[int, ...],
+        columns: int,
+        axes: LogicalAxes,
+        *,
+        fan_in: int,
+    ) -> LowRank | None:
+        """The LoRA update of a weight [*rows, columns] that is not a projection; None if it has none."""
+        spec = self._matmul_spec.lora
+        if spec is None or not spec.adds_to_parameter(name):
+            return None
+        a_axes, b_axes = (*axes[:-1], None), (*axes[:-2], None, axes[-1])
+        a_shape, b_shape = (*rows, spec.rank), (*rows[:-1], spec.rank, columns)
+        std = (3 * fan_in) ** -0.5
+        a = self._normal((*path, 1), rows, (spec.rank,), a_axes, std=std, dtype=jnp.dtype(jnp.float32))
+        zeros = self._adapter_zeros
+        start = (zeros(a_shape, a_axes), zeros(b_shape, b_axes)) if spec.has_start else None
+        return LowRank(a, zeros(b_shape, b_axes), spec, start=start)
+
+    def _adapter_zeros(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
+        return nnx.Param(jnp.zeros((*self._stack, *shape), jnp.float32), axes=self._stack_axes + axes)
 
     def _stacked_loras(
         self,

@@ -20,12 +20,20 @@ from jax.sharding import PartitionSpec
 from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.sharded_vjp import axes_of
 from maxhydra.layers.context import Context
+from maxhydra.sharding import LogicalAxes
 
 
-def look_up(table_VD: jax.Array, tokens_BT: jax.Array, ctx: Context, *, dtype: np.dtype) -> jax.Array:
-    """[B, T, D] rows of the tokens in `dtype`; an id outside the vocabulary gives NaN."""
+def look_up(
+    table_VD: jax.Array,
+    tokens_BT: jax.Array,
+    ctx: Context,
+    *,
+    dtype: np.dtype,
+    axes: LogicalAxes = ("vocab", "embed"),
+) -> jax.Array:
+    """[B, T, D] rows of the tokens in `dtype`; an id outside the vocabulary gives NaN. `axes`: those of the table."""
     B, T = tokens_BT.shape
-    spec = ctx.sharder.spec(("vocab", "embed"))
+    spec = ctx.sharder.spec(axes)
     place = ctx.place.dividing(batch=B, length=T, stream_length=T)
     lookup = _ShardedLookup.of(jax.ShapeDtypeStruct(table_VD.shape, table_VD.dtype), spec, place, dtype)
     if lookup is None:

@@ -132,13 +132,16 @@ def merge_adapter(model: ModelDef, weights: Tree, *, dtype: np.dtype) -> Tree:
             return node.astype(dtype)
         if ADAPTER not in node and not isinstance(node.get("kernel"), dict):
             return {name: walk(below, shapes[name], (*keys, name)) for name, below in node.items()}
-        kernel, stacked = node["kernel"], _is_stacked(keys)
+        weight = _weight_name(node)
+        kernel = node[weight]
         if isinstance(kernel, dict):
-            kernel = nf4.dequantized(kernel, shapes["kernel"].shape, stacked=stacked, dtype=np.dtype(np.float32))
+            like = shapes[weight].shape
+            kernel = nf4.dequantized(kernel, like, stacked=_is_stacked(keys), dtype=np.dtype(np.float32))
         if ADAPTER in node:
-            kernel = _merged(kernel.astype(jnp.float32), node[ADAPTER], spec.scale, stacked=stacked)
-        others = {name: walk(node[name], shapes[name], (*keys, name)) for name in shapes if name != "kernel"}
-        return {"kernel": kernel.astype(dtype), **others}
+            leading = _leading_axes(model, keys)
+            kernel = _merged(kernel.astype(jnp.float32), node[ADAPTER], spec.scale, leading=leading)
+        others = {name: walk(node[name], shapes[name], (*keys, name)) for name in shapes if name != weight}
+        return {weight: kernel.astype(dtype), **others}
 
     return walk(weights, model.base.shapes, ())
 
@@ -153,12 +156,15 @@ def fit_adapter(model: ModelDef, weights: Tree) -> Tree:
         if not isinstance(node, dict) or ADAPTER not in node:
             is_leaf = not isinstance(node, dict) or isinstance(shapes, jax.ShapeDtypeStruct)
             return node if is_leaf else {name: walk(node[name], shapes[name], (*keys, name)) for name in node}
-        kernel, stacked = node["kernel"], _is_stacked(keys)
+        weight, leading = _weight_name(node), _leading_axes(model, keys)
+        kernel = node[weight]
         if isinstance(kernel, dict):
-            kernel = nf4.dequantized(kernel, shapes["kernel"].shape, stacked=stacked, dtype=np.dtype(np.float32))
-        inputs = node[ADAPTER]["a"].ndim - 1 - stacked
-        fit = partial(_fitted, spec=spec, inputs=inputs)
-        fitted = jax.lax.map(fit, kernel.astype(jnp.float32)) if stacked else fit(kernel.astype(jnp.float32))
+            like = shapes[weight].shape
+            kernel = nf4.dequantized(kernel, like, stacked=_is_stacked(keys), dtype=np.dtype(np.float32))
+        fit: Callable[[jax.Array], Tree] = partial(_fitted, spec=spec, inputs=node[ADAPTER]["a"].ndim - 1 - leading)
+        for _ in range(leading):
+            fit = partial(jax.lax.map, fit)
+        fitted = fit(kernel.astype(jnp.float32))
         return {**node, ADAPTER: {**node[ADAPTER], **fitted}}
 
     return walk(weights, model.base.shapes, ())
@@ -178,27 +184,47 @@ def _fitted(kernel: jax.Array, spec: LoraSpec, *, inputs: int) -> dict[str, jax.
     return {**fitted, "a": a, "b": b, "start_a": a, "start_b": b}
 
 
-def _merged(kernel: jax.Array, adapter: Tree, scale: float, *, stacked: bool) -> jax.Array:
-    """A kernel with its adapter, in float32."""
-    update = _low_rank_update(adapter["a"], adapter["b"], stacked=stacked)
+def _merged(kernel: jax.Array, adapter: Tree, scale: float, *, leading: int) -> jax.Array:
+    """A kernel with its adapter, in float32; `leading`: axes of layers and experts."""
+    update = _low_rank_update(adapter["a"], adapter["b"], leading=leading)
     if "start_a" in adapter:
-        update -= _low_rank_update(adapter["start_a"], adapter["start_b"], stacked=stacked)
+        update -= _low_rank_update(adapter["start_a"], adapter["start_b"], leading=leading)
     merged = kernel + scale * update
     if "magnitude" not in adapter:
         return merged
-    norms = partial(column_norms, inputs=adapter["a"].ndim - 1 - stacked)
-    ratio = adapter["magnitude"] / (jax.vmap(norms) if stacked else norms)(merged)
-    inputs = range(int(stacked), adapter["a"].ndim - 1)
+    norms = partial(column_norms, inputs=adapter["a"].ndim - 1 - leading)
+    ratio = adapter["magnitude"] / _over(norms, leading)(merged)
+    inputs = range(leading, adapter["a"].ndim - 1)
     return merged * jnp.expand_dims(ratio, tuple(inputs))
 
 
-def _low_rank_update(a: jax.Array, b: jax.Array, *, stacked: bool) -> jax.Array:
+def _low_rank_update(a: jax.Array, b: jax.Array, *, leading: int) -> jax.Array:
     """a [*inputs, rank] @ b [rank, *outputs], in full float32 precision on any hardware."""
 
     def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.tensordot(a, b, axes=1, precision=jax.lax.Precision.HIGHEST)
 
-    return jax.vmap(matmul)(a, b) if stacked else matmul(a, b)
+    return _over(matmul, leading)(a, b)
+
+
+def _over(function: Callable[..., jax.Array], leading: int) -> Callable[..., jax.Array]:
+    """The function over this many leading axes."""
+    for _ in range(leading):
+        function = jax.vmap(function)
+    return function
+
+
+def _weight_name(node: Tree) -> str:
+    """Key of the weight that an adapter updates."""
+    return "table" if "table" in node else "kernel"
+
+
+def _leading_axes(model: ModelDef, keys: tuple[str, ...]) -> int:
+    """Number of axes of layers and experts of the adapter at this path."""
+    node = model.axes
+    for key in keys:
+        node = node[key]
+    return sum(name in ("layers", "experts") for name in node[ADAPTER]["a"])
 
 
 def _is_stacked(keys: tuple[str, ...]) -> bool:

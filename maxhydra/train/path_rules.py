@@ -5,7 +5,8 @@ import re
 import numpy as np
 
 from maxhydra.config import Config
-from maxhydra.config.schema.data import AUDIO_TYPES, IMAGE_TYPES
+from maxhydra.config.schema.data import IMAGE_TYPES
+from maxhydra.config.schema.encoders import has_audio
 from maxhydra.layers.clipped_linear import BOUNDS
 from maxhydra.layers.params import depth_ratio, width_ratio
 from maxhydra.model import split_trainable
@@ -26,7 +27,8 @@ def path_rules(config: Config, decoder: ModelDef) -> PathRules:
     ratio = config.adapter.b_rate_ratio
     types = {corpus.record_type for corpus in config.data.corpora().values()}
     unused = {"^mtp/": not config.task.trains_mtp, "^vision/": types.isdisjoint(IMAGE_TYPES)}
-    unused["^audio/"] = types.isdisjoint(AUDIO_TYPES)
+    unused["^audio/"] = not any(has_audio(each, config.model.vision) for each in types)
+    unused["^speech/"] = True
     rates, transferred = _layer_rates(config, decoder), _transfer_rates(config, decoder)
     return PathRules(
         constant=(*CONSTANT, *ENCODER_CONSTANTS),

@@ -24,6 +24,7 @@ from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.convert.hf import hf_source
 from maxhydra.convert.load import load_weights
 from maxhydra.data.tokenizers.byte import ByteTokenizer
+from maxhydra.decode import draft_policy
 from maxhydra.decode.adapters import AdapterError, AdapterLimits, AdapterReader, AdapterTable
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.openai_server import Access, AdapterRoutes, Limits, ServerDefaults, Service, listen, serve
@@ -160,10 +161,12 @@ def test_adapters_on_a_mesh_equal_their_merged_models(model: ModelDef, folders: 
         made.close()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_speculative_decoding_with_adapters_equals_their_merged_models(
-    model: ModelDef, folders: dict[str, Path]
+    model: ModelDef, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # All steps verify drafts, whatever they gain.
+    monkeypatch.setattr(draft_policy, "MARGIN", 0.0)
     names: list[str | None] = [None, "one", "two"]
     loaded, speculation = {name: folders[name] for name in names if name is not None}, Speculation(**NGRAM)
     made = start(model, loaded, Mesh(), burst=4, deterministic=True, speculation=speculation)
@@ -313,6 +316,10 @@ def test_unsuitable_adapters_are_rejected(model: ModelDef, folders: dict[str, Pa
     peft.get_peft_model(base_model(), settings).save_pretrained(tmp_path / "dora")
     with pytest.raises(ConfigError, match="is a DoRA adapter"):
         narrow.read(KEY, str(tmp_path / "dora"))
+    settings = peft.LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], ensure_weight_tying=True)
+    peft.get_peft_model(base_model(), settings).save_pretrained(tmp_path / "embedding", save_embedding_layers=False)
+    with pytest.raises(ConfigError, match="changes embedding; adapters of requests are for linear projections"):
+        narrow.read(KEY, str(tmp_path / "embedding"))
 
 
 def test_names_are_unique_and_slots_are_reused() -> None:

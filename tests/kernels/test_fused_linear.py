@@ -28,7 +28,7 @@ from maxhydra.kernels.paged_attention import triton as pages_kernel
 from maxhydra.layers import Context, DenseCacheSpec, MatmulSpec, PagedCacheSpec, PageTable, ParamBuilder
 from maxhydra.layers import attention as attention_layers
 from maxhydra.layers import fused_decode as fused_layers
-from maxhydra.model import ModelDef, build, decoder, fused_block, map_leaves, store_weight
+from maxhydra.model import ModelDef, build, fused_block, map_leaves, pattern, store_weight
 from maxhydra.model.block import Block, BlockSpec
 from maxhydra.model.fused_block import FusedBlock, block_class
 from maxhydra.sharding import Sharder
@@ -230,7 +230,7 @@ def test_greedy_tokens_equal_the_unfused_model(
     rows: int, is_int8: bool, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two layers of four matmuls each, traced once if equal; with several rows some also compute the following norm."""
-    decoder._as_traced_once.cache_clear()
+    pattern.as_traced_once.cache_clear()
     packed = model(is_int8)
     plain = packed.base.init(jax.random.key(0))
     params = map_leaves(plain, partial(store_weight, packed)) if is_int8 else plain
@@ -249,7 +249,7 @@ def test_greedy_tokens_equal_the_unfused_model(
 @pytest.mark.slow
 def test_greedy_tokens_equal_with_split_k_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The paged attention kernel reduces split-K partial sums of query, key and value; all in interpret mode."""
-    decoder._as_traced_once.cache_clear()
+    pattern.as_traced_once.cache_clear()
     packed, asked = model(is_int8=False), []
     params = packed.base.init(jax.random.key(0))
     plain = tokens_drawn(packed, params, 3)

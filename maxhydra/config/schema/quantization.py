@@ -171,6 +171,10 @@ class Adapter(Schema):
     targets: list[str] | None = None
     """lora, qlora: projections with an adapter, as regular expressions on <layer kind>/<projection>, such as
     layer/mlp/up."""
+    parameters: list[str] = option([])
+    """lora, qlora: other weights with an adapter, as regular expressions on their names: `embedding`, `head` if it is
+    not tied, and the matrices of all experts, such as layer/mlp/experts/up. With tied weights the adapter of
+    `embedding` is part of the head too. With qlora these weights keep their dtype."""
 
     @property
     def is_enabled(self) -> bool:
@@ -190,7 +194,21 @@ class Adapter(Schema):
             value = getattr(self, name)
             if self.kind is AdapterKind.none and value != getattr(Adapter, name):
                 yield Problem(name, "is not used by kind=none", value=value, hint="try adapter=lora")
+        yield from self._parameter_problems()
         if self.kind is AdapterKind.qlora and self.init is AdapterInit.pissa:
             reason = "is not supported by kind=qlora, whose base weights are rounded before they could be split"
             yield Problem("init", reason, value=self.init, accepted="normal, or kind=lora")
         yield from regex_problems("targets", self.targets or [])
+        yield from regex_problems("parameters", self.parameters)
+
+    def _parameter_problems(self) -> Iterator[Problem]:
+        """Problems of settings that adapter.parameters does not support."""
+        if self.kind is AdapterKind.none and self.parameters:
+            reason, hint = "is not used by kind=none", "try adapter=lora"
+            yield Problem("parameters", reason, value=self.parameters, accepted="[]", hint=hint)
+        if self.parameters and self.dora:
+            reason = "is not supported for weights of adapter.parameters, only for projections of adapter.targets"
+            yield Problem("dora", reason, value=True, accepted="false", hint="or set adapter.parameters=[]")
+        if self.parameters and self.dropout:
+            reason = "is not supported for weights of adapter.parameters, only for projections of adapter.targets"
+            yield Problem("dropout", reason, value=self.dropout, accepted="0", hint="or set adapter.parameters=[]")
