@@ -93,7 +93,7 @@ FIXED_KEYS = (
     *("model.vocab_size", "model.prefix", "model.pattern", "model.kinds*", "model.head", "model.norm"),
     *("model.norm_eps", "model.mtp.*", "model.embedding.*", "model.logit_softcap", "model.per_layer.*"),
     *("model.dropout", "model.init_scale", "model.vision.*", "model.audio.*", "model.transfer.*", "model.dtypes.*"),
-    *("model.qk_clip", "model.hyper_connections.*", "model.multipliers.*", "model.diffusion.*"),
+    *("model.qk_clip", "model.hyper_connections.*", "model.multipliers.*", "model.diffusion.*", "model.speech.*"),
     *("train.seq_len", "train.ramp.*", "train.z_loss", "train.diloco.*", "optimizer.moments", "optimizer.sparsity.*"),
     *(f"data.{key}" for key in _CORPUS_KEYS),
     *("data.sources", *(f"data.sources.*.{key}" for key in _CORPUS_KEYS)),

@@ -16,17 +16,24 @@ from maxhydra.config.registry import modules
 from maxhydra.config.schema.audio import Audio, AudioEncoder
 from maxhydra.config.schema.checkpoint import SaveMode
 from maxhydra.config.schema.config import DESCRIBING_TASKS, ENGINE_TASKS, NEXT_TOKEN_TASKS, TRAINING_TASKS, Config
-from maxhydra.config.schema.data import AUDIO_TYPES, IMAGE_TYPES, READY_ROWS, Corpus, PackingMethod
+from maxhydra.config.schema.data import IMAGE_TYPES, READY_ROWS, Corpus, PackingMethod
+from maxhydra.config.schema.encoders import has_audio
 from maxhydra.config.schema.kernels import AttentionBackend
+from maxhydra.config.schema.metrics import unlogged_metric
 from maxhydra.config.schema.model import Dtype
 from maxhydra.config.schema.quantization import QuantizationKind
 from maxhydra.config.schema.reward import EnvironmentKind
-from maxhydra.config.schema.run import unlogged_metric
+from maxhydra.config.schema.speech import Speech
+from maxhydra.config.schema.tasks.inference import DecodeTask, SpeechOutput
 from maxhydra.config.schema.vision import Vision
 from maxhydra.record.redact import redact_config
 
 PATCH_FIELDS = ("min_patches", "fill_patches", "axis_positions", "frames", "deepstack", "video_id")
-VISION_FIELDS, AUDIO_FIELDS = ([field.name for field in dataclasses.fields(kind)] for kind in (Vision, Audio))
+VISION_FIELDS, AUDIO_FIELDS, SPEECH_FIELDS, SPOKEN_FIELDS = (
+    [field.name for field in dataclasses.fields(kind)] for kind in (Vision, Audio, Speech, SpeechOutput)
+)
+# Keys of the talker that change its inputs and outputs, but not its weights.
+SPOKEN_KEYS = ("special_codes", "hidden_layer", "speakers", "end_code", "prompt_codes", "pad_code", "begin_code")
 MEASURING_TASKS = ("bench", "tune")
 # Tasks whose command contains the config of a training run.
 OF_TRAINING = (*TRAINING_TASKS, *MEASURING_TASKS, *DESCRIBING_TASKS)
@@ -44,6 +51,7 @@ TASKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tracker.*", OF_TRAINING),
     ("watchdog.*", OF_TRAINING),
     ("statistics.*", OF_TRAINING),
+    *((f"model.speech.talker.{key}*", ("decode", "convert")) for key in SPOKEN_KEYS),
     *((f"{section}.*", WITH_WEIGHTS) for section in ("model", "mesh", "quantization", "adapter")),
     *((key, (*WITH_RUN, "eval")) for key in ("run.tags", "run.notes")),
     *((key, WITH_RUN) for key in ("run.staging", "alerts.*")),
@@ -195,14 +203,24 @@ CONDITIONS = (
         "model.audio.encoder=conformer",
     ),
     Condition(
+        tuple(f"model.speech.{field}*" for field in SPEECH_FIELDS if field != "codebooks"),
+        lambda c: c.model.speech.codebooks is not None,
+        "model.speech.codebooks",
+    ),
+    Condition(
+        tuple(f"task.speech.{field}" for field in SPOKEN_FIELDS if field != "folder"),
+        lambda c: not isinstance(c.task, DecodeTask) or c.task.speech.folder is not None,
+        "task.speech.folder",
+    ),
+    Condition(
         ("data.max_images",),
         lambda c: any(corpus.record_type in IMAGE_TYPES for corpus in c.data.corpora().values()),
         f"data.record_type={' or '.join(IMAGE_TYPES)}",
     ),
     Condition(
         ("data.max_clips", "data.max_seconds"),
-        lambda c: any(corpus.record_type in AUDIO_TYPES for corpus in c.data.corpora().values()),
-        "data.record_type=audio_chat",
+        lambda c: any(has_audio(corpus.record_type, c.model.vision) for corpus in c.data.corpora().values()),
+        "data.record_type=audio_chat, or image_chat with model.vision.videos.use_audio_in_video",
     ),
     Condition(("data.weights*", "data.temperature"), lambda c: c.data.source == "mixture", "data=mixture"),
     Condition(("data.temperature",), lambda c: not c.data.weights, "data.weights={}, which it replaces"),

@@ -30,6 +30,12 @@ def _media_values(key: str, folder: str) -> dict[str, Any]:
     return {"model": _vision_values(key, folder)["model"] | _audio_values(key, folder)["model"]}
 
 
+def _speech_values(key: str, folder: str) -> dict[str, Any]:
+    from maxhydra.convert.hf_config import hf_speech_section  # noqa: PLC0415
+
+    return {"model": _media_values(key, folder)["model"] | hf_speech_section(key, folder)["model"]}
+
+
 def _run_values(key: str, folder: str) -> dict[str, Any]:
     from maxhydra.convert.hf_config import hf_run_section  # noqa: PLC0415
 
@@ -41,4 +47,5 @@ register_option_source("model/from_hf", _model_values)
 register_option_source("model/from_hf_vision", _vision_values)
 register_option_source("model/from_hf_audio", _audio_values)
 register_option_source("model/from_hf_media", _media_values)
+register_option_source("model/from_hf_speech", _speech_values)
 register_option_source("recipe/from_hf", _run_values)

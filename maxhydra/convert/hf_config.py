@@ -34,25 +34,30 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 def hf_model_section(key: str, location: str) -> dict[str, Any]:
     """The `model` section described by a Hugging Face folder, of a multimodal one the text decoder."""
     values = _model_values(key, location)
-    return {"model": {name: value for name, value in values.items() if name not in ("vision", "audio")}}
+    return {"model": {name: value for name, value in values.items() if name not in ("vision", "audio", "speech")}}
 
 
 def hf_vision_section(key: str, location: str) -> dict[str, Any]:
     """The section `model.vision` described by a Hugging Face folder."""
     accepted = "a folder of Gemma 3, Gemma 4, Llama 4, Qwen3-VL, Qwen3.5 or Qwen3-Omni"
-    return _encoder_section("vision", key, location, missing="image", accepted=accepted)
+    return _part("vision", key, location, missing="image encoder", accepted=accepted)
 
 
 def hf_audio_section(key: str, location: str) -> dict[str, Any]:
     """The section `model.audio` described by a Hugging Face folder."""
     accepted = "a folder of Gemma 4 or Qwen3-Omni"
-    return _encoder_section("audio", key, location, missing="audio", accepted=accepted)
+    return _part("audio", key, location, missing="audio encoder", accepted=accepted)
 
 
-def _encoder_section(name: str, key: str, location: str, *, missing: str, accepted: str) -> dict[str, Any]:
+def hf_speech_section(key: str, location: str) -> dict[str, Any]:
+    """The section `model.speech` described by a Hugging Face folder."""
+    return _part("speech", key, location, missing="talker", accepted="a folder of Qwen3-Omni with its talker")
+
+
+def _part(name: str, key: str, location: str, *, missing: str, accepted: str) -> dict[str, Any]:
     values = _model_values(key, location)
     if name not in values:
-        reason, hint = f"has no {missing} encoder of a supported kind", "choose model=from_hf"
+        reason, hint = f"has no {missing} of a supported kind", "choose model=from_hf"
         raise ConfigError(Problem(key, reason, value=location, accepted=accepted, hint=hint))
     return {"model": {name: values[name]}}
 

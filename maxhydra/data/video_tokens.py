@@ -2,15 +2,19 @@
 
 A video is a source {"video": path or data URL, "fps": frames per second} among the images of a conversation, with one
 marker in its text. As many frames as a patch has become a step of the video, which the model sees as an image with its
-tokens. The time of each step may be text before it.
+tokens. The time of each step may be text before it, or the audio of the video may be between its steps.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from maxhydra.config.schema.audio import Audio
 from maxhydra.config.schema.vision import Timestamps, Vision
+from maxhydra.data.audio.tokens import clip_frames
 from maxhydra.data.image_tokens import BICUBIC, IMAGE_PARTS, MARKER, patch_inputs, read_images
-from maxhydra.data.images import ProcessedImage, ProcessedVideo, VideoProcessor, read_any_video
+from maxhydra.data.images import ProcessedImage, ProcessedVideo, VideoProcessor, read_any_video, read_audio_track
 from maxhydra.data.images.settings import FrameSettings, VideoSettings
 from maxhydra.data.media import MediaError
 from maxhydra.data.placeholders import timestamp_values
@@ -22,18 +26,28 @@ FORMATS = {
     Timestamps.seconds: ("<%(seconds).1f seconds>", "<%(seconds).1f seconds>"),
     Timestamps.minutes: ("%(minutes)02d:%(rest)02d ", " %(minutes)02d:%(rest)02d "),
 }
-# Keys of a part that ask for the audio of a video between its steps.
+# Keys of a part, the second that of newer versions of transformers, that say whether the audio of a video is read.
 AUDIO_KEYS = ("use_audio_in_video", "load_audio_from_video")
 Encode = Callable[[str], Sequence[int]]
 
 
-def read_media(sources: Sequence[Any], vision: Vision, encode: Encode) -> list[ProcessedImage]:
+class VideoAudio(NamedTuple):
+    """How the audio tracks of videos are read."""
+
+    section: Audio
+    max_seconds: float
+    """Length of a track; videos with longer ones are rejected."""
+
+
+def read_media(
+    sources: Sequence[Any], vision: Vision, encode: Encode, audio: VideoAudio | None = None
+) -> list[ProcessedImage]:
     """Images and videos in order; sources of images are those of `read_images`. `encode` tokenizes timestamps.
 
-    Raises MediaError if one cannot be read.
+    `audio` is needed if vision.videos.use_audio_in_video is set. Raises MediaError if one cannot be read.
     """
     return [
-        read_video_tokens(source, vision, encode) if is_video(source) else read_images([source], vision)[0]
+        read_video_tokens(source, vision, encode, audio) if is_video(source) else read_images([source], vision)[0]
         for source in sources
     ]
 
@@ -42,18 +56,43 @@ def is_video(source: Any) -> bool:
     return isinstance(source, Mapping) and "video" in source
 
 
-def read_video_tokens(source: Mapping[str, Any], vision: Vision, encode: Encode) -> ProcessedImage:
+def read_video_tokens(
+    source: Mapping[str, Any], vision: Vision, encode: Encode, audio: VideoAudio | None = None
+) -> ProcessedImage:
     """A video {"video": source, "fps": rate} as the images of its steps, with all of its tokens.
 
-    Raises MediaError if it cannot be read.
+    Its audio track is read if vision.videos.use_audio_in_video is set and the key `use_audio_in_video` of the source is
+    not false. Raises MediaError if it cannot be read.
     """
     if vision.video_id is None:
         raise MediaError("video", "the model takes no videos", accepted="a model with model.vision.video_id")
     video, fps = source["video"], source.get("fps")
     file = video if isinstance(video, Mapping) else {"bytes" if isinstance(video, bytes) else "path": video}
+    clip = _read_clip(file, audio) if _uses_audio(source, vision) else None
     processed = _make_processor(vision)(read_any_video(file if fps is None else {**file, "fps": fps}))
-    ids = tuple(map(int, _video_ids(processed, vision, encode)))
-    return ProcessedImage(patch_inputs(processed.pixels, vision), None, processed.tokens, ids)
+    if clip is None:
+        ids = _video_ids(processed, vision, encode)
+    else:
+        assert audio is not None
+        ids = interleaved_ids(processed, len(clip), vision, audio.section)
+    return ProcessedImage(patch_inputs(processed.pixels, vision), None, processed.tokens, tuple(map(int, ids)), clip)
+
+
+def _uses_audio(source: Mapping[str, Any], vision: Vision) -> bool:
+    is_used, given = vision.videos.use_audio_in_video, source.get("use_audio_in_video")
+    if given and not is_used:
+        reason = "use_audio_in_video=true needs model.vision.videos.use_audio_in_video=true"
+        raise MediaError("video", reason, accepted="the frames of a video alone")
+    return is_used and given in (None, True)
+
+
+def _read_clip(file: Mapping[str, Any], audio: VideoAudio | None) -> np.ndarray | None:
+    """Log-mel frames of the audio track of a video; None if it has none."""
+    if audio is None:
+        raise MediaError("video", "its audio is not supported here", accepted="use_audio_in_video=false")
+    section, seconds = audio
+    samples = read_audio_track(file, sampling_rate=section.sampling_rate, max_seconds=seconds)
+    return None if samples is None else clip_frames(samples, section, max_seconds=seconds)
 
 
 def _video_ids(video: ProcessedVideo, vision: Vision, encode: Encode) -> list[int]:
@@ -66,6 +105,33 @@ def _video_ids(video: ProcessedVideo, vision: Vision, encode: Encode) -> list[in
     first, later = FORMATS[vision.videos.timestamps]
     texts = [(later if number else first) % timestamp_values(time) for number, time in enumerate(video.timestamps)]
     return [id for text in texts for id in (*encode(text), *step)]
+
+
+def interleaved_ids(video: ProcessedVideo, frames: int, vision: Vision, audio: Audio) -> list[int]:
+    """Tokens of a video and of its audio by their positions in time, a step before the audio of the same position."""
+    steps, clip = video.grid[0], audio.num_tokens(frames)
+    assert vision.step_positions is not None
+    times = [np.repeat(np.arange(steps) * vision.step_positions, video.tokens // steps), np.arange(clip)]
+    ids = np.repeat(np.array([vision.video_id, audio.placeholder_id]), [video.tokens, clip])
+    ordered = ids[np.argsort(np.concatenate(times), kind="stable")]
+    marks = (vision.begin_id, audio.begin_id), (audio.end_id, vision.end_id)
+    begin, end = ([id for id in pair if id is not None] for pair in marks)
+    return [*begin, *ordered.tolist(), *end]
+
+
+def clips_in_order(
+    tokens: np.ndarray,
+    media: Sequence[ProcessedImage],
+    clips: Sequence[np.ndarray],
+    *,
+    vision: Vision | None,
+    audio: Audio | None,
+) -> list[np.ndarray]:
+    """Frames of clips and of the audio of videos, in the order of the single placeholders in tokens."""
+    visual_id, clip_id = (None if section is None else section.placeholder_id for section in (vision, audio))
+    placed = [*zip(np.flatnonzero(tokens == visual_id), (image.clip for image in media), strict=False)]
+    placed += zip(np.flatnonzero(tokens == clip_id), clips, strict=False)
+    return [clip for _, clip in sorted(placed, key=lambda item: item[0]) if clip is not None]
 
 
 def _make_processor(vision: Vision) -> VideoProcessor:
@@ -109,11 +175,10 @@ def order_media(messages: Any, images: Sequence[Any], videos: Sequence[Any]) -> 
             ordered += [others.pop(0)] if others else []
             continue
         count += 1
-        if keys := [key for key in AUDIO_KEYS if part.get(key)]:
-            raise MediaError("video", f"{keys[0]} is not supported", accepted="the frames of a video alone")
         source = part.get("video") or (remaining.pop(0) if remaining else None)
         if source is not None:
-            ordered.append({"video": source, "fps": part.get("fps")})
+            given = next((part[key] for key in AUDIO_KEYS if part.get(key) is not None), None)
+            ordered.append({"video": source, "fps": part.get("fps"), AUDIO_KEYS[0]: given})
     found = sum(map(is_video, ordered))
     if remaining or found != count:
         raise MediaError("messages", f"has {found + len(remaining)} videos, but {count} video parts in its messages")

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Iterator
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.decode.request import Handle, RequestRejectedError
+from maxhydra.decode.request import Delta, Handle, Request, RequestRejectedError
 from maxhydra.decode.sampling_params import Message, PromptClient, PromptError
+from maxhydra.decode.speech import SpeechError, SpeechFiles
 
 HELP = "/reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops a reply"
 
@@ -17,8 +18,13 @@ class GenerationFailedError(Exception):
     """The engine failed during a completion."""
 
 
-def complete(client: PromptClient, prompt: str, write: Callable[[str], None]) -> None:
-    """Stream the completion of one prompt; several samples follow each other, each under a header line."""
+def complete(
+    client: PromptClient, prompt: str, write: Callable[[str], None], *, speech: SpeechFiles | None = None
+) -> None:
+    """Stream the completion of one prompt; several samples follow each other, each under a header line.
+
+    `speech`: where the speech of each is written after its text.
+    """
     try:
         prompts, task = client.prompts, client.task
         media = prompts.insert_media(client.encode(prompt), images=task.visual_media, audios=task.audios)
@@ -27,13 +33,24 @@ def complete(client: PromptClient, prompt: str, write: Callable[[str], None]) ->
         handles = [client.engine.submit(request) for request in made]
     except (PromptError, RequestRejectedError) as error:
         raise ConfigError(Problem("task.prompt", str(error))) from None
-    for number, handle in enumerate(handles, start=1):
+    for number, (request, handle) in enumerate(zip(made, handles, strict=True)):
         if len(handles) > 1:
-            write(f"--- {number} of {len(handles)}\n")
-        last = ""
-        for last in filter(None, _texts(handle)):
-            write(last)
+            write(f"--- {number + 1} of {len(handles)}\n")
+        last, tokens = "", list[int]()
+        for delta in _deltas(handle):
+            last = delta.text or last
+            write(delta.text)
+            tokens += delta.tokens
         write("" if last.endswith("\n") else "\n")
+        if speech is not None:
+            _speak(speech, number, request, tokens)
+
+
+def _speak(speech: SpeechFiles, number: int, request: Request, tokens: list[int]) -> None:
+    try:
+        speech.write(number, request, tokens)
+    except SpeechError as error:
+        raise ConfigError(Problem("task.speech.folder", str(error))) from None
 
 
 def chat(client: PromptClient, *, read: Callable[[str], str], write: Callable[[str], None]) -> None:
@@ -96,9 +113,9 @@ class _Conversation:
                 ids = client.prompts.encode_text(self._text + line)
             (request,) = client.requests(ids, client.task.sampling, number=self._num_turns)
             handle = client.engine.submit(request)
-            for text in _texts(handle):
-                pieces.append(text)
-                write(text)
+            for delta in _deltas(handle):
+                pieces.append(delta.text)
+                write(delta.text)
         except (PromptError, RequestRejectedError) as error:
             write(f"maxhydra: {error}; /reset starts a new conversation\n")
             return
@@ -113,8 +130,8 @@ class _Conversation:
         self._num_turns += 1
 
 
-def _texts(handle: Handle) -> Iterator[str]:
+def _deltas(handle: Handle) -> Iterator[Delta]:
     for delta in handle:
         if delta.finish == "error":
             raise GenerationFailedError(delta.error)
-        yield delta.text
+        yield delta

@@ -47,22 +47,35 @@ class ImageLimits:
         """How many positions fewer than tokens the images of a request take; negative for videos with large steps."""
         if request.images is None or not self.model.has_axis_positions:
             return 0
-        return self._num_tokens(request.images) - self._num_positions(np.array(request.prompt), request.images)
+        return self._count_lag(np.array(request.prompt), request.images)
 
-    def _num_positions(self, tokens: np.ndarray, images: np.ndarray) -> int:
-        """Positions of all images, as layers/image_positions.py counts them."""
+    def _count_lag(self, tokens: np.ndarray, images: np.ndarray) -> int:
+        """Tokens of images and of the audio of videos, less their positions as in layers/image_positions.py."""
         vision = self.model.vision
         sizes = image_sizes(images, vision)
         counts = sizes.prod(axis=1)
         starts = np.flatnonzero(np.isin(tokens, vision.placeholders))[np.cumsum(counts) - counts]
-        is_video = np.concatenate([[False], tokens == vision.video_id])
-        total = time = taken = 0
-        for start, longest in zip(starts.tolist(), sizes.max(axis=1).tolist(), strict=True):
-            step = vision.step_positions if is_video[start] and is_video[start + 1] else None
-            time, taken = (0, 0) if step is None else (time + step, taken)
-            total += max(time + 1, longest) - taken
-            taken = max(time + 1, longest)
-        return total
+        # Tokens of videos and of their audio; False stands for those outside of the prompt.
+        is_of_video, is_heard = (np.append(each, False) for each in self._video_tokens(tokens))
+        heard = np.cumsum(is_heard)
+        total = time = taken = first = 0
+        for start, count, longest in zip(starts.tolist(), counts.tolist(), sizes.max(axis=1).tolist(), strict=True):
+            is_later = vision.step_positions is not None and is_of_video[start] and is_of_video[start - 1]
+            time, first = (time + (vision.step_positions or 0), first) if is_later else (0, start)
+            total -= taken if is_later else 0
+            end = start + count
+            last = end + np.argmin(is_of_video[end:]) - 1
+            taken = int(heard[last] - heard[first]) if is_heard[end] else max(time + 1, longest)
+            total += taken
+        return int(counts.sum() + heard[-1]) - total
+
+    def _video_tokens(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Whether tokens are of videos or of their audio, which directly follows them, and whether of the audio."""
+        is_video, is_audio = tokens == self.model.vision.video_id, tokens == self.model.video_audio_id
+        index, is_media = np.arange(len(tokens)), is_video | is_audio
+        others = np.maximum.accumulate(np.where(is_media, -1, index))
+        is_heard = is_audio & (np.maximum.accumulate(np.where(is_video, index, -1)) > others)
+        return is_video | is_heard, is_heard
 
     def _num_tokens(self, images: np.ndarray) -> int:
         return int(image_sizes(images, self.model.vision).prod(axis=1).sum())

@@ -42,7 +42,7 @@ UNUSED_IN_COMPLETIONS = (
 # Model settings and sampling parameters that output files of earlier versions do not know.
 LATER_KEYS = (
     *("model.vision.*", "model.audio.*", "model.diffusion.*", "model.hyper_connections.*", "model.multipliers.*"),
-    *("model.qk_clip", "model.kinds.*.attention.moba.*", "model.kinds.*.attention.value_norm_scale"),
+    *("model.speech.*", "model.qk_clip", "model.kinds.*.attention.moba.*", "model.kinds.*.attention.value_norm_scale"),
     *("model.kinds.*.rope.sections", "model.kinds.*.temperature.offset", "model.kinds.*.mla.temperature.*"),
     *(
         "model.kinds.*.mla.indexer.pairs",

@@ -6,7 +6,7 @@ from a maxhydra run, the config is first checked to describe that run's model.
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -192,8 +192,12 @@ def open_engine(
     *,
     profiler: Profiler | None = None,
     adapters: AdapterLimits | None = None,
+    keep_params: Callable[[ModelDef, Tree], None] | None = None,
 ) -> Engine:
-    """Load the weights and start the engine; `adapters`: of the adapters that requests may name."""
+    """Load the weights and start the engine; `adapters`: of the adapters that requests may name.
+
+    `keep_params`: called with the model and its weights, before the engine rearranges them.
+    """
     decode_devices, prefill_devices = split_devices(engine)
     try:
         decoder, sharder = build_model(config, decode_devices)
@@ -205,9 +209,11 @@ def open_engine(
         hint = f"task.engine.prefill_devices={len(prefill_devices)}: the section mesh describes both {sizes}"
         raise ConfigError([dataclasses.replace(problem, hint=hint) for problem in error.problems]) from None
     params = load_params(config, decoder, sharder)
+    if keep_params is not None:
+        keep_params(decoder, params)
     return Engine(
-        decoder,
-        params,
+        decoder.without_speech,
+        {name: weights for name, weights in params.items() if name != model.SPEECH},
         prompts.tokenizer,
         engine,
         sharder=sharder,

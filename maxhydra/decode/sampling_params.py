@@ -31,7 +31,7 @@ from maxhydra.data.image_tokens import MARKER, ImageTokenizer, insert_images, jo
 from maxhydra.data.images import ProcessedImage
 from maxhydra.data.media import MediaError
 from maxhydra.data.tokenizers import count_token_bytes, special_token_pattern
-from maxhydra.data.video_tokens import read_media
+from maxhydra.data.video_tokens import VideoAudio, clips_in_order, read_media
 from maxhydra.decode.request import Engine, Request
 
 log = logging.getLogger("maxhydra")
@@ -124,7 +124,8 @@ class PromptEncoder:
         if self.vision is None:
             raise PromptError("the model takes no images: choose one with model.vision")
         try:
-            return read_media(images, self.vision, self.tokenizer.encode)
+            audio = None if self.audio is None else VideoAudio(self.audio, MAX_CLIP_SECONDS)
+            return read_media(images, self.vision, self.tokenizer.encode, audio)
         except MediaError as error:
             raise PromptError(str(error)) from None
 
@@ -138,35 +139,35 @@ class PromptEncoder:
             raise PromptError(str(error)) from None
         return ids.tolist(), join_pixels(images)
 
-    def read_audio(self, clips: Sequence[Any]) -> Clips | None:
-        """Frames and lengths of clips, which are paths or data URLs; None without clips."""
+    def read_audio(self, clips: Sequence[Any]) -> list[np.ndarray]:
+        """Frames of clips, which are paths or data URLs."""
         if not clips:
-            return None
+            return []
         if self.audio is None:
             raise PromptError("the model takes no audio: choose one with model.audio")
         try:
-            frames = [clip_frames(clip, self.audio, max_seconds=MAX_CLIP_SECONDS) for clip in clips]
+            return [clip_frames(clip, self.audio, max_seconds=MAX_CLIP_SECONDS) for clip in clips]
         except MediaError as error:
             raise PromptError(str(error)) from None
-        shape = (max(map(len, frames)), self.audio.num_bands)
-        return stack_clips(frames, count=len(frames), shape=shape)
 
-    def with_audio_tokens(self, prompt: Sequence[int], audio: Clips | None) -> list[int]:
+    def with_audio_tokens(self, prompt: Sequence[int], clips: Sequence[np.ndarray]) -> list[int]:
         """The prompt with as many placeholders as each of its clips has tokens."""
-        if self.audio is None or audio is None:
+        if self.audio is None or not clips:
             return list(prompt)
         ids = np.array(prompt)
         try:
-            repeated: list[int] = np.repeat(ids, placeholder_counts(ids, audio.lengths.tolist(), self.audio)).tolist()
+            repeated: list[int] = np.repeat(ids, placeholder_counts(ids, [*map(len, clips)], self.audio)).tolist()
         except MediaError as error:
             raise PromptError(str(error)) from None
         return repeated
 
     def insert_media(self, prompt: list[int], *, images: Sequence[Any], audios: Sequence[Any]) -> MediaPrompt:
         """Read images and audio clips, which are paths or data URLs, and insert their tokens into the prompt."""
-        prompt, pixels = self.insert_images(prompt, self.read_images(images))
-        audio = self.read_audio(audios)
-        return MediaPrompt(self.with_audio_tokens(prompt, audio), pixels, audio)
+        visual, clips = self.read_images(images), self.read_audio(audios)
+        heard = clips_in_order(np.array(prompt), visual, clips, vision=self.vision, audio=self.audio)
+        prompt, pixels = self.insert_images(self.with_audio_tokens(prompt, clips), visual)
+        shape = (max(map(len, heard), default=0), 0 if self.audio is None else self.audio.num_bands)
+        return MediaPrompt(prompt, pixels, stack_clips(heard, count=len(heard), shape=shape) if heard else None)
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:
         longest = self.tokenizer.max_token_bytes

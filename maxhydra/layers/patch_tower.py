@@ -25,6 +25,25 @@ from maxhydra.layers.vision import Projector, VisionSpec, VisionTower
 REAL, PADDING = 1, 2
 
 
+def image_places(spec: VisionSpec, tokens_BT: jax.Array, images: jax.Array) -> ImagePlaces:
+    """Places of the tokens of images [B, I, P, 2 + size]; with fewer rows of images, adjacent rows share them."""
+    sizes_BI2 = jnp.max(images[..., :2], axis=2).astype(jnp.int32) // spec.block_size
+    is_video_BT = _is_of_video(spec, tokens_BT)
+    is_audio_BT = None if spec.video_audio_id is None else tokens_BT == spec.video_audio_id
+    steps = None if spec.step_positions is None else VideoSteps(is_video_BT, spec.step_positions, is_audio_BT)
+    sizes_BI2 = jnp.repeat(sizes_BI2, len(tokens_BT) // len(images), axis=0)
+    return ImagePlaces.of(_is_of_image(spec, tokens_BT), sizes_BI2, steps)
+
+
+def _is_of_image(spec: VisionSpec, tokens_BT: jax.Array) -> jax.Array:
+    """Which tokens are of an image or video."""
+    return (tokens_BT == spec.placeholder_id) | _is_of_video(spec, tokens_BT)
+
+
+def _is_of_video(spec: VisionSpec, tokens_BT: jax.Array) -> jax.Array:
+    return tokens_BT == (-1 if spec.video_id is None else spec.video_id)
+
+
 class DeepstackProjector(Projector):
     """A projector that normalizes blocks of patches instead of patches."""
 
@@ -45,12 +64,8 @@ class PatchTower(VisionTower):
         spec = self.spec
         B, count, P, size = ctx.images.shape
         features = self.features(ctx.images.reshape(B * count, P, size), ctx.for_encoder(B * count), wrap)
-        sizes_BI2 = jnp.max(ctx.images[..., :2], axis=2).astype(jnp.int32) // spec.block_size
-        shared = len(tokens_BT) // B
-        is_video_BT = tokens_BT == (-1 if spec.video_id is None else spec.video_id)
-        is_image_BT = (tokens_BT == spec.placeholder_id) | is_video_BT
-        steps = None if spec.step_positions is None else VideoSteps(is_video_BT, spec.step_positions)
-        places = ImagePlaces.of(is_image_BT, jnp.repeat(sizes_BI2, shared, axis=0), steps)
+        shared, places = len(tokens_BT) // B, image_places(spec, tokens_BT, ctx.images)
+        is_image_BT = _is_of_image(spec, tokens_BT)
         N = P // spec.block_size**2
         index_BT = places.image_BT * N + places.index_BT
 

@@ -58,6 +58,8 @@ class VisionSpec(EncoderSpec):
     video_id: int | None
     step_positions: int | None
     """Positions of RoPE's time axis from a step of a video to the next; None: a step has those of an image."""
+    video_audio_id: int | None
+    """Placeholder of the audio between the steps of a video; None: there is none."""
     has_axis_positions: bool
     """Whether RoPE of the decoder has positions of time, row and column."""
     is_bidirectional: bool
@@ -96,6 +98,7 @@ class VisionSpec(EncoderSpec):
             deepstack=tuple(section.deepstack),
             video_id=section.video_id,
             step_positions=section.step_positions,
+            video_audio_id=model.video_audio_id,
             has_axis_positions=model.has_axis_positions,
             is_bidirectional=section.bidirectional,
             is_causal_without_window=section.causal_without_window,

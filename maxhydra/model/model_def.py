@@ -20,13 +20,18 @@ from maxhydra.config.values import matches_any
 from maxhydra.kernels.linear_cross_entropy import LinearHead
 from maxhydra.layers import CacheSpec, Context, LoraSpec, resolve_rules
 from maxhydra.layers.context import EXPERTS
+from maxhydra.layers.patch_tower import image_places
 from maxhydra.layers.weight_sampler import Sizes
 from maxhydra.model.decoder import BLOCKS, Decoder, DecoderSpec, ModelOutput
+from maxhydra.model.mtp_cache import MTP, empty_mtp_cache, forward_with_mtp_cache, predict_after
+from maxhydra.model.speech import SpeechDef
 from maxhydra.sharding import Sharder, is_axes
 
 Tree = Any
-# Key of the value head in the tree of weights.
-VALUE = "value"
+# Keys of the value head and of the modules that speak in the tree of weights.
+VALUE, SPEECH = "value", "speech"
+# Folded into the key of the model, for other values than those of the decoder.
+SPEECH_SEED = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +76,13 @@ class ModelDef:
         """The module with shapes instead of arrays, and the sizes of its random weights."""
         sizes: Sizes = {}
         decoder = nnx.eval_shape(lambda: Decoder(self._spec, None, sizes))
-        names = decoder.projections()
-        problems = list(_unmatched("adapter.targets", self.adapter, names))
+        names, parameters, problems = decoder.projections(), _other_parameters(decoder), list[Problem]()
+        if self.adapter is not None:
+            problems += _unmatched("adapter.targets", self.adapter.targets, names)
+            problems += _unmatched("adapter.parameters", self.adapter.parameters, parameters)
         for path, rule in (self.quantization.rules if self.quantization else {}).items():
             key = ".".join(filter(None, ("quantization", path, "targets")))
-            problems += _unmatched(key, rule, [*names, *_other_targets(rule, decoder)])
+            problems += _unmatched(key, rule.targets, [*names, *_other_targets(rule, parameters)])
         if problems:
             raise ConfigError(problems)
         return decoder, sizes
@@ -91,7 +98,8 @@ class ModelDef:
     @cached_property
     def shapes(self) -> Tree:
         """Tree of the shape and dtype of every weight."""
-        return {**nnx.to_pure_dict(nnx.state(self._abstract)), **jax.eval_shape(self._value_head)}
+        speech = {SPEECH: self.speech.shapes} if self.speech else {}
+        return {**nnx.to_pure_dict(nnx.state(self._abstract)), **jax.eval_shape(self._value_head), **speech}
 
     @cached_property
     def axes(self) -> Tree:
@@ -99,7 +107,19 @@ class ModelDef:
         weights = nnx.to_flat_state(nnx.state(self._abstract))
         axes = {path: weight.get_metadata("axes") for path, weight in weights}
         value_head = {VALUE: {"kernel": ("embed",), "bias": ()}} if self.has_value_head else {}
-        return {**nnx.traversals.unflatten_mapping(axes), **value_head}
+        speech = {SPEECH: self.speech.axes} if self.speech else {}
+        return {**nnx.traversals.unflatten_mapping(axes), **value_head, **speech}
+
+    @property
+    def without_speech(self) -> "ModelDef":
+        """The model without the modules that speak."""
+        speech = dataclasses.replace(self.config.speech, codebooks=None)
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, speech=speech))
+
+    @cached_property
+    def speech(self) -> SpeechDef | None:
+        """The modules that speak, whose weights are at the key SPEECH; None for models that do not speak."""
+        return None if self.config.speech.codebooks is None else SpeechDef(self.config)
 
     def _value_head(self) -> Tree:
         """The value head, which starts at zero; empty without one."""
@@ -118,7 +138,9 @@ class ModelDef:
 
     def init(self, key: jax.Array) -> Tree:
         """Initial weights, independent of sharding; jit with out_shardings to create each shard on its device."""
-        return {**nnx.to_pure_dict(nnx.state(Decoder(self._spec, key, self._traced[1]))), **self._value_head()}
+        speech = {SPEECH: self.speech.init(jax.random.fold_in(key, SPEECH_SEED))} if self.speech else {}
+        decoder = nnx.to_pure_dict(nnx.state(Decoder(self._spec, key, self._traced[1])))
+        return {**decoder, **self._value_head(), **speech}
 
     def forward(
         self, params: Tree, tokens: jax.Array, ctx: Context, *, keep_layers: bool = False, mtp_hidden: bool = False
@@ -129,6 +151,8 @@ class ModelDef:
         """
         if self.config.reads_tokens:
             ctx = dataclasses.replace(ctx, tokens=tokens)
+        if ctx.cache is not None and MTP in ctx.cache:
+            return forward_with_mtp_cache(self._bind(params), tokens, ctx)
         return self._bind(params)(tokens, ctx, keep_layers=keep_layers, mtp_hidden=mtp_hidden)
 
     def hidden(self, params: Tree, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
@@ -168,6 +192,18 @@ class ModelDef:
         layers = [*map(whole, blocks("prefix")), *pattern, *map(whole, blocks("remainder"))]
         return jnp.stack(layers, axis=2)
 
+    def embed(self, params: Tree, tokens: jax.Array, ctx: Context) -> jax.Array:
+        """Embeddings [B, T, D] of tokens, without images and audio; reads only the embedding of the weights."""
+        embedding = nnx.merge(nnx.graphdef(self._abstract.embedding), params["embedding"])
+        return embedding(tokens, ctx.positions, ctx)
+
+    def axis_positions(self, tokens: jax.Array, positions: jax.Array, images: jax.Array) -> jax.Array | None:
+        """[B, T, 3] positions of RoPE of tokens with images of different sizes; None if RoPE has one axis."""
+        spec = self._spec.vision
+        if spec is None or not spec.has_axis_positions:
+            return None
+        return image_places(spec, tokens, images).axis_positions(positions)
+
     def features(
         self, params: Tree, tokens: jax.Array, ctx: Context, layers: Sequence[int]
     ) -> tuple[jax.Array, list[jax.Array]]:
@@ -185,8 +221,8 @@ class ModelDef:
         assert head is not None
         return head(hidden)
 
-    def lm_head(self, params: Tree, sharder: Sharder) -> LinearHead:
-        """The head as a function that also takes parts of its weights; see `logits`.
+    def lm_head(self, params: Tree, sharder: Sharder, *, is_adapted: bool = True) -> LinearHead:
+        """The head as a function that also takes parts of its weights; see `logits`. `is_adapted`: with its adapter.
 
         Over a mesh its weights are in the compute dtype, in which they are then gathered.
         """
@@ -194,7 +230,7 @@ class ModelDef:
 
         def apply(weights: Tree, hidden: jax.Array) -> jax.Array:
             decoder = self._bind({**params, name: {**params[name], **weights}})
-            return (decoder.head or decoder.embedding).logits(hidden, is_single_device=True)
+            return (decoder.head or decoder.embedding).logits(hidden, is_single_device=True, is_adapted=is_adapted)
 
         def cast(weight: jax.Array) -> jax.Array:
             return weight.astype(compute) if weight.ndim > 1 and jnp.issubdtype(weight.dtype, jnp.floating) else weight
@@ -237,13 +273,24 @@ class ModelDef:
             new = {**new, group: blocks} if blocks else new
         return new
 
-    def empty_cache(self, cache_spec: CacheSpec) -> Tree:
-        """Empty caches of all layers, each of the kind that its mixer needs."""
-        return self._abstract.empty_cache(cache_spec)
+    def empty_cache(self, cache_spec: CacheSpec, *, has_mtp: bool = False) -> Tree:
+        """Empty caches of all layers, each of the kind that its mixer needs.
+
+        `has_mtp`: also of the first MTP layer, which every forward pass then updates (mtp_cache.py).
+        """
+        cache = self._abstract.empty_cache(cache_spec)
+        return {**cache, MTP: empty_mtp_cache(self._abstract, cache_spec)} if has_mtp else cache
+
+    def predict_after(self, params: Tree, hidden: jax.Array, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
+        """Hidden states [B, T, D] of the first MTP layer, and the updated cache.
+
+        Given hidden states at ctx.positions and the tokens [B, T] after them; the head then predicts the next ones.
+        """
+        return predict_after(self._bind(params), hidden, tokens, ctx)
 
     def _bind(self, params: Tree) -> Decoder:
         """The module bound to its weights; other entries of `params`, such as a teacher's, are ignored."""
-        return nnx.merge(self._graphdef, {name: params[name] for name in self.shapes if name != VALUE})
+        return nnx.merge(self._graphdef, {name: params[name] for name in self.shapes if name not in (VALUE, SPEECH)})
 
 
 def build(
@@ -275,24 +322,28 @@ def without_capacity_limit(model: config.Model) -> config.Model:
     )
 
 
-def _other_targets(rule: QuantizationRule, decoder: Decoder) -> list[str]:
-    """Names of weights other than projections that a rule may target.
+def _other_parameters(decoder: Decoder) -> list[str]:
+    """Names of the weights other than projections that adapters and some quantization rules may target."""
+    return ["embedding", *(["head"] if decoder.head else []), *decoder.expert_maps()]
+
+
+def _other_targets(rule: QuantizationRule, parameters: list[str]) -> list[str]:
+    """Those of the other weights that a rule may target.
 
     Matmuls of experts, embedding and head run in model.dtypes.compute, so only weight storage formats apply to them.
     """
     is_int8 = rule.kind in (QuantizationKind.int8_weights, QuantizationKind.qat_int8)
     is_int4 = rule.kind in (QuantizationKind.int4_weights, QuantizationKind.qat_int4)
-    vocabulary = ["embedding", *(["head"] if decoder.head else [])] if is_int8 else []
-    return [*vocabulary, *(decoder.expert_maps() if is_int8 or is_int4 else [])]
+    return [name for name in parameters if is_int8 or (is_int4 and "/" in name)]
 
 
-def _unmatched(key: str, section: Adapter | QuantizationRule | None, names: list[str]) -> Iterator[Problem]:
-    """Problems for targets that match no projection: a typo would silently quantize or train less than intended."""
-    targets = (section.targets if section else None) or []
-    for target in targets:
+def _unmatched(key: str, targets: list[str] | None, names: list[str]) -> Iterator[Problem]:
+    """Problems for targets that match no name: a typo would silently quantize or train less than intended."""
+    for target in targets or []:
         if not any(matches_any([target], name) for name in names):
             accepted = f"regular expressions on {', '.join(dict.fromkeys(names))}"
-            yield Problem(key, f"no projection's name matches {target!r}", value=targets, accepted=accepted)
+            what = "weight" if key == "adapter.parameters" else "projection"
+            yield Problem(key, f"no {what}'s name matches {target!r}", value=targets, accepted=accepted)
 
 
 def parameter_count(shapes: Any) -> int:

@@ -15,6 +15,8 @@ from maxhydra.decode.offline_files import OutputFile, check_records, read_record
 from maxhydra.decode.open import open_engine, open_prompts
 from maxhydra.decode.request import Engine
 from maxhydra.decode.sampling_params import PromptClient, PromptEncoder, PromptError, is_chat
+from maxhydra.decode.speech import SpeechFiles, check_speech
+from maxhydra.model import ModelDef
 from maxhydra.modelfiles import local_path
 from maxhydra.runtime.channel import broadcast, is_main
 from maxhydra.runtime.profiler import Profiler
@@ -41,6 +43,7 @@ def run(job: Job) -> Outcome:
     }
     for name, read in readers.items():
         _check_media(f"task.{name}", getattr(task, name), read, has_template=has_template)
+    check_speech(task)
     outcome = _complete(job, task, prompts) if is_main() else _follow(config, task, prompts)
     return Outcome(*broadcast([outcome.status, outcome.reason]))
 
@@ -68,9 +71,10 @@ def _complete(job: Job, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
         if task.input is not None:
             return _decode_file(job, task, prompts)
         broadcast(True)
-        with _open_client(job, task, prompts) as client:
+        speech: list[SpeechFiles] = []
+        with _open_client(job, task, prompts, speech) as client:
             if task.prompt is not None:
-                complete(client, task.prompt, write_and_flush)
+                complete(client, task.prompt, write_and_flush, speech=speech[0] if speech else None)
             else:
                 chat(client, read=line_reader(), write=write_and_flush)
     except (BatchFailedError, GenerationFailedError) as error:
@@ -87,7 +91,7 @@ def _decode_file(job: Job, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
     with OutputFile(target, settings=settings_fingerprint(job.config)) as output:
         before, total = output.count, records * task.samples
         if broadcast(output.count_missing(read_records(source, task.sampling), task.samples) > 0):
-            with _open_client(job, task, prompts) as client:
+            with _open_client(job, task, prompts, []) as client:
                 OfflineBatch(client, output, records=records).run()
                 _print_drafts(client.engine.stats())
         if output.num_rejected:
@@ -98,18 +102,28 @@ def _decode_file(job: Job, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
 
 
 def _print_drafts(stats: Mapping[str, float]) -> None:
-    """Print how many tokens speculative decoding drafted, and how many were accepted."""
+    """Print how many tokens speculative decoding drafted, how many were accepted, and in how many of the steps."""
     if "tokens_drafted" in stats:
-        drafted, accepted = stats["tokens_drafted"], stats["tokens_accepted"]
-        print(f"speculative decoding: {accepted:.0f} of {drafted:.0f} drafted tokens accepted", file=sys.stderr)
+        names = ("tokens_accepted", "tokens_drafted", "steps_speculative", "steps")
+        accepted, drafted, speculative, steps = (round(stats[name]) for name in names)
+        text = f"{accepted} of {drafted} drafted tokens accepted, in {speculative} of {steps} steps"
+        print(f"speculative decoding: {text}", file=sys.stderr)
 
 
 @contextmanager
-def _open_client(job: Job, task: DecodeTask, prompts: PromptEncoder) -> Iterator[PromptClient]:
+def _open_client(
+    job: Job, task: DecodeTask, prompts: PromptEncoder, speech: list[SpeechFiles]
+) -> Iterator[PromptClient]:
+    """`speech`: gets what writes the speech of completions, if the task has it."""
+
+    def keep_speech(model: ModelDef, params: Any) -> None:
+        if task.speech.folder is not None:
+            speech.append(SpeechFiles.open(task, model, params, eos=prompts.eos_ids))
+
     profiler = Profiler(job.config.profile, job.run.path)
     engine: Engine
     if job.config.model.diffusion.block_size is None:
-        engine = open_engine(job.config, task.engine, prompts, profiler=profiler)
+        engine = open_engine(job.config, task.engine, prompts, profiler=profiler, keep_params=keep_speech)
     else:
         engine = open_diffusion_engine(job.config, task, prompts)
     try:

@@ -14,6 +14,7 @@ from maxhydra.config.fields import walk
 from maxhydra.config.registry import PACKAGE, modules
 from maxhydra.config.schema.config import DESCRIBING_TASKS, TRAINING_TASKS, Config
 from maxhydra.config.schema.run import Task
+from maxhydra.config.schema.tasks.inference import DecodeTask
 from maxhydra.config.usage import CONDITIONS, MEASURING_TASKS, SOURCES, TASKS, unused_problems, using_tasks
 
 KEYS = {path: field.name for path, field in walk(Config) if not field.spec.is_section}
@@ -95,10 +96,11 @@ def test_every_key_is_read_or_rejected_in_every_task() -> None:
 
 
 def test_tables_name_keys_that_exist() -> None:
+    keys = [*KEYS, *(f"task.{path}" for path, _ in walk(DecodeTask))]
     patterns = [pattern for pattern, _ in TASKS] + [key for condition in CONDITIONS for key in condition.keys]
     for pattern in [*patterns, *(f"data.{name}" for name in SOURCES)]:
         expression = re.compile(re.escape(pattern).replace(r"\*", ".*"))
-        assert any(expression.fullmatch(key) for key in KEYS), f"{pattern} matches no key"
+        assert any(expression.fullmatch(key) for key in keys), f"{pattern} matches no key"
 
 
 SHAPES = ["task=sft", "data=shapes", "model=micro-vision", "train.seq_len=48"]

@@ -15,6 +15,7 @@ from PIL import Image
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.options import model_option
+from maxhydra.data.audio import make_extractor
 from maxhydra.data.image_tokens import MARKER, ImageTokenizer, image_ids, insert_images, read_images
 from maxhydra.data.images import ProcessedImage
 from maxhydra.data.pipeline import Pipeline
@@ -22,6 +23,7 @@ from maxhydra.data.record_types import Rejected, build_record_type
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.sources.shapes import COLOURS, make_record
 from maxhydra.data.tokenizers import load_tokenizer
+from tests.support.containers import matroska
 from tests.support.skips import import_optional
 
 COMMAND = ["task=sft", "model=gemma3-tiny-vision", "data=grain", "data.record_type=image_chat", "train.seq_len=48"]
@@ -39,6 +41,7 @@ def messages(*parts: Any, answer: str = "ok") -> list[dict[str, Any]]:
 
 
 TOKENS = {"placeholder_id": "image_token", "begin_id": "boi_token", "end_id": "eoi_token"}
+HEARD = ["model=qwen3-omni-tiny-media", "model.vision.videos.use_audio_in_video=true"]
 TEXT, IMAGE = {"type": "text", "text": "a"}, {"type": "image"}
 
 
@@ -135,7 +138,43 @@ def test_frames_of_gemma4_have_minutes_and_steps_of_qwen3_omni_no_text(tmp_path:
     tokens = [256, 302, *[301] * 6, 303, ord("a"), ord("\n"), *b"ok"]
     assert omni.row(example, 96)["tokens"][: len(tokens)].tolist() == tokens
     (rejected,) = omni.encode([{"messages": messages({**video, "use_audio_in_video": True}, TEXT)}])
-    assert rejected.reason == "video: use_audio_in_video is not supported; accepted: the frames of a video alone"
+    assert "needs model.vision.videos.use_audio_in_video=true" in rejected.reason
+
+
+def test_rows_have_the_audio_of_videos_between_their_steps(tmp_path: Path) -> None:
+    """Two steps of 3 tokens, 26 positions apart, and 2.5 seconds of audio, which are 33 tokens."""
+    options = [*HEARD, "train.seq_len=96", "data.max_clips=2"]
+    options += ["data.max_images=4", "data.max_seconds=3", "data.loss_on=all"]
+    made, _ = record_type(tmp_path, *options)
+    pixels, samples = np.full((5, 8, 24, 3), 255, np.uint8), np.arange(40000, dtype=np.int16)[None] // 2
+    heard, silent = {"bytes": matroska(pixels, 1, samples)}, {"bytes": matroska(pixels, 1)}
+    long = {"bytes": matroska(pixels, 1, np.tile(samples, 2))}
+    part, frames = {"type": "video"}, [302, *[301] * 6, 303]
+    muted = {**part, "use_audio_in_video": False}
+    (example,) = made.encode([{"messages": messages(part, TEXT, muted), "videos": [heard, heard]}])
+    row = made.row(example, 96)
+    ids = [302, 305, *[301] * 3, *[304] * 26, *[301] * 3, *[304] * 7, 306, 303]
+    tokens = [256, *ids, ord("a"), *frames, ord("\n"), *b"ok", 257]
+    assert row["tokens"][: len(tokens) - 1].tolist() == tokens[:-1]
+    counted = row["targets"][row["weights"] > 0].tolist()
+    assert counted == [id for id in tokens[1:] if id not in (301, 304)]
+    assert row["audio"].shape == (2, 300, 16) and row["audio_lengths"].tolist() == [250, 0]
+    extractor = make_extractor({"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16})
+    expected = extractor([samples[0].astype(np.float32) / 2**15]).features[0]
+    np.testing.assert_allclose(row["audio"][0, :250], expected, atol=1e-6)
+    (example,) = made.encode([{"messages": messages(part, TEXT), "videos": [silent]}])
+    row = made.row(example, 96)
+    assert row["tokens"][1:10].tolist() == [*frames, ord("a")] and row["audio_lengths"].tolist() == [0, 0]
+    many, late = made.encode(
+        [
+            {"messages": messages(part, part, part), "videos": [heard] * 3},
+            {"messages": messages(part), "videos": [long]},
+        ]
+    )
+    assert "has 6 images" in many.reason and "audio track of more than 3 seconds" in late.reason
+    few, _ = record_type(tmp_path, *options, "data.max_clips=1")
+    (rejected,) = few.encode([{"messages": messages(part, part), "videos": [heard] * 2}])
+    assert rejected.reason == "has 2 videos with audio, more than data.max_clips=1"
 
 
 def test_rows_have_patches_of_images_of_different_sizes(tmp_path: Path) -> None:
@@ -216,6 +255,15 @@ def test_a_file_of_records_becomes_rows(tmp_path: Path) -> None:
         (["data.packing.method=concat_then_split"], "is not supported by data.record_type=image_chat"),
         (["mesh.stage=2"], "is not supported with images"),
         (["mesh.sequence=2"], "is not supported with images"),
+        (["model=qwen3-vl-tiny", "model.vision.videos.use_audio_in_video=true"], "audio.num_layers=null: is needed"),
+        (
+            [
+                "model=qwen3-omni-tiny-media",
+                "model.vision.videos.use_audio_in_video=true",
+                "data.packing.method=best_fit",
+            ],
+            "packing.method=best_fit: is not supported by data.record_type=image_chat",
+        ),
     ],
 )
 def test_combinations_that_are_not_supported(overrides: list[str], reason: str) -> None:

@@ -137,9 +137,9 @@ def test_audio_of_chat_requests() -> None:
     given = chat({"data": wav(), "format": "wav"})
     (url,) = parse_audios(given)
     prompts = encoder(audio=AUDIO)
-    ids, audio = prompts.encode_messages(parse_messages(given)), prompts.read_audio([url])
+    prompt, _, audio = prompts.insert_media(prompts.encode_messages(parse_messages(given)), images=[], audios=[url])
     assert audio is not None and audio.lengths.tolist() == [10] and audio.frames.shape == (1, 10, AUDIO.num_bands)
-    assert prompts.with_audio_tokens(ids, audio) == [256, *b"hear: ", *tokens(0), ord("\n")]
+    assert prompt == [256, *b"hear: ", *tokens(0), ord("\n")]
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_files_of_task_audios(engine: Engine, tmp_path: Path) -> None:
     task = compose(["task=decode", "task.prompt=hi", audios, *sampling]).config.task
     prompts, texts = encoder(audio=AUDIO), list[str]()
     complete(PromptClient(engine, prompts, task, seed=0), "hi", texts.append)
-    audio = prompts.read_audio([str(tmp_path / "a.wav")])
+    audio = stack_clips(prompts.read_audio([str(tmp_path / "a.wav")]), count=1, shape=(10, AUDIO.num_bands))
     expected = engine.submit(request([256, *tokens(0), *b"hi", ord("\n")], audio)).result()
     assert "".join(texts).rstrip("\n") == expected.text.rstrip("\n")
     with pytest.raises(ConfigError, match="requires a prompt that is a message of a chat"):

@@ -122,3 +122,24 @@ def test_sizes_that_do_not_fit(override: str, reason: str) -> None:
 def test_options_of_images_of_different_sizes(override: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         compose(["model=gemma4-tiny-vision", override])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "other"),
+    [
+        ("vision.video_id", 300, "vision.placeholder_id"),
+        ("audio.placeholder_id", 301, "vision.video_id"),
+        ("audio.begin_id", 300, "vision.placeholder_id"),
+        ("audio.placeholder_id", 303, "vision.end_id"),
+    ],
+)
+def test_media_with_equal_tokens_are_rejected(key: str, value: int, other: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"model\.{key}={value}: equals {other}, .*\n +accepted: an id other than 30"
+    ):
+        compose(["model=qwen3-omni-tiny-media", f"model.{key}={value}"])
+
+
+def test_marks_of_media_may_be_equal() -> None:
+    model = compose(["model=qwen3-omni-tiny-media", "model.audio.begin_id=302"]).config.model
+    assert model.audio.begin_id == model.vision.begin_id

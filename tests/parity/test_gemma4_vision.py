@@ -15,7 +15,7 @@ from maxhydra.data.image_tokens import insert_images, join_pixels, read_images
 from maxhydra.data.video_tokens import read_media
 from maxhydra.model import ModelDef
 from tests.support.cached_decoding import cached_logits
-from tests.support.media_models import export, forward_logits, load_float32
+from tests.support.media_models import GEMMA4_VISION, export, forward_logits, load_float32, randomize
 from tests.support.pictures import frames, picture
 from tests.support.skips import import_optional
 
@@ -43,19 +43,8 @@ TEXT = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "max_position_embeddings": 512,
 }
-VISION = {
-    "num_hidden_layers": 2,
-    "hidden_size": 24,
-    "intermediate_size": 36,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
-    "head_dim": 8,
-    "patch_size": 4,
-    "pooling_kernel_size": 2,
-    "position_embedding_size": 160,
-    # Small, so that all coordinates matter.
-    "rope_parameters": {"rope_type": "axial", "rope_theta": 20.0},
-}
+# A small theta, so that all coordinates matter.
+VISION = GEMMA4_VISION | {"rope_parameters": {"rope_type": "axial", "rope_theta": 20.0}}
 # The small models have per-layer embeddings, a shared KV cache and clipped projections; in the large ones the tokens of
 # an image attend to each other in windowed layers, and patches are standardized.
 FAMILIES = {
@@ -92,12 +81,9 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         vision_soft_tokens_per_image=SOFT_TOKENS,
         **TOKEN_IDS,
     )
-    model = transformers.Gemma4ForConditionalGeneration(settings)
+    model = randomize(transformers.Gemma4ForConditionalGeneration(settings), std=0.18)
     bounds = {"input_min": -1.5, "input_max": 1.3, "output_min": -1.2, "output_max": 1.4}
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            is_scale = "norm" in name and name.endswith("weight")
-            weight.normal_(float(is_scale), 0.18 if weight.ndim > 1 else 0.1)
         for name, buffer in model.named_buffers():
             if (end := name.rpartition(".")[2]) in bounds:
                 buffer.fill_(bounds[end])
@@ -177,6 +163,7 @@ def test_logits_with_images_and_a_video_equal_transformers(reference: Reference)
     assert (vision.bidirectional, vision.layers.clipped) == (reference.is_large, not reference.is_large)
 
 
+@pytest.mark.default_cases("small")
 def test_cached_decoding_equals_one_forward_pass(reference: Reference) -> None:
     model, params = load(reference)
     tokens, images = inputs_of(model)

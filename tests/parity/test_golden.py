@@ -50,7 +50,7 @@ def test_a_family_equals_its_reference(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("deepseek3.2", "gpt_oss", "nemotron_h")
+@pytest.mark.default_cases("nemotron_h")
 @pytest.mark.parametrize("family", DIFFERENTIATED)
 def test_gradients_equal_the_reference_and_decoding_the_forward_pass(family: str) -> None:
     golden = Golden(PARITY / "golden" / family)

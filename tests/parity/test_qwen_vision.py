@@ -196,6 +196,7 @@ def test_the_text_decoder_alone_is_a_plain_family(reference: Reference) -> None:
     assert find_family(build(text), None).model_type == FAMILIES[reference.model_type].text_type
 
 
+@pytest.mark.default_cases("qwen3_vl")
 def test_cached_decoding_equals_one_forward_pass(reference: Reference) -> None:
     """Prefill takes the images; decode steps continue at positions that are behind the slots of the cache."""
     model, params = load(reference.folder)

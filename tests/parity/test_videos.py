@@ -4,21 +4,25 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
 
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.model import Dtype, Dtypes
 from maxhydra.convert.hf import hf_source
-from maxhydra.convert.streaming import single_device_shardings, stream_weights
-from maxhydra.data.image_tokens import MARKER, ImageTokenizer, insert_images, join_pixels
-from maxhydra.data.tokenizers import load_tokenizer
-from maxhydra.data.video_tokens import read_media
-from maxhydra.layers import Context
-from maxhydra.model import build
-from maxhydra.sharding import Sharder
+from maxhydra.data.image_tokens import MARKER, ImageTokenizer
+from maxhydra.decode.sampling_params import PromptEncoder
+from maxhydra.layers import AudioClips
+from tests.support.containers import matroska
+from tests.support.media_models import (
+    GEMMA4_VISION,
+    QWEN_EXPERTS,
+    QWEN_TEXT,
+    QWEN_VISION,
+    forward_logits,
+    load_float32,
+    randomize,
+)
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -51,6 +55,8 @@ class Case:
     fps: float
     videos: dict[str, Any]
     """Values of model.vision.videos other than those of the published model."""
+    samples: np.ndarray | None = None
+    """int16 [1, count] of the audio of the video at 16 kHz; None: no audio."""
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -85,6 +91,12 @@ QWEN_IDS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
 }
+OMNI_IDS = {
+    **QWEN_IDS,
+    "audio_token_id": "<|audio_pad|>",
+    "audio_start_token_id": "<|audio_start|>",
+    "audio_end_token_id": "<|audio_end|>",
+}
 GEMMA_TOKENS = {
     "boi_token": "<|image>",
     "eoi_token": "<image|>",
@@ -93,27 +105,6 @@ GEMMA_TOKENS = {
     "eoa_token": "<audio|>",
     "audio_token": "<|audio|>",
     "video": "<|video|>",
-}
-QWEN_TEXT = {
-    "num_hidden_layers": 3,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 64,
-    "max_position_embeddings": 256,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 2, 2]},
-}
-QWEN_VISION = {
-    "depth": 2,
-    "hidden_size": 24,
-    "intermediate_size": 36,
-    "num_heads": 3,
-    "patch_size": 4,
-    "num_position_embeddings": 36,
-    "deepstack_visual_indexes": [0],
-    "out_hidden_size": 32,
 }
 GENERATOR = np.random.default_rng(0)
 # Frames of a whole number of tokens, which are not resized: torchvision and Pillow resample differently.
@@ -134,7 +125,7 @@ CASES = {
     "qwen3-omni": Case(
         model="Qwen3OmniMoeThinker",
         settings={
-            "text_config": {**QWEN_TEXT, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            "text_config": QWEN_TEXT | QWEN_EXPERTS,
             "vision_config": QWEN_VISION,
             "audio_config": {
                 "num_mel_bins": 8,
@@ -148,7 +139,7 @@ CASES = {
             "position_id_per_seconds": 13,
         },
         tokens=OMNI_TOKENS,
-        ids={**QWEN_IDS, "audio_token_id": "<|audio_pad|>", "audio_start_token_id": "<|audio_start|>"},
+        ids=OMNI_IDS,
         frames=FRAMES,
         fps=1.5,
         videos={"min_patches": 16, "max_patches": 96},
@@ -167,17 +158,7 @@ CASES = {
                 "sliding_window": 90,
                 "layer_types": ["sliding_attention", "full_attention"],
             },
-            "vision_config": {
-                "num_hidden_layers": 2,
-                "hidden_size": 24,
-                "intermediate_size": 36,
-                "num_attention_heads": 3,
-                "num_key_value_heads": 3,
-                "head_dim": 8,
-                "patch_size": 4,
-                "pooling_kernel_size": 2,
-                "position_embedding_size": 160,
-            },
+            "vision_config": GEMMA4_VISION,
             "audio_config": None,
             "vision_soft_tokens_per_image": 70,
         },
@@ -189,6 +170,12 @@ CASES = {
         videos={"max_frames": 4},
     ),
 }
+# 3.3 seconds of audio, whose 43 tokens end between the second and the third step.
+CASES["qwen3-omni-audio"] = dataclasses.replace(
+    CASES["qwen3-omni"],
+    videos={**CASES["qwen3-omni"].videos, "use_audio_in_video": True},
+    samples=GENERATOR.integers(-20000, 20000, (1, 52800)).astype(np.int16),
+)
 
 
 def make_folder(name: str, path: Path) -> None:
@@ -197,37 +184,37 @@ def make_folder(name: str, path: Path) -> None:
     case = CASES[name]
     ids = {key: case.vocabulary[token] for key, token in case.ids.items()}
     model = case.reference("ForConditionalGeneration")(case.reference("Config")(**case.settings, **ids))
-    with torch.no_grad():
-        for weight_name, weight in model.named_parameters():
-            is_scale = ("norm" in weight_name or "ln_" in weight_name) and weight_name.endswith("weight")
-            weight.normal_(float(is_scale), 0.2)
-    model.save_pretrained(path)
+    randomize(model).save_pretrained(path)
     case.tokenizer().save_pretrained(path)
     np.save(path / "video.npy", case.frames)
+    if case.samples is not None:
+        (path / "video.mkv").write_bytes(matroska(case.frames, case.fps, case.samples))
 
 
+# tests/parity/test_omni.py has the mechanisms of the third one.
+@pytest.mark.default_cases("qwen3-vl", "gemma4")
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_and_logits_of_a_prompt_with_a_video_equal_transformers(name: str, tmp_path: Path) -> None:
     make_folder(name, tmp_path)
-    case, source = CASES[name], hf_source("", str(tmp_path), tmp_path)
-    section = source.model.vision
+    case, section = CASES[name], hf_source("", str(tmp_path), tmp_path).model.vision
     limits = {} if section.fill_patches else {"min_patches": 16, "max_patches": 96}
     vision = dataclasses.replace(section, **limits, videos=dataclasses.replace(section.videos, **case.videos))
-    model = build(dataclasses.replace(source.model, dtypes=Dtypes(compute=Dtype.float32), vision=vision))
-    params: Any = stream_weights(source, model, shardings=single_device_shardings(model), dtype="float32")
+    model, params = load_float32(tmp_path, vision=vision)
     data = compose(["data.tokenizer.kind=hf", f"data.tokenizer.path={tmp_path}"]).config.data
-    tokenizer = load_tokenizer(data)
-    video = {"video": str(tmp_path / "video.npy"), "fps": case.fps}
-    media = read_media([video, case.frames[0]], vision, tokenizer.encode)
+    encoder = PromptEncoder(data, vocab_size=64, vision=vision, audio=model.config.audio)
+    file = "video.npy" if case.samples is None else "video.mkv"
+    video = {"video": str(tmp_path / file), "fps": case.fps}
     text = TEXT.format(video=MARKER, image=MARKER)
-    tokens, _ = insert_images(ImageTokenizer(tokenizer, vision).encode_with_special_tokens(text)[0], media, vision)
+    ids = ImageTokenizer(encoder.tokenizer, vision).encode_with_special_tokens(text)[0]
+    prompt = encoder.insert_media(ids.tolist(), images=[video, case.frames[0]], audios=[])
     with np.load(PROCESSED / f"{name}.npz") as arrays:
         inputs = {key: torch.tensor(arrays[key]) for key in arrays.files}
-    assert tokens.tolist() == inputs["input_ids"][0].tolist()
+    assert prompt.prompt == inputs["input_ids"][0].tolist()
     reference = case.reference("ForConditionalGeneration").from_pretrained(tmp_path, attn_implementation="eager")
     with torch.no_grad():
-        logits = reference.eval()(**inputs).logits.numpy()
-    batch = {"positions": jnp.arange(len(tokens))[None], "images": jnp.asarray(join_pixels(media))[None]}
-    hidden, _ = model.hidden(params, jnp.asarray(tokens)[None], Context.of_batch(batch, Sharder.single(), None))
-    np.testing.assert_allclose(model.logits(params, hidden, Sharder.single()), logits, atol=1e-4)
-    assert np.abs(logits).max() > 1
+        logits = reference.eval()(**inputs, **({} if prompt.audio is None else {"use_audio_in_video": True})).logits
+    media: dict[str, Any] = {"images": prompt.images[None]}
+    media |= {} if prompt.audio is None else {"audio": AudioClips(*(array[None] for array in prompt.audio))}
+    own = forward_logits(model, params, np.array([prompt.prompt]), media)
+    np.testing.assert_allclose(own, logits.numpy(), atol=1e-4)
+    assert np.abs(own).max() > 1

@@ -19,6 +19,49 @@ from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder
 
+# Sections of config.json of tiny models of transformers.
+QWEN_TEXT = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 64,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 2, 2]},
+}
+QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+QWEN_VISION = {
+    "depth": 3,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_heads": 3,
+    "patch_size": 4,
+    "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [0, 1],
+    "out_hidden_size": 32,
+}
+GEMMA4_VISION = {
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 160,
+}
+
+
+def randomize(model: Any, *, std: float = 0.2) -> Any:
+    """A model of transformers with random weights that are large enough for every mechanism to matter."""
+    for name, weight in model.named_parameters():
+        is_scale = ("norm" in name or "ln_" in name) and name.endswith("weight")
+        weight.data.normal_(float(is_scale), std)
+    return model
+
 
 def load_float32(folder: Path, **changes: Any) -> tuple[ModelDef, Any]:
     """The model of a Hugging Face folder and its weights; `changes`: sections of the model's config."""

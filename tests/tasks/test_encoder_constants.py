@@ -17,6 +17,9 @@ RUN = [
     "checkpoint.keep=2",
 ]
 RUN += ["train.eval_batches=0", "optimizer.weight_decay=0.1", "hardware=cpu"]
+# The encoder is under test: one decoder layer instead of four halves the time.
+RUN += ["model.num_layers=1", "model.prefix=[]", "model.pattern=[local]"]
+RUN += ["model.kinds.local_shared.attention.shares=null", "model.kinds.global_shared.attention.shares=null"]
 
 
 def stored(folder: Path, step: int) -> dict[str, np.ndarray]:

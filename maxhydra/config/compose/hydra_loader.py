@@ -89,7 +89,7 @@ BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
 FOLDER_KEY = "model.path"
 ROOT_SCHEMA = "schema/config"
 MODEL, RECIPE, PACKAGED = "model", "recipe", "maxhydra.conf"
-FOLDER_OPTIONS = ("from_hf", "from_hf_vision", "from_hf_audio", "from_hf_media")
+FOLDER_OPTIONS = ("from_hf", "from_hf_vision", "from_hf_audio", "from_hf_media", "from_hf_speech")
 
 
 def source_values(folder: str | None, option: str) -> dict[str, Any]:

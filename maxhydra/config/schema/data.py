@@ -287,9 +287,9 @@ class Data(Corpus):
     max_images: int = option(1, ge=1, le=1024)
     """Record types with images: most images of a sequence, packed or not; records with more are invalid."""
     max_clips: int = option(1, ge=1, le=1024)
-    """record_type=audio_chat: audio clips of a sequence, as data.max_images."""
+    """record_type=audio_chat: audio clips of a sequence, as data.max_images; image_chat: videos with audio."""
     max_seconds: float = option(30.0, gt=0, le=3600)
-    """record_type=audio_chat: length of a clip; shorter ones are padded, records with longer ones are invalid."""
+    """As max_clips: length of a clip; shorter ones are padded, records with longer ones are invalid."""
     shuffle: bool = True
     """Shuffle records in a new order each epoch, seeded by run.data_seed or run.seed; false keeps their order."""
     streams: int | None = option(None, ge=1)

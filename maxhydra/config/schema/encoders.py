@@ -4,14 +4,32 @@ from collections.abc import Iterator, Mapping
 
 from maxhydra.config.errors import Problem
 from maxhydra.config.schema.audio import Audio
+from maxhydra.config.schema.data import AUDIO_TYPES, PackingMethod
 from maxhydra.config.schema.layer_kind import Kind, Mixer
+from maxhydra.config.schema.speech import Speech
 from maxhydra.config.schema.vision import Vision
+
+# Names of the keys of tokens that the outputs of an encoder replace.
+PLACEHOLDERS = ("placeholder_id", "video_id")
 
 
 def placeholders(vision: Vision, audio: Audio) -> tuple[int, ...]:
     """Placeholders of the tokens of all media that a model takes."""
     images = () if vision.num_layers is None else vision.placeholders
     return (*images, *(() if audio.num_layers is None or audio.placeholder_id is None else (audio.placeholder_id,)))
+
+
+def has_audio(record_type: str, vision: Vision | None) -> bool:
+    """Whether rows of a record type have audio: that of the record, or that of its videos."""
+    is_in_video = vision is not None and vision.num_layers is not None and vision.videos.use_audio_in_video
+    return record_type in AUDIO_TYPES or (record_type == "image_chat" and is_in_video)
+
+
+def packing_methods(record_type: str, vision: Vision) -> list[PackingMethod]:
+    """Methods that pack records with images or audio: audio fills rows alone, preference pairs too."""
+    packs = record_type == "image_chat" and not has_audio(record_type, vision)
+    packed = [PackingMethod.first_fit, PackingMethod.best_fit] if packs else []
+    return [PackingMethod.auto, PackingMethod.none, *packed]
 
 
 def encoder_problems(
@@ -28,15 +46,58 @@ def encoder_problems(
     for path, encoder in encoders.items():
         if encoder.num_layers is None:
             continue
-        for name, value in encoder.token_ids.items():
-            if value is not None and value >= vocab_size:
-                reason = f"is not in the vocabulary of {vocab_size} tokens"
-                yield Problem(f"{path}.{name}", reason, value=value, accepted=f"0 to {vocab_size - 1}")
+        yield from _vocabulary_problems(path, encoder.token_ids, vocab_size)
         for name in (name for name, is_used in {**conflicts, **lookups}.items() if is_used):
             reason = f"is not supported together with model.{name}"
             yield Problem(f"{path}.num_layers", reason, value=encoder.num_layers, accepted="null")
+    yield from _equal_id_problems({path: each for path, each in encoders.items() if each.num_layers is not None})
+    if vision.num_layers is not None and vision.videos.use_audio_in_video:
+        yield from _video_audio_problems(vision, audio)
     if vision.num_layers is not None and vision.bidirectional:
         for name, kind in kinds.items():
             if kind.mixer is not Mixer.attention or kind.attention.chunk is not None:
                 reason = f"requires mixer=attention without chunks, which model.kinds.{name} does not have"
                 yield Problem("vision.bidirectional", reason, value=True, accepted="false")
+
+
+def _vocabulary_problems(path: str, token_ids: Mapping[str, int | None], vocab_size: int) -> Iterator[Problem]:
+    for name, value in token_ids.items():
+        if value is not None and value >= vocab_size:
+            reason = f"is not in the vocabulary of {vocab_size} tokens"
+            yield Problem(f"{path}.{name}", reason, value=value, accepted=f"0 to {vocab_size - 1}")
+
+
+def _equal_id_problems(encoders: Mapping[str, Vision | Audio]) -> Iterator[Problem]:
+    """A placeholder says which medium replaces the token, so that no other key has its id."""
+    ids = {f"{path}.{name}": id for path, each in encoders.items() for name, id in each.token_ids.items()}
+    first: dict[int, str] = {}
+    for path, id in ids.items():
+        if id is None:
+            continue
+        other = first.setdefault(id, path)
+        if other != path and any(key.endswith(PLACEHOLDERS) for key in (path, other)):
+            taken = ", ".join(sorted({str(each) for each in ids.values() if each is not None}, key=int))
+            reason = f"equals {other}, but a placeholder needs an id that no other token has"
+            yield Problem(path, reason, value=id, accepted=f"an id other than {taken}")
+
+
+def _video_audio_problems(vision: Vision, audio: Audio) -> Iterator[Problem]:
+    """Audio in a video needs both encoders, and marks that distinguish it from a clip after the video."""
+    needed = {"vision.video_id": vision.video_id, "audio.num_layers": audio.num_layers}
+    needed |= {f"audio.{name}": getattr(audio, name) for name in ("begin_id", "end_id")}
+    for path, value in needed.items():
+        if value is None:
+            reason = "is needed with vision.videos.use_audio_in_video"
+            yield Problem(path, reason, value=None, hint="set it, or model.vision.videos.use_audio_in_video=false")
+
+
+def speech_problems(speech: Speech, vision: Vision, *, vocab_size: int, num_layers: int) -> Iterator[Problem]:
+    """Tokens of the talker's text are of the vocabulary, and the talker reads a layer after those that add images."""
+    if speech.codebooks is None:
+        return
+    yield from _vocabulary_problems("speech", speech.token_ids, vocab_size)
+    first = len(vision.deepstack) + 1
+    if not first <= speech.talker.hidden_layer < num_layers:
+        reason = "must be after the layers that add outputs of the image encoder, and before the last one"
+        value, accepted = speech.talker.hidden_layer, f"{first} to {num_layers - 1}"
+        yield Problem("speech.talker.hidden_layer", reason, value=value, accepted=accepted)

@@ -251,6 +251,7 @@ class Mtp(Schema):
     """Multi-token prediction (DeepSeek-V3, 2024): extra layers of the last kind predict later tokens."""
 
     depth: int = option(0, ge=0, le=MAX_LAYERS)
-    """Number of extra tokens that are predicted, each by an additional layer that is used only in training. 0: none."""
+    """Number of extra tokens that are predicted, each by an additional layer. Decoding uses the first one, with
+    task.engine.speculation.method=mtp. 0: none."""
     loss_weight: float = option(0.3, ge=0)
     """Weight of the mean cross-entropy of the extra predictions."""

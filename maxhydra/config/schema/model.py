@@ -33,7 +33,7 @@ from maxhydra.config.schema.attention import (
 )
 from maxhydra.config.schema.audio import Audio
 from maxhydra.config.schema.diffusion import Diffusion
-from maxhydra.config.schema.encoders import encoder_problems
+from maxhydra.config.schema.encoders import encoder_problems, speech_problems
 from maxhydra.config.schema.feed_forward import (
     Activation,
     Dispatch,
@@ -122,6 +122,7 @@ __all__ = [
 ]
 from maxhydra.config.schema.remat import Remat, RematPolicy
 from maxhydra.config.schema.residual import HyperConnections, Multipliers
+from maxhydra.config.schema.speech import Speech
 from maxhydra.config.schema.transfer import Transfer
 from maxhydra.config.schema.vision import Pooling, Vision
 
@@ -217,6 +218,7 @@ class Model(Schema):
     kernels: ModelKernels = section(ModelKernels)
     vision: Vision = section(Vision)
     audio: Audio = section(Audio)
+    speech: Speech = section(Speech)
     path: str | None = None
     """model=from_hf: Hugging Face folder, or repository ORG/NAME[@REVISION] on the hub, whose config.json defines the
     model. Weights and tokenizer are loaded from it, unless checkpoint.load_parameters or data.tokenizer is set."""
@@ -257,6 +259,11 @@ class Model(Schema):
     def has_axis_positions(self) -> bool:
         """True if RoPE of a layer turns with time, row and column of an image token."""
         return any(kind.attention.rope.sections for kind in self.kinds.values())
+
+    @property
+    def video_audio_id(self) -> int | None:
+        """Placeholder of the audio between the steps of a video; None: there is none."""
+        return self.audio.placeholder_id if self.vision.videos.use_audio_in_video else None
 
     def check(self) -> Iterator[Problem]:
         yield from head_problems(self.kinds, self.num_heads, self.num_kv_heads, self.head_dim)
@@ -353,6 +360,8 @@ class Model(Schema):
         conflicts["hyper_connections.streams"] = bool(layers) and self.hyper_connections.streams > 1
         encoders = self.vision, self.audio
         yield from encoder_problems(*encoders, vocab_size=self.vocab_size, kinds=kinds, conflicts=conflicts)
+        sizes = {"vocab_size": self.vocab_size, "num_layers": self.num_layers}
+        yield from speech_problems(self.speech, self.vision, **sizes)
 
     def _check_shared(self) -> Iterator[Problem]:
         """Shared keys and values must come from a kind in the prefix with the same KV heads."""

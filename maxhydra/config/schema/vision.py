@@ -121,6 +121,9 @@ class Videos(Schema):
     positions_per_second: int | None = option(None, ge=1, le=1000)
     """Positions of RoPE's time axis per second of video, by fps: the steps of a video then share their rows and
     columns. Requires fps and timestamps=none. null: each step has the positions of an image."""
+    use_audio_in_video: bool = False
+    """Whether a video is read with its audio track, whose tokens are between its steps by their time. Requires
+    positions_per_second, the positions of a second of audio, and model.audio with begin_id and end_id."""
 
     def check(self) -> Iterator[Problem]:
         if (low := self.min_frames) > self.max_frames:
@@ -132,6 +135,9 @@ class Videos(Schema):
         if self.positions_per_second is not None and self.fps is None:
             reason = f"is needed with positions_per_second={self.positions_per_second}"
             yield Problem("fps", reason, value=None, accepted="a number above 0")
+        if self.use_audio_in_video and self.positions_per_second is None:
+            reason = "is needed with use_audio_in_video, which places audio between the steps of a video by time"
+            yield Problem("positions_per_second", reason, value=None, accepted="a whole number from 1")
 
 
 @schema

@@ -1,7 +1,7 @@
 """Multimodal checkpoints of families whose text decoder has a table.
 
-Images are supported where the table has a `Vision`, audio where it has an `Audio`; of the other modalities nothing is
-loaded.
+Images are supported where the table has a `Vision`, audio where it has an `Audio`, speech with `speaks`; of the other
+modalities nothing is loaded.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from functools import reduce
 from typing import Any
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert import audio_encoder, gemma4_encoders, llama4_vision, qwen_vision, siglip
+from maxhydra.convert import audio_encoder, gemma4_encoders, llama4_vision, qwen_vision, siglip, speech
 from maxhydra.convert.name_table import Settings, Table, Weight
 from maxhydra.convert.tables import gemma, gemma4, llama4, mistral, qwen, qwen3_next
 
@@ -60,15 +60,15 @@ def text_decoder(
     vision: Vision | None = None,
     audio: Audio | None = None,
     text_type: str | None = None,
+    speaks: bool = False,
 ) -> Table:
     """Return the table of a multimodal model, from that of its text decoder.
 
-    Without `vision` and `audio` it is import-only, since the other modalities would be missing from an export.
-
+    It is import-only without encoders, and if the text settings are nested in another section without speech.
     config_keys: path of the text settings in config.json.
     body: replaces BODY in tensor names. prefix: precedes all other tensor names.
     ignored: patterns of tensors of the other modalities. text_type: `model_type` of the text settings, if it is not
-    that of the text decoder's own files.
+    that of the text decoder's own files. speaks: whether talker, code predictor and vocoder are loaded too.
     """
 
     def to_model(settings: Settings) -> dict[str, Any]:
@@ -76,6 +76,7 @@ def text_decoder(
         tied = {key: settings[key] for key in ("tie_word_embeddings",) if key in settings}
         values = table.to_model({**tied, **owner[config_keys[-1]]})
         values |= _encoder_values(owner, vision, audio)
+        values |= {"speech": speech.to_values(settings)} if speaks and speech.has_speech(settings) else {}
         return vision.change_decoder(values, owner) if vision is not None and "vision" in values else values
 
     def rename(name: str) -> str:
@@ -83,15 +84,14 @@ def text_decoder(
 
     def to_settings(model: config.Model) -> Settings | None:
         text_settings = table.to_settings(model)
-        encoder_settings = _encoder_settings(model, vision, audio)
-        if text_settings is None or len(config_keys) > 1 or not encoder_settings:
+        spoken = speech.to_settings(model) if speaks and model.speech.codebooks is not None else None
+        if text_settings is None or (len(config_keys) > 1 and spoken is None):
             return None
-        tied = {"tie_word_embeddings": model.head is config.Head.tied}
         text_settings = {"model_type": text_type or table.model_type, **text_settings}
-        settings = {"model_type": model_type, **tied, config_keys[0]: text_settings, **encoder_settings}
-        if vision is not None and model.vision.num_layers is not None:
-            settings = vision.change_settings(settings, model)
-        return settings
+        settings = _add_encoder_settings(model, {config_keys[-1]: text_settings}, vision, audio)
+        if settings is None or spoken is None:
+            return settings and {"model_type": model_type, **settings}
+        return {"model_type": model_type, **spoken, config_keys[0]: {"model_type": f"{model_type}_thinker", **settings}}
 
     def rename_rows(rows: tuple[Weight, ...]) -> tuple[Weight, ...]:
         return tuple(dataclasses.replace(row, hf=rename(row.hf), gguf="") for row in rows)
@@ -99,14 +99,33 @@ def text_decoder(
     return Table(
         hf_types={model_type: architecture},
         layer=rename_rows(table.layer),
-        non_layer=(*rename_rows(table.non_layer), *(row for e in (vision, audio) if e for row in e.non_layer)),
+        non_layer=(*rename_rows(table.non_layer), *_other_rows(vision, audio, speaks=speaks)),
         to_model=to_model,
         to_settings=to_settings,
         ignored=(*ignored, *map(rename, table.ignored)),
         vision_layer=vision.layer if vision else (),
         audio_layer=audio.layer if audio else (),
+        speech_layers=speech.LAYERS if speaks else {},
         renamed=vision.renamed if vision else {},
     )
+
+
+def _other_rows(vision: Vision | None, audio: Audio | None, *, speaks: bool) -> tuple[Weight, ...]:
+    """Rows outside the layers, other than those of the text decoder."""
+    encoder_rows = tuple(row for encoder in (vision, audio) if encoder for row in encoder.non_layer)
+    return (*encoder_rows, *(speech.OTHERS if speaks else ()))
+
+
+def _add_encoder_settings(
+    model: config.Model, text: Settings, vision: Vision | None, audio: Audio | None
+) -> Settings | None:
+    """Settings of the whole model, given those of its text decoder; None for a model without encoders."""
+    if not (encoder_settings := _encoder_settings(model, vision, audio)):
+        return None
+    settings = {"tie_word_embeddings": model.head is config.Head.tied, **text, **encoder_settings}
+    if vision is None or model.vision.num_layers is None:
+        return settings
+    return vision.change_settings(settings, model)
 
 
 def _encoder_values(owner: Settings, vision: Vision | None, audio: Audio | None) -> dict[str, Any]:
@@ -335,8 +354,8 @@ TABLES = (
         ignored=("model.visual.*",),
         vision=qwen_images(qwen_vision.QWEN3_5_MOE),
     ),
-    # Qwen3-Omni (Qwen Team, 2025): text, images and audio of the thinker, which is exported alone. The three axes of
-    # its rotary positions are equal for tokens of text and audio.
+    # Qwen3-Omni (Qwen Team, 2025): text, images and audio of the thinker, which is exported alone unless the model
+    # speaks. The three axes of its rotary positions are equal for tokens of text and audio.
     text_decoder(
         qwen.QWEN3_MOE,
         model_type="qwen3_omni_moe_thinker",
@@ -359,5 +378,7 @@ TABLES = (
         ignored=("thinker.visual.*", "thinker.audio_tower.*", "talker.*", "code2wav.*"),
         vision=omni_images("thinker."),
         audio=omni_audio("thinker."),
+        text_type="qwen3_omni_moe_text",
+        speaks=True,
     ),
 )

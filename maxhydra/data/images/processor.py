@@ -48,6 +48,8 @@ class ProcessedImage:
     tokens: int
     ids: tuple[int, ...] | None = None
     """Tokens of a video, whose steps are the images; None for images, whose tokens follow from the rest."""
+    clip: np.ndarray | None = None
+    """Log-mel frames [frames, bands] of the audio of a video, whose tokens are among `ids`; None: no audio."""
 
 
 class Processor(Protocol):

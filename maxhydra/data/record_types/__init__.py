@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from maxhydra.config.schema.data import AUDIO_TYPES, IMAGE_TYPES, Corpus, Data
+from maxhydra.config.schema.data import IMAGE_TYPES, Corpus, Data
+from maxhydra.config.schema.encoders import has_audio
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row, RowSpec
 
@@ -44,7 +45,7 @@ def build_record_type(corpus: Corpus, data: Data, spec: RowSpec) -> RecordType:
     """Build the record type of a corpus for the rows of a run."""
     module = importlib.import_module(f"{__name__}.{corpus.record_type}")
     images = {"vision": spec.vision} if corpus.record_type in IMAGE_TYPES else {}
-    audio = {"audio": spec.audio} if corpus.record_type in AUDIO_TYPES else {}
+    audio = {"audio": spec.audio} if has_audio(corpus.record_type, spec.vision) else {}
     built: RecordType = module.build(corpus, data, spec.seq_len, **images, **audio)
     return built
 

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.config.schema.audio import Audio
 from maxhydra.config.schema.data import Corpus, Data
 from maxhydra.config.schema.vision import Vision
+from maxhydra.data.audio.tokens import Clips, stack_clips
 from maxhydra.data.image_tokens import ImageTokenizer, insert_images, join_pixels
 from maxhydra.data.images import ProcessedImage
 from maxhydra.data.media import MediaError
@@ -16,7 +18,7 @@ from maxhydra.data.record_types import Rejected, column_of
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Document
 from maxhydra.data.tokenizers import load_tokenizer
-from maxhydra.data.video_tokens import has_videos, order_media, read_media
+from maxhydra.data.video_tokens import VideoAudio, has_videos, order_media, read_media
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +28,15 @@ class RecordImages:
     corpus: Corpus
     data: Data
     vision: Vision
+    audio: VideoAudio | None = None
+    """How the audio of videos is read; None: videos have no audio."""
 
     @classmethod
-    def of(cls, corpus: Corpus, data: Data, vision: Vision | None) -> "RecordImages":
+    def of(cls, corpus: Corpus, data: Data, vision: Vision | None, audio: Audio | None = None) -> "RecordImages":
         if vision is None or vision.num_layers is None:
             reason, accepted = "needs a model that takes images", "a model with model.vision"
             raise ConfigError(Problem("data.record_type", reason, value=corpus.record_type, accepted=accepted))
-        return cls(corpus, data, vision)
+        return cls(corpus, data, vision, None if audio is None else VideoAudio(audio, data.max_seconds))
 
     def tokenizer(self) -> ImageTokenizer:
         """The tokenizer of data, with markers of images as placeholders."""
@@ -47,13 +51,15 @@ class RecordImages:
             return images
         try:
             sources = order_media(messages, _listed(images), videos)
-            read = read_media(sources, self.vision, load_tokenizer(self.data).encode)
+            read = read_media(sources, self.vision, load_tokenizer(self.data).encode, self.audio)
         except MediaError as error:
             return Rejected(str(error))
         # Each step of a video is an image.
         count = sum(1 if image.ids is None else len(image.pixels) for image in read)
         if count > self.data.max_images:
             return Rejected(f"has {count} images, more than data.max_images={self.data.max_images}")
+        if (count := sum(image.clip is not None for image in read)) > self.data.max_clips:
+            return Rejected(f"has {count} videos with audio, more than data.max_clips={self.data.max_clips}")
         return read
 
     def insert(self, document: Document, images: Sequence[ProcessedImage]) -> Any:
@@ -63,8 +69,11 @@ class RecordImages:
         except MediaError as error:
             return Rejected(str(error))
         assert document.weights is not None
-        # A model never has to generate the tokens of images.
-        weights = np.where(np.isin(tokens, self.vision.placeholders), 0, document.weights[index])
+        # A model never has to generate the tokens of images, nor of the audio of videos.
+        is_encoded = np.isin(tokens, self.vision.placeholders)
+        if self.audio is not None:
+            is_encoded |= tokens == self.audio.section.placeholder_id
+        weights = np.where(is_encoded, 0, document.weights[index])
         return dataclasses.replace(document, tokens=tokens, weights=weights)
 
     @property
@@ -78,6 +87,15 @@ class RecordImages:
         if (joined := join_pixels(images)) is not None:
             pixels[: len(joined)] = joined
         return pixels
+
+    def clips(self, images: Sequence[ProcessedImage]) -> Clips | None:
+        """The audio of data.max_clips videos, zeros for those that a record does not have; None without `audio`."""
+        if self.audio is None:
+            return None
+        section, seconds = self.audio
+        shape = (section.num_frames(seconds), section.num_bands)
+        heard = [image.clip for image in images if image.clip is not None]
+        return stack_clips(heard, count=self.data.max_clips, shape=shape)
 
 
 def _listed(values: Any) -> list[Any]:

@@ -3,8 +3,8 @@
 An image is a path, a data URL, the bytes of a file, or {bytes, path}. Parts {"type": "video"} are videos, which are in
 the part under `video`, or in a column `videos`; each step of a video counts as an image. A record fills a row, or
 shares it with others if data.packing.method says so. A row also has a column `images`: the pixels of data.max_images
-images or of their tiles, zeros for those that it does not have. The loss is that of conversations and never counts the
-tokens of images.
+images or of their tiles, zeros for those that it does not have. If videos are read with their audio, a row also has the
+columns of record_type=audio_chat. The loss is that of conversations and never counts the tokens of images and audio.
 """
 
 import dataclasses
@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from maxhydra.config.schema.audio import Audio
 from maxhydra.config.schema.data import Corpus, Data, PackingMethod
 from maxhydra.config.schema.vision import Vision
+from maxhydra.data.audio.tokens import Clips
 from maxhydra.data.chat import compile_chat_template
 from maxhydra.data.image_tokens import IMAGE_PARTS, with_markers
 from maxhydra.data.record_types import Rejected, column_of
@@ -30,6 +32,8 @@ class Example(NamedTuple):
 
     document: Document
     images: np.ndarray
+    clips: Clips | None
+    """Audio of its videos; None: rows have none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,7 @@ class ImageChat(Chat):
         if isinstance(document, Rejected):
             return document
         if not self.packs:
-            return Example(document, self.images.pixels(images, self.images.max_squares))
+            return Example(document, self.images.pixels(images, self.images.max_squares), self.images.clips(images))
         pixels = self.images.pixels(images, sum(len(image.pixels) for image in images))
         return dataclasses.replace(document, text_bytes=None, images=pixels, max_images=self.images.max_squares)
 
@@ -67,7 +71,8 @@ class ImageChat(Chat):
         return fit_conversation(document, self.data, self.seq_len)
 
     def row(self, example: Any, seq_len: int) -> Row:
-        return {**padded_columns(example.document, seq_len), "images": example.images}
+        clips = {} if example.clips is None else dict(zip(("audio", "audio_lengths"), example.clips, strict=True))
+        return {**padded_columns(example.document, seq_len), "images": example.images, **clips}
 
 
 def fit_conversation(document: Document, data: Data, seq_len: int) -> Any:
@@ -78,6 +83,8 @@ def fit_conversation(document: Document, data: Data, seq_len: int) -> Any:
     return Rejected("has no text of the assistant within train.seq_len")
 
 
-def build(corpus: Corpus, data: Data, seq_len: int, vision: Vision | None = None) -> ImageChat:
-    images = RecordImages.of(corpus, data, vision)
+def build(
+    corpus: Corpus, data: Data, seq_len: int, vision: Vision | None = None, audio: Audio | None = None
+) -> ImageChat:
+    images = RecordImages.of(corpus, data, vision, audio)
     return ImageChat(corpus, data, compile_chat_template(images.tokenizer()), images, seq_len)

@@ -83,7 +83,7 @@ def _url(part: Mapping[str, Any], kind: str) -> str | None:
 def parse_images(given: Mapping[str, Any]) -> list[Any]:
     """Return the data URLs of the images of all messages, in order, those of videos as {"video": URL}.
 
-    Other URLs are rejected and never fetched.
+    A video also has the key `use_audio_in_video` of its part. Other URLs are rejected and never fetched.
     """
     urls: list[Any] = []
     for number, message in enumerate(given["messages"]):
@@ -96,7 +96,11 @@ def parse_images(given: Mapping[str, Any]) -> list[Any]:
                 path, accepted = f"messages[{number}].content", f"{prefixes[0]}...;base64,"
                 article = "an" if medium == "image" else "a"
                 raise bad_field(path, f"has {article} {medium} URL other than {accepted}; URLs are not fetched")
-            urls.append(url if medium == "image" else {"video": url})
+            is_heard = part.get("use_audio_in_video")
+            if is_heard is not None and not isinstance(is_heard, bool):
+                raise bad_field(f"messages[{number}].content", "has use_audio_in_video other than true and false")
+            video = {"video": url} if is_heard is None else {"video": url, "use_audio_in_video": is_heard}
+            urls.append(url if medium == "image" else video)
     if len(urls) > MAX_IMAGES:
         raise bad_field("messages", f"has {len(urls)} images and videos; accepted: at most {MAX_IMAGES}")
     return urls

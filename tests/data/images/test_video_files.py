@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maxhydra.data.images import read_any_video
+from maxhydra.data.images import read_any_video, read_audio_track
 from maxhydra.data.images.video_files import DEFAULT_FPS
 from maxhydra.data.media import MediaError
+from tests.support.containers import matroska
 from tests.support.pictures import frames
 from tests.support.skips import import_optional
 
@@ -63,6 +64,22 @@ def test_containers_are_decoded_by_pyav() -> None:
     video = read_any_video(mp4())
     assert video.fps == 8.0 and [frame.size for frame in video.frames] == [(32, 16)] * 5
     np.testing.assert_allclose([np.asarray(frame).mean() for frame in video.frames], np.arange(5) * 50, atol=4)
+
+
+def test_audio_tracks_have_the_samples_of_the_file(tmp_path: Path) -> None:
+    """At the rate of the file they are equal; a tone of 48 kHz is the same tone at 16 kHz. Other videos have none."""
+    limits = {"sampling_rate": 16000, "max_seconds": 0.5}
+    samples = np.random.default_rng(0).integers(-(2**15), 2**15, (1, 8000)).astype(np.int16)
+    np.testing.assert_array_equal(read_audio_track(matroska(PIXELS, 8, samples), **limits), samples[0] / 2**15)
+    tone = (10000 * np.sin(2 * np.pi * 440 * np.arange(24000) / 48000)).astype(np.int16)
+    resampled = read_audio_track(matroska(PIXELS, 8, tone[None], 48000), **limits)
+    assert resampled is not None and len(resampled) == 8000
+    expected = 10000 / 2**15 * np.sin(2 * np.pi * 440 * np.arange(8000) / 16000)
+    np.testing.assert_allclose(resampled[100:-100], expected[100:-100], atol=1e-3)
+    for source in (matroska(PIXELS, 8), npy(PIXELS), {"path": str(tmp_path)}):
+        assert read_audio_track(source, **limits) is None
+    with pytest.raises(MediaError, match=r"audio track of more than 0\.25 seconds"):
+        read_audio_track(matroska(PIXELS, 8, samples), sampling_rate=16000, max_seconds=0.25)
 
 
 @pytest.mark.parametrize(

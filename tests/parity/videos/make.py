@@ -29,6 +29,7 @@ from tests.parity.test_videos import CASES, TEXT
 SIZES = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
 BUDGET = {"size": {"shortest_edge": 256, "longest_edge": 1536}}
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+BANDS = 8
 SOFT_TOKENS = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
 
 
@@ -42,7 +43,7 @@ def processor_of(name: str) -> tuple[Any, dict[str, Any]]:
     if name == "qwen3-vl":
         return Qwen3VLProcessor(image, tokenizer, Qwen3VLVideoProcessor(**SIZES, **BUDGET)), {}
     video = Qwen2VLVideoProcessor(**SIZES, **BUDGET, **HALF)
-    made = Qwen3OmniMoeProcessor(image, video, WhisperFeatureExtractor(), tokenizer)
+    made = Qwen3OmniMoeProcessor(image, video, WhisperFeatureExtractor(feature_size=BANDS), tokenizer)
     return made, {"videos_kwargs": {"fps": 1.0, "do_sample_frames": True, **BUDGET}}
 
 
@@ -56,12 +57,17 @@ def main() -> None:
             video = video if name == "qwen3-vl" else f"<|vision_start|>{video}<|vision_end|>"
         frames = torch.tensor(case.frames).permute(0, 3, 1, 2)
         metadata = {"total_num_frames": len(frames), "fps": case.fps, "frames_indices": list(range(len(frames)))}
+        sound: dict[str, Any] = {}
+        if case.samples is not None:
+            samples = (case.samples[0] / 2**15).astype(np.float32)
+            sound = {"audio": [samples], "audio_from_video_indices": [0], "load_audio_from_video": True}
         inputs = processor(
             text=[TEXT.format(video=video, image=image)],
             images=[Image.fromarray(case.frames[0])],
             videos=[frames],
             **({} if options else {"video_metadata": [metadata]}),
             **{key: {**value, "video_metadata": [metadata]} for key, value in options.items()},
+            **sound,
             return_tensors="pt",
         )
         arrays = {key: np.asarray(value) for key, value in inputs.items()}

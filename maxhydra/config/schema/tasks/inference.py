@@ -7,7 +7,7 @@ from typing import Any
 
 from maxhydra.config.declare import MAX_WIDTH, Schema, option, schema, section
 from maxhydra.config.errors import Problem
-from maxhydra.config.schema.decode import Engine, Pooling, Sampling
+from maxhydra.config.schema.decode import Engine, Pooling, Sampling, SpeculationMethod
 from maxhydra.config.schema.model import Dtype, Head, Mixer, Model
 from maxhydra.config.schema.run import Progress, Task
 from maxhydra.config.values import HUB_NAME, regex_problems
@@ -17,6 +17,27 @@ class Chat(Enum):
     auto = "auto"
     on = "on"
     off = "off"
+
+
+@schema
+class SpeechOutput(Schema):
+    """Speech of the completions of task.prompt, for models with model.speech."""
+
+    folder: str | None = None
+    """Folder for a WAV file of each completion, 0.wav, 1.wav and so on; files of that name are replaced. null: text
+    only."""
+    speaker: str | None = None
+    """Voice, one of model.speech.talker.speakers. null: the first of them."""
+    temperature: float = option(0.9, ge=0)
+    """Sampling temperature of the talker. 0: the most likely codes, also of the code predictor."""
+    top_k: int = option(50, ge=0)
+    """Sample from the k most likely codes of the talker; 0: from all."""
+    top_p: float = option(1.0, gt=0, le=1)
+    """Sample from the most likely codes of the talker whose probabilities add up to this."""
+    repetition_penalty: float = option(1.05, gt=0)
+    """Divide positive logits of codes that the talker sampled before, and multiply negative ones."""
+    max_frames: int = option(4096, ge=1)
+    """Maximum number of frames; fewer if the context of the talker ends before."""
 
 
 @schema
@@ -51,6 +72,7 @@ class DecodeTask(Task):
     denoise_steps: int | None = option(None, ge=1)
     """model.diffusion: denoising steps per block, at most model.diffusion.block_size. Each step unmasks the tokens of
     the highest probability. null: one token per step."""
+    speech: SpeechOutput = section(SpeechOutput)
     sampling: Sampling = section(Sampling)
     engine: Engine = section(Engine)
 
@@ -77,6 +99,10 @@ class DecodeTask(Task):
         if self.samples > 1 and self.prompt is None and self.input is None:
             reason = "is not supported in a terminal chat"
             yield Problem("samples", reason, value=self.samples, accepted="1", hint="set task.prompt or task.input")
+        if self.speech.folder is not None and (self.prompt is None or self.chat is Chat.off):
+            hint = "set task.prompt, and leave task.chat=auto"
+            reason = "requires a prompt that is a message of a chat"
+            yield Problem("speech.folder", reason, value=self.speech.folder, hint=hint)
         if self.system is not None and self.chat is Chat.off:
             yield Problem("system", "has no effect with chat=off", value=self.system, accepted="null")
         if self.prompt == "":
@@ -84,8 +110,27 @@ class DecodeTask(Task):
         if "" in self.sampling.stop:
             yield Problem("sampling.stop", "contains an empty string", value=self.sampling.stop)
 
+    def _check_speech(self, model: Model) -> Iterator[Problem]:
+        speakers, speaker = model.speech.talker.speakers, self.speech.speaker
+        if self.speech.folder is None:
+            return
+        if model.speech.codebooks is None:
+            reason, hint = "requires a model that speaks (model.speech)", "choose model=from_hf_speech"
+            yield Problem("speech.folder", reason, value=self.speech.folder, accepted="null", hint=hint)
+            return
+        if model.diffusion.block_size is not None:
+            size, reason = model.diffusion.block_size, "is not supported with model.diffusion.block_size"
+            yield Problem("speech.folder", f"{reason}={size}", value=self.speech.folder, accepted="null")
+        if self.sampling.stop:
+            reason = "is not supported with task.speech.folder, which speaks all tokens of a completion"
+            yield Problem("sampling.stop", reason, value=self.sampling.stop, accepted="[]")
+        if not speakers or speaker not in (None, *speakers):
+            reason = "is not one of model.speech.talker.speakers"
+            yield Problem("speech.speaker", reason, value=speaker, accepted=", ".join(speakers))
+
     def check_model(self, model: Model) -> Iterator[Problem]:
         yield from self.engine.check_model(model)
+        yield from self._check_speech(model)
         size = model.diffusion.block_size
         if self.denoise_steps is not None and (size is None or self.denoise_steps > size):
             reason = (
@@ -196,6 +241,9 @@ class ServeTask(Task):
             reason = "are not supported with mixer=mla or compressed, which multiply their matrices in another order"
             hint = "merge the adapter: task=convert checkpoint.load_parameters=ADAPTER"
             yield Problem("adapters", reason, value=list(self.adapters), accepted="{}", hint=hint)
+        if self.has_adapters and self.engine.speculation.method is SpeculationMethod.mtp:
+            reason = "is not supported with adapters, which have no multi-token prediction layer"
+            yield Problem("engine.speculation.method", reason, value="mtp", accepted="ngram, null")
 
 
 LINES, ARRAYS = ".jsonl", ".npz"
