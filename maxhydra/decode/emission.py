@@ -1,11 +1,12 @@
 """Sampled tokens on their way to clients: dispatched, read from the device, emitted to the handles of their sequences.
 
 Without grammars, tokens are read and emitted one iteration after they were dispatched. The masks of a grammar depend on
-all tokens before, so that a step with masks reads everything that is pending. Work that the masks do not depend on
-waits: tokens are emitted after the next forward call is dispatched, while the device is busy.
+all tokens before, so that a step with masks waits for everything that is pending. Another thread reads such tokens and
+computes the masks after them, while the engine's thread dispatches the next forward call and emits earlier tokens.
 """
 
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -26,7 +27,9 @@ class Emitter:
         self, scheduler: Scheduler, grammars: GrammarCompiler, tokenizer: Tokenizer, *, eos: frozenset[int]
     ) -> None:
         self._scheduler, self._grammars, self._tokenizer, self._eos = scheduler, grammars, tokenizer, eos
-        self._pending: deque[PendingTokens] = deque()
+        self._pending: deque[tuple[PendingTokens, Future[ReadTokens] | None]] = deque()
+        """Calls that were dispatched; with a future if another thread reads their tokens."""
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="decode-grammar")
         self._read: deque[tuple[PendingTokens, ReadTokens]] = deque()
         self._num_earlier = 0
         """Calls of earlier iterations whose tokens are not emitted."""
@@ -39,9 +42,15 @@ class Emitter:
     def is_idle(self) -> bool:
         return not (self._pending or self._read)
 
+    def close(self) -> None:
+        """Wait for the thread that reads tokens."""
+        self._reader.shutdown()
+
     def add(self, pending: PendingTokens) -> None:
         """Take the tokens of a call that was dispatched."""
-        self._pending.append(pending)
+        is_constrained = any(each is not None and each.constraint is not None for each in pending.sequences)
+        future = self._reader.submit(self._advance_grammars, pending) if is_constrained else None
+        self._pending.append((pending, future))
 
     def start_iteration(self) -> None:
         """Regard all calls so far as those of earlier iterations."""
@@ -54,7 +63,7 @@ class Emitter:
         self._num_earlier = 0
 
     def read_all(self) -> None:
-        """Emit the tokens read so far, then read all others, and advance the grammars by them."""
+        """Emit the tokens read so far, then read all others; grammars have advanced by them."""
         self._emit_read()
         while self._pending:
             self._read.append(self._read_next())
@@ -70,16 +79,19 @@ class Emitter:
 
     def _read_next(self) -> tuple[PendingTokens, ReadTokens]:
         """Wait for the tokens of the next call."""
-        pending = self._pending.popleft()
+        pending, future = self._pending.popleft()
+        return pending, pending.read() if future is None else future.result()
+
+    def _advance_grammars(self, pending: PendingTokens) -> ReadTokens:
+        """Wait for the tokens of a call, and advance the grammars of its sequences by them."""
         read = pending.read()
-        consumed: list[tuple[Constraint, list[int]]] = [
-            (sequence.constraint, new)
+        rows: list[Constraint | None] = [
+            None if sequence is None or sequence.is_finished or min(new) < 0 else sequence.constraint
             for sequence, new in zip(pending.sequences, read.tokens, strict=pending.sampled is not None)
-            if sequence is not None and sequence.constraint is not None and not sequence.is_finished and min(new) >= 0
         ]
-        if consumed:
-            self._grammars.consume(consumed)
-        return pending, read
+        if any(rows):
+            self._grammars.advance(rows, read.tokens)
+        return read
 
     def _emit(self, pending: PendingTokens, read: ReadTokens) -> None:
         """Send tokens to the handles of their sequences, and free the slots of sequences that end."""
@@ -91,8 +103,11 @@ class Emitter:
             if sequence is None or sequence.is_finished or pending.sampled is None:
                 continue
             if read.drafts is not None:
-                self.num_drafted += read.drafts[row].drafted
-                self.num_accepted += read.drafts[row].accepted
+                drafts = read.drafts[row]
+                self.num_drafted += drafts.drafted
+                self.num_accepted += drafts.accepted
+                sequence.num_drafted += drafts.drafted
+                sequence.num_accepted += drafts.accepted
             top, steps = sequence.request.logprobs, read.steps[row]
             logprobs = []
             if top is not None:

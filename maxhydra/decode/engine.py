@@ -15,6 +15,7 @@ from collections.abc import Sequence as List
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 
 from maxhydra.config.schema.decode import Engine as Config
@@ -86,7 +87,8 @@ class Engine:
         buckets, capacities = self._prefill_runner.buckets, (self._runner.capacity, self._prefill_runner.capacity)
         chunk, round_tokens = buckets.prefill_chunk, buckets.round_tokens
         self._scheduler = Scheduler(*capacities, prefill_chunk=chunk, round_tokens=round_tokens)
-        self._grammars = GrammarCompiler(tokenizer, eos=eos, vocab_size=self._vocab_size)
+        upload = self._runner.upload
+        self._grammars = GrammarCompiler(tokenizer, eos=eos, vocab_size=self._vocab_size, upload=upload)
         self._emitter = Emitter(self._scheduler, self._grammars, tokenizer, eos=frozenset(eos))
         self._num_prefilled = 0
 
@@ -137,11 +139,11 @@ class Engine:
     def stats(self) -> dict[str, float]:
         """Return counts of running and waiting sequences, used and cached pages, generated and prefilled tokens.
 
-        With speculative decoding also of drafted and accepted tokens.
+        With speculative decoding also of decode steps, those of them with drafts, drafted and accepted tokens.
         """
-        scheduler, speculation = self._scheduler, {}
-        if self._runner.is_speculative:
-            speculation = {"tokens_drafted": self._emitter.num_drafted, "tokens_accepted": self._emitter.num_accepted}
+        scheduler, emitter, speculation = self._scheduler, self._emitter, self._runner.draft_steps or {}
+        if speculation:
+            speculation |= {"tokens_drafted": emitter.num_drafted, "tokens_accepted": emitter.num_accepted}
         return {
             "running": len(scheduler.running) + len(scheduler.arriving) + len(scheduler.prefilling),
             "waiting": len(scheduler.waiting) + self._inbox.num_submitted,
@@ -237,6 +239,7 @@ class Engine:
                     sequence.fail(self._failure)
                 else:
                     sequence.cancel()
+            self._emitter.close()
             for runner in self._runners:
                 runner.programs.close()
 
@@ -316,7 +319,7 @@ class Engine:
         if pending is not None:
             self._emitter.add(pending)
 
-    def _next_masks(self, rows: list[Sequence | None]) -> np.ndarray:
+    def _next_masks(self, rows: list[Sequence | None]) -> np.ndarray | jax.Array:
         """Read all tokens, on which these masks depend."""
         self._emitter.read_all()
         return self._grammars.masks(

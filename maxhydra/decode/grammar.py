@@ -1,22 +1,23 @@
 """Structured output: a grammar restricts the tokens of a completion, with masks that llguidance computes.
 
-A mask depends on all tokens before it. So a batch with such sequences is decoded in single steps: the next forward call
-is dispatched, the tokens of the previous one are read, and the masks are computed while the device runs, by several
-threads. Nearly all of their time is spent in llguidance, which needs no lock of Python there.
+A mask depends on all tokens before it. So a batch with such sequences is decoded in single steps: while the engine's
+thread dispatches the next forward call and the device runs it, another thread reads the tokens of the previous one and
+computes the masks, with several threads of llguidance, which needs no lock of Python there.
 
 B rows, W words of 32 bits, one bit per token of the vocabulary.
 """
 
+import operator
 import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as List
 from functools import cached_property, lru_cache
-from operator import itemgetter
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
+import jax
 import numpy as np
 
 from maxhydra.data import Tokenizer
@@ -67,14 +68,13 @@ def _library() -> Any:
 class Constraint:
     """The grammar of one sequence, after the tokens that it has generated."""
 
-    def __init__(self, matcher: Any, lexer: int, first_mask_W: np.ndarray):
-        self.matcher, self.lexer, self.first_mask_W = matcher, lexer, first_mask_W
-        """`lexer`: number of the lexer, which the constraint may share with others of the same grammar."""
-
-    @property
-    def error(self) -> str:
+    def __init__(self, matcher: Any, lexer: int, mask_W: np.ndarray):
+        """`lexer`: its number; other constraints of the same grammar may use it too."""
+        self.matcher, self.lexer = matcher, lexer
+        self.mask_W = mask_W
+        """The mask of the next token."""
+        self.error = ""
         """Why a token or a mask failed, for example a limit of the parser; empty if nothing did."""
-        return str(self.matcher.get_error())
 
 
 class CompiledGrammar:
@@ -114,11 +114,22 @@ class CompiledGrammar:
 class GrammarCompiler:
     """Compiles the grammars of an engine, and computes masks. `constrain` is thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, *, eos: Collection[int], vocab_size: int, threads: int | None = None):
-        """`threads`: that compute masks; None: 80 % of the cores, the default of llguidance."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        eos: Collection[int],
+        vocab_size: int,
+        threads: int | None = None,
+        upload: Callable[[np.ndarray], np.ndarray | jax.Array] = np.asarray,
+    ):
+        """`threads`: that compute masks; None: 80 % of the cores, the default of llguidance. `upload`: starts the copy
+        of masks to the device."""
         self._tokenizer, self._eos, self._vocab_size = tokenizer, sorted(eos), vocab_size
         self._mask_width = -(-vocab_size // 32)
-        self._threads = threads
+        self._threads, self._upload = threads, upload
+        self._latest: tuple[list[ref[Constraint] | None], np.ndarray | jax.Array] = [], np.empty(0)
+        """The rows that advanced last, and their masks. A lexer is used again once no constraint refers to it."""
         self._compile_cached = lru_cache(MAX_GRAMMARS)(self._compile)
         self._lock = threading.Lock()
 
@@ -128,34 +139,41 @@ class GrammarCompiler:
             compiled = self._compile_cached(grammar)
         return compiled.constrain()
 
-    def consume(self, new: List[tuple[Constraint, List[int]]]) -> None:
-        """Advance grammars by new tokens of their sequences; for the engine's thread, as `masks`."""
-        for step in range(max(len(tokens) for _, tokens in new)):
-            pairs = [(constraint.matcher, tokens[step]) for constraint, tokens in new if step < len(tokens)]
-            self._executor.consume_token_par(pairs)
+    def advance(self, rows: List[Constraint | None], tokens: List[List[int]]) -> None:
+        """Advance the grammars of a batch by new tokens, and compute their next masks; in one thread at a time.
 
-    def masks(self, rows: List[Constraint | None]) -> np.ndarray:
-        """Return the masks [B, W] of the next tokens; None is a row without a grammar."""
+        None is a row without a grammar.
+        """
+        used = [(row, constraint) for row, constraint in enumerate(rows) if constraint is not None]
+        for step in range(max(len(tokens[row]) for row, _ in used)):
+            pairs = [(each.matcher, tokens[row][step]) for row, each in used if step < len(tokens[row])]
+            self._executor.consume_token_par(pairs)
         masks_BW = np.empty((len(rows), self._mask_width), np.uint32)
-        used: list[tuple[int, Any, int]] = []
-        for row, constraint in enumerate(rows):
-            if constraint is None:
-                masks_BW[row] = ALL_TOKENS
-            else:
-                used.append((constraint.lexer, constraint.matcher, row))
-        if used:
-            # Threads take consecutive entries, so that few of them wait for the same lexer.
-            used.sort(key=itemgetter(0))
-            entries = [(matcher, row) for _, matcher, row in used]
-            pointer, row_bytes = masks_BW.ctypes.data, masks_BW.strides[0]
-            self._executor.unsafe_compute_mask_ptr(entries, pointer, row_bytes, len(rows))
-        return masks_BW
+        masks_BW[[row for row, constraint in enumerate(rows) if constraint is None]] = ALL_TOKENS
+        # Threads take consecutive entries, so that few of them wait for the same lexer.
+        used.sort(key=lambda pair: pair[1].lexer)
+        entries = [(constraint.matcher, row) for row, constraint in used]
+        self._executor.unsafe_compute_mask_ptr(entries, masks_BW.ctypes.data, masks_BW.strides[0], len(rows))
+        for row, constraint in used:
+            constraint.mask_W = masks_BW[row]
+            if constraint.matcher.is_error():
+                constraint.error = str(constraint.matcher.get_error())
+        self._latest = [None if each is None else ref(each) for each in rows], self._upload(masks_BW)
+
+    def masks(self, rows: List[Constraint | None]) -> np.ndarray | jax.Array:
+        """Return the masks [B, W] of the next tokens, on the device if the batch is the one that advanced last."""
+        latest, latest_BW = self._latest
+        if len(rows) == len(latest) and all(map(operator.is_, rows, (each and each() for each in latest))):
+            return latest_BW
+        return join_masks(rows, self._mask_width)
 
     def _compile(self, grammar: str) -> CompiledGrammar:
         library = _library()
+        # Outside `compile`, which is timed: a large vocabulary takes longer than a hundred grammars.
+        tokenizer = self._library_tokenizer
 
         def compile() -> Any:
-            matcher = library.LLMatcher(self._library_tokenizer, grammar, log_level=0)
+            matcher = library.LLMatcher(tokenizer, grammar, log_level=0)
             _reject_failed(matcher)
             return matcher
 
@@ -176,12 +194,12 @@ class GrammarCompiler:
         return library.LLTokenizer(wrapper, eos_token=self._eos)
 
 
-def first_masks(rows: List[Constraint | None], width: int) -> np.ndarray:
-    """Return the masks [B, W] of the first tokens; None is a row without a grammar."""
+def join_masks(rows: List[Constraint | None], width: int) -> np.ndarray:
+    """Return the masks [B, W] of the next tokens; None is a row without a grammar."""
     masks_BW = np.full((len(rows), width), ALL_TOKENS, np.uint32)
     for row, constraint in enumerate(rows):
         if constraint is not None:
-            masks_BW[row] = constraint.first_mask_W
+            masks_BW[row] = constraint.mask_W
     return masks_BW
 
 

@@ -1,5 +1,6 @@
 """Results of calls that were dispatched to the device and not read yet. B rows, T tokens per row."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -31,13 +32,13 @@ class PendingExperts(NamedTuple):
 
 
 class PendingVerified(NamedTuple):
-    """What only the device knows about a speculative call when it is dispatched."""
+    """What only the device knows about a call that is speculative or follows one, when it is dispatched."""
 
     is_used_TB: jax.Array
     """Which tokens of the call belong to the sequences."""
-    drafted_B: jax.Array
-    """Number of drafted tokens of each row."""
-    accepted_B: jax.Array
+    drafted_B: jax.Array | None
+    """Number of drafted tokens of each row; None of a call without drafts."""
+    accepted_B: jax.Array | None
 
 
 class PendingTokens(NamedTuple):
@@ -54,25 +55,29 @@ class PendingTokens(NamedTuple):
     records: tuple[PendingExperts | PendingScores, ...] = ()
     """What else the call computed for its sequences."""
     verified: PendingVerified | None = None
-    """Of a speculative call."""
+    """None if the host knows the counts."""
+    on_arrival: Callable[[], None] | None = None
+    """Called when the tokens have arrived."""
 
     def read(self) -> "ReadTokens":
-        """Wait for the tokens, and count those of a speculative call; once per call."""
+        """Wait for the tokens, and correct the counts of the sequences if the host did not know them; once per call."""
         if self.sampled is None:
             return ReadTokens([], [])
         token_B = np.asarray(self.sampled.token_B)
+        if self.on_arrival is not None:
+            self.on_arrival()
         columns: list[list[int]] = (token_B.T if token_B.ndim == 2 else token_B[:, None]).tolist()
         if self.verified is None:
             steps = [range(count) for count in self.counts]
             return ReadTokens([c[:n] for c, n in zip(columns, self.counts, strict=True)], steps)
-        is_used_TB, *numbers = (np.asarray(array) for array in self.verified)
+        is_used_TB, *numbers = (np.asarray(array) for array in jax.tree.leaves(self.verified))
         drafts = [RowDrafts(*each) for each in zip(*(array.tolist() for array in numbers), strict=True)]
         used = [np.flatnonzero(row).tolist() for row in is_used_TB.T]
         tokens = [[column[step] for step in steps] for column, steps in zip(columns, used, strict=True)]
         for sequence, counted, new in zip(self.sequences, self.counts, tokens, strict=True):
             if sequence is not None:
                 sequence.correct_counts(counted, len(new), len(is_used_TB))
-        return ReadTokens(tokens, used, drafts)
+        return ReadTokens(tokens, used, drafts or None)
 
 
 class RowDrafts(NamedTuple):

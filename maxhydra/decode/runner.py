@@ -19,7 +19,9 @@ from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.config.schema.run import Progress
 from maxhydra.decode.adapters import AdapterLimits, AdapterStacks, StepWeights
 from maxhydra.decode.compile_cache import Program
-from maxhydra.decode.grammar import first_masks
+from maxhydra.decode.draft_policy import DraftPolicy, make_policy
+from maxhydra.decode.drafting import Drafting
+from maxhydra.decode.grammar import join_masks
 from maxhydra.decode.page_pool import Capacity, Place
 from maxhydra.decode.pending import PendingExperts, PendingTokens, PendingVerified, start_copy
 from maxhydra.decode.pooling import Pooler
@@ -27,7 +29,7 @@ from maxhydra.decode.prompt_scores import PendingScores
 from maxhydra.decode.scheduler import PrefillChunk
 from maxhydra.decode.sequence import Sequence
 from maxhydra.decode.slot_state import SlotState, set_controls
-from maxhydra.decode.speculation import Drafting, Histories
+from maxhydra.decode.speculation import Histories
 from maxhydra.decode.step_functions import Forwarded, MultiStepKey
 from maxhydra.decode.step_inputs import (
     Buckets,
@@ -46,7 +48,7 @@ from maxhydra.runtime.progress import open_item_progress
 from maxhydra.sharding import Sharder
 
 Tree = Any
-MaskMaker = Callable[[list[Sequence | None]], np.ndarray]
+MaskMaker = Callable[[list[Sequence | None]], np.ndarray | jax.Array]
 CACHE_DTYPES = {
     CacheDtype.auto: None,
     CacheDtype.float32: jnp.dtype(jnp.float32),
@@ -74,7 +76,7 @@ class ResidentInputs(NamedTuple):
 
     key: MultiStepKey | StepShape
     progress: list[tuple[int, int]]
-    """Of each sequence its number and its computed tokens; see `_progress`."""
+    """Of each sequence its number and its computed tokens; see `Runner._progress`."""
     inputs_BC: jax.Array
 
 
@@ -135,6 +137,7 @@ class Runner:
             records_experts=records_experts,
             drafting=self._drafting,
         )
+        self._policy = None if self._drafting is None else make_policy(self._drafting, is_measured=not deterministic)
         self._cache, self._slot_state = self.programs.init_state()
         self._pooler = Pooler(self._layout, sharder)
         self._resident: ResidentInputs | None = None
@@ -150,12 +153,15 @@ class Runner:
 
     @property
     def decodes_single_steps(self) -> bool:
-        """Whether a decode call is always one step of one token per row."""
-        return self.multi_steps == 1 and self._drafting is None
+        """Whether decode calls without drafts are one step of one token per row."""
+        return self.multi_steps == 1
 
     @property
-    def is_speculative(self) -> bool:
-        return self._drafting is not None
+    def draft_steps(self) -> dict[str, int] | None:
+        """Decode steps so far, and those of them that verified drafts; None without speculative decoding."""
+        if self._policy is None:
+            return None
+        return {"steps": self._policy.num_steps, "steps_speculative": self._policy.num_speculative_steps}
 
     @cached_property
     def _histories(self) -> Histories:
@@ -199,6 +205,8 @@ class Runner:
 
     def prefill(self, chunks: List[PrefillChunk]) -> PrefillOutput:
         """Prefill prompt chunks, and sample the first token of each prompt that is complete with its chunk."""
+        if self._policy is not None:
+            self._policy.interrupt()
         self._assign_adapters((chunk.place, chunk.sequence) for chunk in chunks)
         needed = self.buckets.prefill_shape(chunks)
         shape = self.programs.choose_shape(needed, eventual=needed)
@@ -240,8 +248,10 @@ class Runner:
 
     def decode(self, sequences: list[Sequence], shape: StepShape, next_masks: MaskMaker) -> PendingTokens:
         """Decode one token per sequence. `next_masks`: called while the model runs, if a sequence has a grammar."""
-        if self._drafting is not None:
+        on_arrival = None
+        if self._policy is not None:
             self._histories.forget(sequences)
+            on_arrival = self._policy.start(1, is_speculative=False)
         self._assign_adapters((sequence.place, sequence) for sequence in sequences)
         rows, inputs_BC = self._decode_inputs(shape, shape, sequences)
         output = self._forward(shape, inputs_BC)
@@ -249,7 +259,8 @@ class Runner:
             sequence.num_computed += 1
         assert output.next_BC is not None
         self._keep_inputs(shape, sequences, output.next_BC)
-        pending, ids = self._sample(rows, output, next_masks), output.experts_BTLK
+        ids = output.experts_BTLK
+        pending = self._sample(rows, output, next_masks)._replace(on_arrival=on_arrival)
         return pending if ids is None else pending._replace(records=(PendingExperts(rows, pending.counts, ids),))
 
     def decode_multi(self, sequences: list[Sequence]) -> PendingTokens | None:
@@ -258,8 +269,8 @@ class Runner:
         All calls have the same number of steps. Steps beyond a row's last token are masked, which costs less than a
         program for every number of steps, and makes the calls a function of the requests alone.
         """
-        if self._drafting is not None:
-            return self._decode_speculatively(sequences, self._drafting)
+        if self._policy is not None:
+            return self._decode_from_history(sequences, self._policy)
         if self.multi_steps == 1:
             return None
         shape = self.buckets.decode_shape(sequences, lookahead=self.multi_steps - 1, extra_rows=0)
@@ -279,43 +290,61 @@ class Runner:
         records = () if ids is None else (PendingExperts(rows, counts, ids),)
         return start_copy(rows, sampled, counts, self.version)._replace(records=records)
 
-    def _decode_speculatively(self, sequences: list[Sequence], drafting: Drafting) -> PendingTokens | None:
-        """Decode at least one token per sequence and step; None while that program is being compiled.
+    def _decode_from_history(self, sequences: list[Sequence], policy: DraftPolicy) -> PendingTokens | None:
+        """Decode with or without drafts; None for a plain single step, or while the programs are being compiled.
 
-        The host counts one token per step until it has read the tokens, see `Sequence.num_uncertain`.
+        Of a speculative call, the host counts one token per step until it has read the tokens, see
+        `Sequence.num_uncertain`.
         """
-        shape = self.buckets.speculative_shape(sequences, drafting.step_tokens, num_steps=self.multi_steps)
-        key = self.programs.choose_multi_step(MultiStepKey(shape, sampling_features(sequences), self.multi_steps))
+        steps = self.multi_steps
+
+        def make_key(tokens: int) -> MultiStepKey:
+            shape = self.buckets.history_shape(sequences, tokens, num_steps=steps)
+            return MultiStepKey(shape, sampling_features(sequences), steps)
+
+        key = None
+        if policy.is_worthwhile(sequences, make_key):
+            key = self.programs.choose_multi_step(make_key(policy.drafting.step_tokens))
+        if key is None and steps > 1:
+            key = self.programs.choose_multi_step(make_key(1))
         if key is None:
             return None
+        is_speculative = key.shape.tokens > 1
         self._assign_adapters((sequence.place, sequence) for sequence in sequences)
         self._histories.add(sequences)
         rows, inputs_BC = self._decode_inputs(key, key.shape, sequences)
         state = self._cache, self._slot_state, self._histories.arrays
-        state, inputs_BC, verified = self.programs.decode_speculatively(key, self._weights, state, inputs_BC)
+        state, inputs_BC, verified = self.programs.decode_from_history(key, self._weights, state, inputs_BC)
         self._cache, self._slot_state, self._histories.arrays = state
+        on_arrival = policy.start(steps, is_speculative=is_speculative)
+        is_exact = not is_speculative and not any(sequence.num_uncertain for sequence in sequences)
+        most = None if is_exact else steps * key.shape.tokens
+        counts = [0 if sequence is None else sequence.count_least(steps, most) for sequence in rows]
         self._keep_inputs(key, sequences, inputs_BC)
-        most = key.num_steps * drafting.step_tokens
-        counts = [0 if sequence is None else sequence.count_least(key.num_steps, most) for sequence in rows]
-        ids, is_used = verified.experts, verified.is_used
-        records = () if ids is None else (PendingExperts(rows, counts, ids, is_used),)
-        result = PendingVerified(is_used, verified.drafted_B, verified.accepted_B)
-        for array in result:
+        result = None if is_exact else PendingVerified(verified.is_used, verified.drafted_B, verified.accepted_B)
+        ids = verified.experts
+        records = () if ids is None else (PendingExperts(rows, counts, ids, result and result.is_used_TB),)
+        for array in jax.tree.leaves(result):
             array.copy_to_host_async()
-        return start_copy(rows, verified.sampled, counts, self.version)._replace(records=records, verified=result)
+        pending = start_copy(rows, verified.sampled, counts, self.version)
+        return pending._replace(records=records, verified=result, on_arrival=on_arrival)
 
     def _decode_inputs(
         self, key: MultiStepKey | StepShape, shape: StepShape, sequences: list[Sequence]
     ) -> tuple[list[Sequence | None], np.ndarray | jax.Array]:
         """Return the rows of a decode call and its inputs: those on the device if it continues the previous call."""
         resident, rows = self._resident, self.buckets.arrange_rows(sequences, shape)
-        if resident is not None and resident.key == key and resident.progress == _progress(sequences, shape):
+        if resident is not None and resident.key == key and resident.progress == self._progress(key, sequences):
             return rows, resident.inputs_BC
         return rows, decode_inputs(rows, shape, self.programs.padding_slot)
 
     def _keep_inputs(self, key: MultiStepKey | StepShape, sequences: list[Sequence], inputs_BC: jax.Array) -> None:
-        shape = key.shape if isinstance(key, MultiStepKey) else key
-        self._resident = ResidentInputs(key, _progress(sequences, shape), inputs_BC)
+        self._resident = ResidentInputs(key, self._progress(key, sequences), inputs_BC)
+
+    def _progress(self, key: MultiStepKey | StepShape, sequences: list[Sequence]) -> list[tuple[int, int]]:
+        """Number and computed tokens of each sequence. Calls with a history take the latter from there."""
+        has_history = self._policy is not None and isinstance(key, MultiStepKey)
+        return [(sequence.number, 0 if has_history else sequence.num_computed) for sequence in sequences]
 
     def take_state(self) -> tuple[Tree, SlotState]:
         """Return KV cache and slot state, to be replaced by `put_state` if they are donated."""
@@ -323,6 +352,10 @@ class Runner:
 
     def put_state(self, cache: Tree, slot_state: SlotState) -> None:
         self._cache, self._slot_state = cache, slot_state
+
+    def upload(self, masks_BW: np.ndarray) -> np.ndarray | jax.Array:
+        """Start the copy of masks to the device; several processes leave it to the call that uses them."""
+        return jax.device_put(masks_BW, self.programs.replicated) if jax.process_count() == 1 else masks_BW
 
     def wait(self) -> None:
         """Wait until all dispatched calls have finished."""
@@ -339,18 +372,13 @@ class Runner:
         return output
 
     def _first_masks(self, rows: list[Sequence | None]) -> np.ndarray:
-        return first_masks([None if each is None else each.constraint for each in rows], self._num_mask_words)
+        return join_masks([None if each is None else each.constraint for each in rows], self._num_mask_words)
 
     def _sample(self, rows: list[Sequence | None], output: Forwarded, make_masks: MaskMaker) -> PendingTokens:
         features = sampling_features(rows)
         mask_BW = make_masks(rows) if features.mask else None
         self._slot_state, sampled = self.programs.sample(self._slot_state, output, features, mask_BW)
         return start_copy(rows, sampled, [int(sequence is not None) for sequence in rows], self.version)
-
-
-def _progress(sequences: list[Sequence], shape: StepShape) -> list[tuple[int, int]]:
-    """Number and computed tokens of each sequence. Inputs of speculative calls do not depend on the latter."""
-    return [(sequence.number, sequence.num_computed if shape.tokens == 1 else 0) for sequence in sequences]
 
 
 def compile_all(decoder: Runner, prefiller: Runner) -> None:

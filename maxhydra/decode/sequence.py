@@ -47,6 +47,8 @@ class Sequence:
         """Generated tokens, including those in flight."""
         self.num_uncertain = 0
         """Tokens that speculative calls in flight may compute and generate in addition to those that are counted."""
+        self.num_drafted = self.num_accepted = 0
+        """Tokens that speculative calls drafted for it, and those of them that were accepted."""
         self.is_finished = False
         self.place: Place | None = None
         """Slot and pages for decoding; None while it waits."""
@@ -125,18 +127,19 @@ class Sequence:
         self.place, self.prefill_place = place, prefill_place
         self.num_computed = prefill_place.lease.num_shared * page_size
 
-    def count_least(self, least: int, most: int) -> int:
-        """Count the least number of tokens of a speculative call, of which it computes up to `most`; return it.
+    def count_least(self, least: int, most: int | None) -> int:
+        """Count the least number of tokens of a multi-step call, which may compute up to `most`; return it.
 
-        `num_scheduled` follows when the copy of the tokens starts.
+        `most`: None if it computes just as many, unless the sequence is complete with fewer. `num_scheduled` follows
+        when the copy of the tokens starts.
         """
         least = min(least, self.remaining)
         self.num_computed += least
-        self.num_uncertain += most - least
+        self.num_uncertain += 0 if most is None else most - least
         return least
 
     def correct_counts(self, counted: int, count: int, most: int) -> None:
-        """Replace the counted tokens of a speculative call by those that it has generated."""
+        """Replace the counted tokens of a multi-step call by those that it has generated."""
         self.num_computed += count - counted
         self.num_scheduled += count - counted
         self.num_uncertain -= most - counted

@@ -6,126 +6,36 @@ from the sampled token, which is the next token itself. The tokens are those of 
 programs of different shapes. Keys and values of rejected drafts are overwritten by the next step, before any query
 sees them.
 
-Drafts come from the tokens of the sequence itself (prompt lookup decoding, Saxena, 2023). Tokens and progress of each
-slot are on the device, so that a call has several steps, and the next call is dispatched before the host knows how many
-tokens this one generates.
+Drafts come from the tokens of the sequence itself (drafting.py) or from a layer of the model (mtp_drafting.py). Tokens
+and progress of each slot are on the device, so that a call has several steps, and the next call is dispatched before
+the host knows how many tokens this one generates. Calls without drafts (see draft_policy.py) read and extend the same
+history, so that the host may choose either kind for each call.
 
 B rows, T tokens per row (the last one and K drafts), N slots, S tokens of context, V vocabulary, P = B * T.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Self
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.config.schema.decode import Speculation as Config
 from maxhydra.decode.adapters import StepWeights
+from maxhydra.decode.drafting import UNKNOWN, Drafting, TokenHistory, draft_tokens
+from maxhydra.decode.mtp_drafting import MtpDrafter
 from maxhydra.decode.sampler import SampledTokens, SamplingArrays, SamplingFeatures, greedy_tokens
 from maxhydra.decode.sequence import Sequence
 from maxhydra.decode.slot_state import SlotState, sample_slots
 from maxhydra.decode.step_functions import MultiStepKey
-from maxhydra.decode.step_inputs import StepInputs
+from maxhydra.decode.step_inputs import REMAINING, SLOT, START, StepInputs
 from maxhydra.decode.weight_layout import WeightLayout
 from maxhydra.layers import PageTable
+from maxhydra.model.mtp_cache import keep_hidden
 from maxhydra.sharding import Sharder
 
 Tree = Any
-# Marks tokens that the host has not read yet, and rows without a draft. Never equal to a sampled token.
-UNKNOWN = -1
-
-
-@dataclasses.dataclass(frozen=True)
-class Drafting:
-    """How tokens are drafted, and the size of the history that they come from."""
-
-    tokens: int
-    """Maximum number of drafted tokens per step, K."""
-    max_ngram: int
-    min_ngram: int
-    context: int
-    """Tokens of the longest sequence, S."""
-
-    @classmethod
-    def of(cls, config: Config, context: int) -> "Drafting | None":
-        """None without speculative decoding."""
-        if config.method is None:
-            return None
-        return cls(config.tokens, config.max_ngram, config.min_ngram, context)
-
-    @property
-    def step_tokens(self) -> int:
-        """Maximum number of tokens that a step generates per row, T."""
-        return self.tokens + 1
-
-
-class TokenHistory(NamedTuple):
-    """Tokens and progress on the device: of all slots, or of the rows of a call."""
-
-    tokens_NS: jax.Array
-    """int32 tokens up to position `last_N`; later entries are arbitrary."""
-    last_N: jax.Array
-    """Position of the last token, the next input of the model."""
-    remaining_N: jax.Array
-    """Tokens that may still be generated."""
-
-    @classmethod
-    def empty(cls, slots: int, length: int) -> Self:
-        zeros_N = jnp.zeros(slots, jnp.int32)
-        return cls(jnp.zeros((slots, length), jnp.int32), zeros_N, zeros_N)
-
-    def take(self, slots_B: jax.Array, length: int) -> "TokenHistory":
-        """The rows of some slots, cut to a context of `length` tokens."""
-        return TokenHistory(self.tokens_NS[slots_B, :length], self.last_N[slots_B], self.remaining_N[slots_B])
-
-    def put(self, rows: "TokenHistory", slots_B: jax.Array) -> "TokenHistory":
-        """The history with the rows of some slots replaced."""
-        length = rows.tokens_NS.shape[1]
-        return TokenHistory(
-            self.tokens_NS.at[slots_B, :length].set(rows.tokens_NS),
-            self.last_N.at[slots_B].set(rows.last_N),
-            self.remaining_N.at[slots_B].set(rows.remaining_N),
-        )
-
-    @property
-    def last_token_N(self) -> jax.Array:
-        return jnp.take_along_axis(self.tokens_NS, self.last_N[:, None], axis=1, mode="clip")[:, 0]
-
-    def with_last_token(self, token_N: jax.Array) -> "TokenHistory":
-        every_N = jnp.arange(token_N.shape[0])
-        return self._replace(tokens_NS=self.tokens_NS.at[every_N, self.last_N].set(token_N, mode="drop"))
-
-    def append(self, tokens_NT: jax.Array, is_used_NT: jax.Array) -> "TokenHistory":
-        """The history with the used tokens, which are the first ones of each row, appended."""
-        every_N1, T = jnp.arange(tokens_NT.shape[0])[:, None], tokens_NT.shape[1]
-        positions_NT = jnp.where(is_used_NT, self.last_N[:, None] + 1 + jnp.arange(T), self.tokens_NS.shape[1])
-        count_N = jnp.sum(is_used_NT, axis=1)
-        tokens_NS = self.tokens_NS.at[every_N1, positions_NT].set(tokens_NT, mode="drop")
-        return TokenHistory(tokens_NS, self.last_N + count_N, self.remaining_N - count_N)
-
-
-def draft_tokens(history: TokenHistory, drafting: Drafting) -> tuple[jax.Array, jax.Array]:
-    """Draft the tokens [B, K] that followed the latest earlier occurrence of the longest possible n-gram.
-
-    Also returns which rows have an occurrence [B]. Behind the last known token the draft repeats: an occurrence that is
-    p tokens earlier continues with period p.
-    """
-    tokens_BS, last_B1 = history.tokens_NS, history.last_N[:, None]
-    position_S = jnp.arange(tokens_BS.shape[1])
-    is_equal_BS, length_BS = jnp.ones(tokens_BS.shape, bool), jnp.zeros(tokens_BS.shape, jnp.int32)
-    for back in range(drafting.max_ngram):
-        token_B1 = jnp.take_along_axis(tokens_BS, jnp.maximum(last_B1 - back, 0), axis=1)
-        is_equal_BS &= (jnp.roll(tokens_BS, back, axis=1) == token_B1) & (position_S >= back) & (last_B1 >= back)
-        length_BS += is_equal_BS
-    is_occurrence_BS = (position_S < last_B1) & (length_BS >= drafting.min_ngram)
-    score_BS = jnp.where(is_occurrence_BS, length_BS * tokens_BS.shape[1] + position_S, -1)
-    found_B1 = jnp.argmax(score_BS, axis=1)[:, None]
-    has_draft_B = jnp.max(score_BS, axis=1) >= 0
-    offset_BK = jnp.arange(drafting.tokens) % jnp.maximum(last_B1 - found_B1, 1)
-    draft_BK = jnp.take_along_axis(tokens_BS, found_B1 + 1 + offset_BK, axis=1, mode="clip")
-    return jnp.where(has_draft_B[:, None], draft_BK, UNKNOWN), has_draft_B
 
 
 class Verified(NamedTuple):
@@ -135,9 +45,9 @@ class Verified(NamedTuple):
     """Of all positions of all steps, [steps * T, B]."""
     is_used: jax.Array
     """[steps * T, B] whether all drafts before the position were accepted, and the row was not complete."""
-    drafted_B: jax.Array
-    """Number of drafted tokens of each row."""
-    accepted_B: jax.Array
+    drafted_B: jax.Array | None
+    """Number of drafted tokens of each row; None of a call without drafts."""
+    accepted_B: jax.Array | None
     """How many of them were accepted."""
     experts: jax.Array | None
     """[B, steps * T, L, K] experts of the inputs."""
@@ -153,9 +63,12 @@ class StepTokens(NamedTuple):
     """The padding slot for rows that are complete."""
 
     @classmethod
-    def draft(cls, history: TokenHistory, slots_B: jax.Array, drafting: Drafting, *, padding_slot: int) -> "StepTokens":
-        draft_BK, has_draft_B = draft_tokens(history, drafting)
-        T = drafting.step_tokens
+    def of(
+        cls, history: TokenHistory, slots_B: jax.Array, drafts: tuple[jax.Array, jax.Array], *, padding_slot: int
+    ) -> "StepTokens":
+        """`drafts`: the drafted tokens [B, K], and which rows have them [B]."""
+        draft_BK, has_draft_B = drafts
+        T = draft_BK.shape[1] + 1
         count_B = jnp.minimum(jnp.where(has_draft_B, T, 1), history.remaining_N)
         positions_BT = history.last_N[:, None] + jnp.arange(T)
         return cls(
@@ -188,7 +101,7 @@ def make_verify_steps(
 
     The inputs' columns for the position and the remaining tokens are not used: the history has both.
     """
-    model = layout.model
+    model, mtp_drafter = layout.model, MtpDrafter(layout.model, drafting, sharder)
 
     def decode(
         stored: StepWeights, cache: Tree, slot_state: SlotState, history: TokenHistory, inputs_BC: jax.Array
@@ -199,7 +112,11 @@ def make_verify_steps(
 
         def step(carry: tuple[Tree, jax.Array, TokenHistory], _: None) -> tuple[Any, Any]:
             (cache, usage_NV, rows), weights = carry, stored.used(layout)
-            step_tokens = StepTokens.draft(rows, slots_B, drafting, padding_slot=padding_slot)
+            if drafting.uses_mtp:
+                drafts, cache = mtp_drafter(weights, cache, rows, PageTable(table_BW, slots_B), adapters_B)
+            else:
+                drafts = draft_tokens(rows, drafting)
+            step_tokens = StepTokens.of(rows, slots_B, drafts, padding_slot=padding_slot)
             row_inputs = PageTable(table_BW, step_tokens.slots_B), inputs.lag_B, adapters_B
             tokens_BT = jnp.maximum(step_tokens.tokens_BT, 0)
             hidden_BTD, cache, experts = hidden(weights, cache, tokens_BT, step_tokens.positions_BT, *row_inputs)
@@ -213,6 +130,9 @@ def make_verify_steps(
                 sample = _sample_in_order if key.features.penalties else _sample_flat
                 usage_NV, sampled = sample(key.features, state, logits_BTV, step_tokens, sampling)
             is_used_BT = step_tokens.find_used(sampled.token_B.T)
+            if drafting.uses_mtp:
+                last_B = jnp.maximum(jnp.sum(is_used_BT, axis=1) - 1, 0)
+                cache = keep_hidden(cache, hidden_BTD, step_tokens.positions_BT, last_B, row_inputs[0])
             rows = rows.append(jnp.maximum(sampled.token_B.T, 0), is_used_BT)
             drafted_B, accepted_B = (jnp.sum(each[:, 1:], axis=1) for each in (step_tokens.is_input_BT, is_used_BT))
             return (cache, usage_NV, rows), Verified(sampled, is_used_BT.T, drafted_B, accepted_B, experts)
@@ -225,6 +145,39 @@ def make_verify_steps(
         return cache, slot_state, history.put(rows, slots_B), inputs_BC, _join_steps(verified)
 
     return decode
+
+
+def make_plain_steps(
+    decode: Callable[..., tuple[Tree, SlotState, jax.Array, SampledTokens, jax.Array | None]], key: MultiStepKey
+) -> Callable[..., tuple[Tree, SlotState, TokenHistory, jax.Array, Verified]]:
+    """Return the multi-step function `decode` with positions from the history, to which it appends its tokens.
+
+    Same arguments and results as the scan over steps that verify drafts.
+    """
+
+    def decode_from_history(
+        stored: StepWeights, cache: Tree, slot_state: SlotState, history: TokenHistory, inputs_BC: jax.Array
+    ) -> tuple[Tree, SlotState, TokenHistory, jax.Array, Verified]:
+        slots_B = inputs_BC[:, SLOT].astype(jnp.int32)
+        last_B, remaining_B = history.last_N[slots_B], history.remaining_N[slots_B]
+        last_token_B1 = slot_state.last_token_N[slots_B][:, None]
+        current_BC = inputs_BC.at[:, START].set(last_B.astype(inputs_BC.dtype))
+        current_BC = current_BC.at[:, REMAINING].set(remaining_B.astype(inputs_BC.dtype))
+        cache, slot_state, _, sampled, experts = decode(stored, cache, slot_state, current_BC)
+        is_used_SB = jnp.arange(key.num_steps)[:, None] < remaining_B
+        # The last token before the call may have been sampled by the prefill.
+        tokens_BS = jnp.concatenate([last_token_B1, jnp.maximum(sampled.token_B.T, 0)], axis=1)
+        is_token_BS = jnp.pad(is_used_SB.T, ((0, 0), (1, 0)), constant_values=True)
+        positions_BS = jnp.where(is_token_BS, last_B[:, None] + jnp.arange(key.num_steps + 1), history.length)
+        count_B = jnp.minimum(remaining_B, key.num_steps)
+        history = TokenHistory(
+            history.tokens_NS.at[slots_B[:, None], positions_BS].set(tokens_BS, mode="drop"),
+            history.last_N.at[slots_B].add(count_B),
+            history.remaining_N.at[slots_B].add(-count_B),
+        )
+        return cache, slot_state, history, inputs_BC, Verified(sampled, is_used_SB, None, None, experts)
+
+    return decode_from_history
 
 
 def _sample_flat(
@@ -284,7 +237,7 @@ def _join_steps(verified: Verified) -> Verified:
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     sampled, is_used = jax.tree.map(join, (verified.sampled, verified.is_used))
-    drafted_B, accepted_B = (jnp.sum(each, axis=0) for each in (verified.drafted_B, verified.accepted_B))
+    drafted_B, accepted_B = jax.tree.map(partial(jnp.sum, axis=0), (verified.drafted_B, verified.accepted_B))
     experts = verified.experts
     if experts is not None:
         # [steps, B, T, L, K] as [B, steps * T, L, K].

@@ -72,7 +72,9 @@ class StepShape:
 
     def covers(self, other: "StepShape") -> bool:
         """Return True if a program of this shape can run a batch of the other."""
-        fits = self.rows >= other.rows and self.tokens >= other.tokens and self.pages >= other.pages
+        fits = self.rows >= other.rows and self.pages >= other.pages
+        # A decode step with drafts costs more than one without, which is chosen for that reason.
+        fits &= self.tokens >= other.tokens if self.is_prefill else self.tokens == other.tokens
         names = ("is_prefill", "is_scored", "images", "clips", "frames")
         is_same = all(getattr(self, name) == getattr(other, name) for name in names)
         return is_same and fits and (other.is_fresh or not self.is_fresh)
@@ -207,7 +209,7 @@ class Buckets:
         count = max(self._fullest_group(sequences), -(-(len(sequences) + extra_rows) // self.groups))
         return StepShape(self.round_rows(count), 1, self.round_pages(longest), is_prefill=False)
 
-    def speculative_shape(self, sequences: List[Sequence], step_tokens: int, *, num_steps: int) -> StepShape:
+    def history_shape(self, sequences: List[Sequence], step_tokens: int, *, num_steps: int) -> StepShape:
         """Return the bucket for steps that each generate up to `step_tokens` tokens per sequence."""
         # The inputs of the steps, and the last token that they generate, which the history holds.
         lookahead = num_steps * step_tokens + 1

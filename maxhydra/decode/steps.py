@@ -11,9 +11,9 @@ B rows, T tokens per row, C input columns, N slots (the last one is the padding 
 pages per row.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,10 @@ import numpy as np
 
 from maxhydra.decode.adapters import StepWeights
 from maxhydra.decode.compile_cache import CompileCache, Program
+from maxhydra.decode.drafting import Drafting, TokenHistory
 from maxhydra.decode.sampler import ALL_TOKENS, SampledTokens, SamplingFeatures
 from maxhydra.decode.slot_state import SlotState
-from maxhydra.decode.speculation import Drafting, TokenHistory, Verified, make_verify_steps
+from maxhydra.decode.speculation import Verified, make_plain_steps, make_verify_steps
 from maxhydra.decode.step_functions import (
     Forwarded,
     MultiStepKey,
@@ -76,7 +77,7 @@ class CompiledSteps:
         records_experts: bool = False,
         drafting: Drafting | None = None,
     ):
-        """`weights`: used for their shapes and shardings only. `drafting`: multi-step programs are speculative.
+        """`weights`: used for their shapes and shardings only. `drafting`: multi-step programs use the token history.
 
         `deterministic`: never substitute a larger program for the exact one, and wait for its compilation.
         `records_experts`: return the experts of all tokens, [B, T, L, K].
@@ -88,7 +89,9 @@ class CompiledSteps:
         self._abstract_weights = jax.tree.map(lambda leaf: _abstract(leaf, leaf.sharding), weights)
         self.replicated = sharder.sharding(())
         self._logits_sharding = sharder.sharding(("act_batch", "act_vocab"))
-        caches = jax.eval_shape(lambda: model.empty_cache(cache_spec))
+        has_mtp = drafting is not None and drafting.uses_mtp
+        self._empty_cache = partial(model.empty_cache, cache_spec, has_mtp=has_mtp)
+        caches = jax.eval_shape(self._empty_cache)
         self.cache_axes = map_caches(lambda cache: cache.axes(), caches)
         self.cache_shardings = sharder.tree(self.cache_axes)
         self._abstract_caches = jax.tree.map(_abstract, caches, self.cache_shardings)
@@ -105,7 +108,7 @@ class CompiledSteps:
 
     def init_state(self) -> tuple[Tree, SlotState]:
         """Allocate an empty KV cache and slot state on the device."""
-        cache = jax.jit(lambda: self._model.empty_cache(self._cache_spec), out_shardings=self.cache_shardings)()
+        cache = jax.jit(self._empty_cache, out_shardings=self.cache_shardings)()
         zeros = [jax.device_put(np.zeros(leaf.shape, leaf.dtype), self.replicated) for leaf in self._abstract_slots()]
         return cache, SlotState(*zeros)
 
@@ -120,10 +123,9 @@ class CompiledSteps:
         decoded = [(shape, features) for shape in decode_shapes for features in COMMON_FEATURES]
         decoded += [(shape, features) for shape in largest for features in RARE_FEATURES]
         sample_rows = {shape.rows for shape in prefill_shapes}
-        if self._drafting is not None:
-            decode_tokens = self._drafting.step_tokens
-            decoded = [(dataclasses.replace(shape, tokens=decode_tokens), features) for shape, features in decoded]
-        elif num_steps == 1:
+        drafting = self._drafting
+        verified = [] if drafting is None else [(replace(each, tokens=drafting.step_tokens), f) for each, f in decoded]
+        if num_steps == 1:
             prefill_shapes += decode_shapes
             sample_rows |= {shape.rows for shape in decode_shapes}
             decoded = []
@@ -133,7 +135,7 @@ class CompiledSteps:
             for each in (*COMMON_FEATURES, *RARE_FEATURES, *MASKED_FEATURES)
         ]
         return [
-            *self._multi_steps.warm_up(MultiStepKey(*each, num_steps) for each in decoded),
+            *self._multi_steps.warm_up(MultiStepKey(*each, num_steps) for each in decoded + verified),
             *self._forwards.warm_up(prefill_shapes),
             *self._samplers.warm_up(samplers),
         ]
@@ -169,13 +171,17 @@ class CompiledSteps:
         return forwarded
 
     def sample(
-        self, slot_state: SlotState, output: Forwarded, features: SamplingFeatures, mask_BW: np.ndarray | None
+        self,
+        slot_state: SlotState,
+        output: Forwarded,
+        features: SamplingFeatures,
+        mask_BW: np.ndarray | jax.Array | None,
     ) -> tuple[SlotState, SampledTokens]:
         """Sample a token for every row, and store it in the slot state. `mask_BW`: if features.mask."""
         logits_BV, head_BC = output.logits_BV, output.head_BC
         key = SampleKey(logits_BV.shape[0], features)
         chosen = self._samplers.choose(key, eventual=key)
-        masks = []
+        masks: list[np.ndarray | jax.Array] = []
         if chosen.features.mask:
             masks = [np.full(self._mask_shape(key.rows), ALL_TOKENS, np.uint32) if mask_BW is None else mask_BW]
         slot_state, sampled = self._samplers.get(chosen)(slot_state, logits_BV, head_BC, *masks)
@@ -202,16 +208,16 @@ class CompiledSteps:
         cache, slot_state, next_BC, sampled, experts = self._multi_steps.get(key)(weights, cache, slot_state, inputs_BC)
         return cache, slot_state, next_BC, sampled, experts
 
-    def decode_speculatively(
+    def decode_from_history(
         self,
         key: MultiStepKey,
         weights: StepWeights,
         state: tuple[Tree, SlotState, TokenHistory],
         inputs_BC: np.ndarray | jax.Array,
     ) -> tuple[tuple[Tree, SlotState, TokenHistory], jax.Array, Verified]:
-        """Decode up to `key.num_steps * key.shape.tokens` tokens per row. `state`: KV cache, slots and histories.
+        """Decode up to `key.num_steps * key.shape.tokens` tokens per row, with drafts if it has several tokens.
 
-        Returns the updated state, the inputs of the next call, and the tokens.
+        `state`: KV cache, slots and histories. Returns the updated state, the inputs of the next call, and the tokens.
         """
         cache, slot_state, history, next_BC, verified = self._multi_steps.get(key)(weights, *state, inputs_BC)
         return (cache, slot_state, history), next_BC, verified
@@ -265,24 +271,28 @@ class CompiledSteps:
 
     def _compile_multi_step(self, key: MultiStepKey) -> Program:
         hidden = make_hidden(self._layout, self._sharder, key.shape, records_experts=self._records_experts)
-        if self._drafting is not None:
-            return self._compile_speculative(key, hidden, self._drafting)
-        decode = make_multi_step(self._layout, self._sharder, key, hidden, padding_slot=self.padding_slot)
-        shardings = (self.cache_shardings, self.replicated, self.replicated, self.replicated, self.replicated)
-        jitted = jax.jit(decode, donate_argnums=(1, 2), out_shardings=shardings)
         inputs = self._abstract_inputs(key.shape.rows, num_columns(key.shape))
-        return jitted.lower(self._abstract_weights, self._abstract_caches, self._abstract_slots(), inputs).compile()
-
-    def _compile_speculative(self, key: MultiStepKey, hidden: Callable[..., Any], drafting: Drafting) -> Program:
-        page_size, slots = self._cache_spec.page_size, self._cache_spec.slots + 1
-        decode = make_verify_steps(self._layout, self._sharder, key, hidden, drafting=drafting, page_size=page_size)
+        state: tuple[Any, ...] = self._abstract_caches, self._abstract_slots()
+        drafting = self._drafting
+        decode: Callable[..., Any]
+        if drafting is not None:
+            state = *state, self._abstract_history(drafting.context)
+        if drafting is not None and key.shape.tokens > 1:
+            size = self._cache_spec.page_size
+            decode = make_verify_steps(self._layout, self._sharder, key, hidden, drafting=drafting, page_size=size)
+        else:
+            plain = make_multi_step(self._layout, self._sharder, key, hidden, padding_slot=self.padding_slot)
+            decode = plain if drafting is None else make_plain_steps(plain, key)
         shardings = (self.cache_shardings, *4 * (self.replicated,))
-        jitted = jax.jit(decode, donate_argnums=(1, 2, 3), out_shardings=shardings)
-        empty = jax.eval_shape(lambda: TokenHistory.empty(slots, drafting.context))
-        history = jax.tree.map(lambda leaf: _abstract(leaf, self.replicated), empty)
-        inputs = self._abstract_inputs(key.shape.rows, num_columns(key.shape))
-        state = self._abstract_caches, self._abstract_slots(), history
+        donated = tuple(range(1, 1 + len(state)))
+        jitted = jax.jit(decode, donate_argnums=donated, out_shardings=shardings)
         return jitted.lower(self._abstract_weights, *state, inputs).compile()
+
+    def _abstract_history(self, context: int) -> TokenHistory:
+        """Return a TokenHistory of ShapeDtypeStructs."""
+        history = jax.eval_shape(lambda: TokenHistory.empty(self._cache_spec.slots + 1, context))
+        abstract: TokenHistory = jax.tree.map(lambda leaf: _abstract(leaf, self.replicated), history)
+        return abstract
 
     def _abstract_inputs(self, rows: int, columns: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, columns), jnp.uint32, sharding=self.replicated)

@@ -141,6 +141,7 @@ def _restack(taken: dict[str, list[Any]], sizes: Mapping[str, int]) -> Tree:
     first, last = sizes["prefix"], len(layers) - sizes["remainder"]
     stacks = [layers[start : last : sizes["pattern"]] for start in range(first, first + sizes["pattern"])]
     return {
+        **taken,
         "prefix": layers[:first],
         "pattern": [jax.tree.map(lambda *each: jnp.concatenate(each), *stack) for stack in stacks],
         "remainder": layers[last:],

@@ -12,6 +12,7 @@ from maxhydra.model.lora import (
     store_weight_slice,
 )
 from maxhydra.model.model_def import (
+    SPEECH,
     VALUE,
     ModelDef,
     active_parameters,
@@ -23,6 +24,7 @@ from maxhydra.model.model_def import (
 )
 
 __all__ = [
+    "SPEECH",
     "VALUE",
     "ModelDef",
     "active_parameters",

@@ -8,7 +8,6 @@ residual stream, V vocabulary.
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -44,9 +43,18 @@ from maxhydra.layers.conformer import ConformerSpec, audio_spec, build_audio_tow
 from maxhydra.layers.hyper_connections import HyperSpec, StreamHead, expand_streams, sum_streams
 from maxhydra.layers.patch_tower import build_vision_tower
 from maxhydra.layers.weight_sampler import Sizes
-from maxhydra.model.block import Block, BlockSpec, Mtp, Remat, is_cast
+from maxhydra.model.block import Block, BlockOutput, BlockSpec, Mtp, Remat, is_cast
 from maxhydra.model.fused_block import NormHandoff, block_class, embed_with_norm
-from maxhydra.model.pattern import Pattern, Repetitions, StackOutput, by_layer, cache_view, merge_view
+from maxhydra.model.pattern import (
+    Pattern,
+    Repetitions,
+    StackOutput,
+    as_function,
+    as_traced_once,
+    by_layer,
+    cache_view,
+    merge_view,
+)
 from maxhydra.model.pipeline import check_stages, run_pipeline, shard_over_embed
 from maxhydra.sharding import Sharder
 
@@ -308,8 +316,8 @@ class Decoder(nnx.Module):
     def _run_function(self, graphdef: Any, method: Callable[..., Any], *, is_cached: bool) -> Callable[..., Any]:
         """A block outside of the scan as a function; equal blocks of a forward pass with a cache are traced once."""
         if is_cached:
-            return _as_traced_once(graphdef, method)
-        return self.spec.remat.wrap(_as_function(graphdef, method), in_loop=False)
+            return as_traced_once(graphdef, method)
+        return self.spec.remat.wrap(as_function(graphdef, method), in_loop=False)
 
     def _run_mtp(self, x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context) -> StackOutput:
         """Run the MTP layers, each on the output of the one before it.
@@ -318,16 +326,23 @@ class Decoder(nnx.Module):
         attends to them, and the loss does not count them.
         """
         outputs, aux = [], []
-        for index, layer in enumerate(_in_order(self.mtp)):
-            later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1), ctx.positions + 1 + index, ctx)
-            graphdef, weights = self._split(layer)
-            run = self.spec.remat.wrap(_as_function(graphdef, Mtp.predict), in_loop=False)
-            layer_ctx = ctx.at_layer(len(self.spec.layers) + index, None, None)
-            out = run(weights, x_BTD, later_BTD, layer_ctx)
+        for index in range(len(self.mtp)):
+            out = self.predict_mtp(index, x_BTD, jnp.roll(tokens_BT, -1 - index, axis=1), ctx, None)
             x_BTD = out.x_BTD
             outputs.append(x_BTD)
             aux.append(out.aux)
         return StackOutput(x_BTD, [], outputs, by_layer(aux), ctx)
+
+    def predict_mtp(
+        self, index: int, x_BTD: jax.Array, later_BT: jax.Array, ctx: Context, cache: Cache | None
+    ) -> BlockOutput:
+        """Run one MTP layer on hidden states, the tokens that are 1 + `index` positions later, and its cache if any."""
+        later_BTD = self.embedding(later_BT, ctx.positions + 1 + index, ctx)
+        graphdef, weights = self._split(self.mtp[str(index)])
+        run = self._run_function(graphdef, Mtp.predict, is_cached=cache is not None)
+        layer_ctx = ctx.at_layer(len(self.spec.layers) + index, cache_view(cache, 0), None)
+        out: BlockOutput = run(weights, x_BTD, later_BTD, layer_ctx)
+        return out._replace(cache=merge_view(cache, out.cache))
 
     def _split(self, block: Block) -> tuple[Any, nnx.State]:
         """The graph definition of a block, and its weights, with matrices in the compute dtype.
@@ -351,7 +366,7 @@ class Decoder(nnx.Module):
         is_pipelined = ctx.sharder.stages > 1 and ctx.cache is None
         unroll = spec.unroll_on(ctx.sharder.platform, ctx.sharder.mesh.size, is_cached=ctx.cache is not None)
         in_loop = is_pipelined or unroll != spec.repetitions
-        runs = [spec.remat.wrap(_as_function(graphdef), in_loop=in_loop) for graphdef, _ in splits]
+        runs = [spec.remat.wrap(as_function(graphdef), in_loop=in_loop) for graphdef, _ in splits]
         names = [block.name for block in spec.pattern]
         pattern = Pattern(runs, names, first=len(self.prefix), keep_layers=keep_layers, unroll=unroll)
         weights = [weights for _, weights in splits]
@@ -373,21 +388,6 @@ class Decoder(nnx.Module):
             return x[first : first + repetitions * positions].reshape(repetitions, positions, *x.shape[1:])
 
         return jax.tree.map(stack, ctx.layer_inputs)
-
-
-def _as_function(graphdef: Any, method: Callable[..., Any] = operator.call) -> Callable[..., Any]:
-    """A block as a pure function of its weights and inputs."""
-
-    def run(weights: Any, *inputs: Any) -> Any:
-        return method(nnx.merge(graphdef, weights), *inputs)
-
-    return run
-
-
-@functools.lru_cache(maxsize=256)
-def _as_traced_once(graphdef: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A block as a jitted function, of which jax caches the trace: an engine unrolls all layers for every bucket."""
-    return jax.jit(_as_function(graphdef, method))
 
 
 def _numbered(blocks: Sequence[Block]) -> nnx.Dict:

@@ -167,7 +167,7 @@ def embed_with_norm(
         return None
     spec = embedding.spec
     is_plain = not (isinstance(embedding.table, Int8) or is_qat(embedding.format) or spec.factor != 1)
-    if not is_plain or embedding.positions is not None or spec.is_sinusoidal:
+    if not is_plain or embedding.lora is not None or embedding.positions is not None or spec.is_sinusoidal:
         return None
     shape = (*tokens_BT.shape, spec.emb_dim)
     with jax.named_scope("embedding"):

@@ -1,10 +1,16 @@
-"""The repeated pattern of layers as one scan over its repetitions. B batch, T tokens, D residual stream."""
+"""The repeated pattern of layers as one scan over its repetitions; layers as pure functions.
+
+B batch, T tokens, D residual stream.
+"""
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from flax import nnx
 
 from maxhydra.layers import Cache, Context
 
@@ -99,3 +105,18 @@ def merge_view(cache: Cache | None, view: Any) -> Cache | None:
 def by_layer(aux: list[Any]) -> dict[str, Any]:
     """Aux outputs under the layer's key in the parameter tree; only layers that have any."""
     return {str(index): outputs for index, outputs in enumerate(aux) if outputs}
+
+
+def as_function(graphdef: Any, method: Callable[..., Any] = operator.call) -> Callable[..., Any]:
+    """A block as a pure function of its weights and inputs."""
+
+    def run(weights: Any, *inputs: Any) -> Any:
+        return method(nnx.merge(graphdef, weights), *inputs)
+
+    return run
+
+
+@functools.lru_cache(maxsize=256)
+def as_traced_once(graphdef: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A block as a jitted function, of which jax caches the trace: an engine unrolls all layers for every bucket."""
+    return jax.jit(as_function(graphdef, method))

@@ -94,6 +94,7 @@ def test_a_new_checkpoint_changes_the_fingerprint(tmp_path: Path) -> None:
     assert settings_fingerprint(config) != before
 
 
+@pytest.mark.exhaustive
 def test_a_killed_command_resumes_and_completes_each_prompt_once(folder: Path) -> None:
     records = [{"prompt": f"prompt {n}", "id": n, "sampling": {"max_tokens": 5 + n}} for n in range(30)]
     (folder / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

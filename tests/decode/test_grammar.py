@@ -184,8 +184,8 @@ def test_concurrent_sequences_have_separate_lexers():
         is_allowed_BV = np.unpackbits(masks_BW[:4].view(np.uint8), axis=1, bitorder="little")
         assert not is_allowed_BV[:, 264:].any(), "the tokenizer does not have these tokens"
         tokens = [[int(rng.choice(np.flatnonzero(row)))] for row in is_allowed_BV]
-        one.consume(list(zip(alone, tokens, strict=True)))
-        several.consume(list(zip(concurrently, tokens, strict=True)))
+        one.advance([None, *alone], [[], *tokens])
+        several.advance([*concurrently, None], [*tokens, []])
     assert not any(each.error for each in (*alone, *concurrently))
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +11,11 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.decode import Speculation, SpeculationMethod
+from maxhydra.decode import draft_policy
+from maxhydra.decode.drafting import UNKNOWN, Drafting, TokenHistory, draft_tokens
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.openai_server.metrics import format_metrics
 from maxhydra.decode.request import Completion, Request
-from maxhydra.decode.speculation import UNKNOWN, Drafting, TokenHistory, draft_tokens
 from tests.decode.test_engine import CONTEXT, make_request, shared_programs, start, tiny
 
 __all__ = ["shared_programs"]
@@ -83,19 +85,31 @@ def check_equal(found: list[Completion], expected: list[Completion]) -> None:
                 assert token == expected_token and value == pytest.approx(expected_value, abs=1e-4)
 
 
-CASES = {
+@pytest.fixture
+def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps verify drafts, whatever they gain."""
+    monkeypatch.setattr(draft_policy, "MARGIN", 0.0)
+
+
+# Settings of engines in which all steps verify drafts, and then also of others.
+ENGINES: dict[str, dict[str, Any]] = {
     "single steps": {},
     "multi-step": {"burst": 3},
     "few pages": {"burst": 2, "max_batch": 4, "cache_tokens": 160, "prefill_chunk": 7},
     "two groups": {"axes": {"data": 2, "tensor": 2}, "burst": 2},
     "separate prefill mesh": {"deterministic": False, "prefill_axes": {"tensor": 2}},
 }
+CASES = {**ENGINES, "chosen single steps": {}, "chosen multi-step": {"burst": 3}}
 
 
 @pytest.mark.slow
 @pytest.mark.default_cases("multi-step")
 @pytest.mark.parametrize("case", CASES)
-def test_completions_are_those_of_plain_decoding(case: str) -> None:
+def test_completions_are_those_of_plain_decoding(case: str, request: pytest.FixtureRequest) -> None:
+    """Also if some calls have drafts and some do not."""
+    is_chosen = case.startswith("chosen")
+    if not is_chosen:
+        request.getfixturevalue("always_drafts")
     engine = speculative(**CASES[case])
     try:
         for batch, expected in zip(batches(), plain_completions(), strict=True):
@@ -105,11 +119,16 @@ def test_completions_are_those_of_plain_decoding(case: str) -> None:
         engine.close()
     assert stats["pages_used"] == stats["running"] == stats["waiting"] == 0
     assert stats["tokens_written"] == sum(len(each.tokens) for batch in plain_completions() for each in batch)
-    # Some drafts are accepted and some are not.
-    assert 20 < stats["tokens_accepted"] < stats["tokens_drafted"] - 20, stats
+    assert stats["tokens_accepted"] > 0, stats
+    if is_chosen:
+        assert 0 < stats["steps_speculative"] < stats["steps"], stats
+    else:
+        # Some drafts are accepted and some are not.
+        assert 20 < stats["tokens_accepted"] < stats["tokens_drafted"] - 20, stats
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("always_drafts")
 def test_completions_end_within_the_accepted_tokens() -> None:
     """At a stop string, at an EOS token and at the end of the context."""
     request = make_request("abcde" * 4, max_tokens=30, ignore_eos=True)
@@ -126,6 +145,7 @@ def test_completions_end_within_the_accepted_tokens() -> None:
         assert longest.tokens[:30] == plain.tokens
         stats = engine.stats()
         metrics = format_metrics(stats, {}, {}, {}, model="tiny")
+        assert f"maxhydra_engine_steps_speculative {stats['steps_speculative']}\n" in metrics
         for name in ("draft", "accepted"):
             count = stats["tokens_accepted" if name == "accepted" else "tokens_drafted"]
             assert f'vllm:spec_decode_num_{name}_tokens_total{{model_name="tiny"}} {count}\n' in metrics
@@ -141,6 +161,7 @@ def test_completions_end_within_the_accepted_tokens() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("always_drafts")
 def test_pages_that_speculative_steps_wrote_are_shared() -> None:
     """They hold no keys of rejected tokens."""
     first = make_request("to be or not to be", max_tokens=31, **sampled(3))
@@ -160,6 +181,7 @@ def test_pages_that_speculative_steps_wrote_are_shared() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("always_drafts")
 def test_a_batch_with_a_grammar_is_decoded_in_single_steps() -> None:
     """Its other sequences continue speculatively after it."""
     pytest.importorskip("llguidance", reason="needs the extra serve")

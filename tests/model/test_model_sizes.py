@@ -130,6 +130,7 @@ load = functools.cache(model_option)
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases(*sorted(FILES)[::4])
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_every_option_has_its_published_size(name):
     count = parameter_count(build(load(name)).shapes)

@@ -12,7 +12,8 @@ from maxhydra import optim
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema import model as config
-from maxhydra.config.schema.run import LOGGED, Train
+from maxhydra.config.schema.metrics import LOGGED
+from maxhydra.config.schema.run import Train
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build, flops_per_token, parameter_count
 from maxhydra.sharding import Sharder

@@ -16,6 +16,7 @@ from maxhydra.config.schema.decode import Speculation, SpeculationMethod
 from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.data.tokenizers.byte import ByteTokenizer
+from maxhydra.decode import draft_policy
 from maxhydra.decode.sampling_params import make_requests
 from maxhydra.layers.context import EXPERTS
 from maxhydra.model import ModelDef, build
@@ -105,7 +106,9 @@ def sampled_batch(*, devices: int, burst: int, drafted: int = 0) -> dict[str, ja
     engine = PolicyEngine(
         model, ByteTokenizer(), settings, sharder=sharder, eos=frozenset(), seed=0, records_experts=True
     )
-    with closing(engine):
+    with closing(engine), pytest.MonkeyPatch.context() as patch:
+        # All steps verify drafts, whatever they gain.
+        patch.setattr(draft_policy, "MARGIN", 0.0)
         episodes = engine.run(weights, lambda inner: play(inner, PROMPTS))
     assert [len(episode.experts) for episode in episodes] == [len(prompt) + 22 for prompt in PROMPTS]
     group = Group(episodes, [RewardResult({}, 0.0, True, 0)] * len(PROMPTS))
@@ -126,7 +129,7 @@ def errors(weights: Any, batch: dict[str, jax.Array]) -> np.ndarray:
 
 # The standard weight layout, in which layers are stacked, is that of several devices.
 @pytest.mark.slow
-@pytest.mark.default_cases("1-4-0", "1-2-3")
+@pytest.mark.default_cases("1-4-0")
 @pytest.mark.parametrize(("devices", "burst", "drafted"), [(1, 1, 0), (1, 4, 0), (2, 1, 0), (1, 2, 3)])
 def test_trainer_and_sampler_agree_although_routers_do_not(devices: int, burst: int, drafted: int) -> None:
     """Speculative decoding records the experts of accepted tokens only."""

@@ -27,6 +27,15 @@ class Pooling(Enum):
 
 class SpeculationMethod(Enum):
     ngram = "ngram"
+    mtp = "mtp"
+
+
+# Settings that a method of drafting has no use for.
+UNUSED = {
+    None: ("tokens", "max_ngram", "min_ngram"),
+    SpeculationMethod.ngram: (),
+    SpeculationMethod.mtp: ("max_ngram", "min_ngram"),
+}
 
 
 @schema
@@ -62,11 +71,12 @@ class Sampling(Schema):
 @schema
 class Speculation(Schema):
     """Speculative decoding: drafted tokens are verified together in one forward pass, so that a decode step generates
-    several tokens. Completions are those of plain decoding."""
+    several tokens, where enough of them are accepted to pay for it. Completions are those of plain decoding."""
 
     method: SpeculationMethod | None = None
     """How tokens are drafted. ngram: the tokens that followed an earlier occurrence of the last tokens in the prompt or
-    the completion (prompt lookup decoding, Saxena, 2023). null: no speculative decoding."""
+    the completion (prompt lookup decoding, Saxena, 2023). mtp: those that the model's first multi-token prediction
+    layer predicts (model.mtp.depth of 1 or more). null: no speculative decoding."""
     tokens: int = option(4, ge=1, le=64)
     """Maximum number of tokens that are drafted per decode step and sequence."""
     max_ngram: int = option(3, ge=1, le=16)
@@ -79,11 +89,12 @@ class Speculation(Schema):
         if self.min_ngram > self.max_ngram:
             reason = f"exceeds max_ngram={self.max_ngram}"
             yield Problem("min_ngram", reason, value=self.min_ngram, accepted=f"1 to {self.max_ngram}")
-        unused = [] if self.method is not None else [each for each in fields(self) if each.name != "method"]
-        for field in unused:
-            if (value := getattr(self, field.name)) != field.default:
-                hint = "set method=ngram for speculative decoding"
-                yield Problem(field.name, "has no effect with method=null", value=value, hint=hint)
+        method = self.method.value if self.method else "null"
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in UNUSED[self.method] and value != field.default:
+                hint = "set method=ngram" if self.method else "set method=ngram or mtp for speculative decoding"
+                yield Problem(field.name, f"has no effect with method={method}", value=value, hint=hint)
 
 
 @schema
@@ -151,6 +162,11 @@ class Engine(Schema):
         if method is not None and model.diffusion.block_size is not None:
             reason = "is not supported with model.diffusion.block_size, which decodes blocks of tokens"
             yield Problem("engine.speculation.method", reason, value=method.value, accepted="null")
+        is_autoregressive = not model.is_recurrent and model.diffusion.block_size is None
+        if method is SpeculationMethod.mtp and is_autoregressive and not model.mtp.depth:
+            reason = "drafts with a multi-token prediction layer, and the model has none (model.mtp.depth=0)"
+            hint = "set model.mtp.depth=1 if the weights have such a layer"
+            yield Problem("engine.speculation.method", reason, value="mtp", accepted="ngram, null", hint=hint)
         used = [model.kinds[name] for name in {*model.prefix, *model.pattern} if name in model.kinds]
         rates = {kind.compressed.rate or 1 for kind in used if kind.mixer is Mixer.compressed}
         for rate in sorted(rate for rate in rates if self.page_size % rate):
