@@ -16,7 +16,7 @@ from maxhydra.layers.context import IMAGES
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 from maxhydra.train import Scorer
-from maxhydra.train.loss import Batch, LossFn, ScoredTokens, Sums, Tree, add_aux_losses
+from maxhydra.train.loss import ROW_VALUES, Batch, LossFn, ScoredTokens, Sums, Tree, add_aux_losses, sampler_error
 
 # Upper bound of the mean token log-prob: at probability 1 the odds would be infinite.
 MAX_MEAN_LOGPROB = -1e-6
@@ -149,6 +149,8 @@ def _log1mexp(x: jax.Array) -> jax.Array:
 
 # Prefixes of the columns of a pair.
 ROLES = ("chosen", "rejected")
+# Column of the log-probs of the engine that sampled a completion, in online DPO.
+SAMPLED = "sampled_logprobs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +170,9 @@ class PairScorer:
         rows = {name: interleave(batch, name) for name in ("tokens", "targets", "positions", "weights")}
         rows |= {name: batch[name] for name in (IMAGES,) if name in batch}
         tokens = Scorer(self.model, self.sharder, self.chunk).score(weights, rows, key, is_adapted=is_adapted)
+        if f"{ROLES[0]}_{SAMPLED}" in batch:
+            error = sampler_error(tokens.logprobs, interleave(batch, SAMPLED), rows["weights"])
+            tokens = tokens._replace(sampler_error=error.reshape(-1, 2))
         return tokens._replace(logprobs=jnp.sum(rows["weights"] * tokens.logprobs, axis=1).reshape(-1, 2))
 
 
@@ -175,7 +180,8 @@ def preference_loss(scorer: PairScorer, task: DpoTask, reference: Reference) -> 
     """The loss of task.loss. With a cached reference, batches contain its log-probs, [B] each."""
 
     def loss(weights: Tree, batch: Batch, key: jax.Array | None) -> Sums:
-        logprobs, aux, *_ = scorer.score(weights, batch, key, is_adapted=True)
+        scored = scorer.score(weights, batch, key, is_adapted=True)
+        logprobs, aux = scored.logprobs, scored.aux
         if reference is Reference.adapter_off:
             reference_logprobs = jax.lax.stop_gradient(scorer(weights, batch, None, is_adapted=False))
         elif reference is Reference.cached:
@@ -185,7 +191,9 @@ def preference_loss(scorer: PairScorer, task: DpoTask, reference: Reference) -> 
         tokens = [jnp.sum(batch[f"{role}_weights"], axis=1) for role in ROLES]
         chosen, rejected = (Completions(logprobs[:, i], reference_logprobs[:, i], tokens[i]) for i in range(2))
         pairs = Pairs(chosen, rejected, batch.get("label"))
-        return add_aux_losses(_sums(pairs, task), aux)
+        sums = add_aux_losses(_sums(pairs, task), aux)
+        error = scored.sampler_error
+        return sums if error is None else {**sums, ROW_VALUES: {"sampler_error": error}}
 
     return loss
 

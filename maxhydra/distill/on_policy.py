@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from maxhydra.config.schema.tasks.distill import OnPolicy
@@ -77,6 +78,9 @@ class OnPolicyBatches:
         self._num_batches += 1
         self._position = None
         return self._to_device(rows)
+
+    def observe(self, step: int, row_values: Mapping[str, jax.Array]) -> None:
+        """The losses of distillation have no values of rows."""
 
     def state(self) -> dict[str, Any]:
         return self._position or self._current_position()

@@ -20,8 +20,16 @@ from maxhydra.model import values_of
 from maxhydra.record.rollout_store import RolloutWriter
 from maxhydra.rl.advantages import advantages, critic_advantages, explained_variance
 from maxhydra.rl.loss import OLD_LOGPROBS, OLD_VALUES, REFERENCE_LOGPROBS, RETURNS
-from maxhydra.rl.pairs import ROLES, TOKEN_COLUMNS, choose_pair, interleaved_rows, pair_columns
+from maxhydra.rl.pairs import (
+    ROLES,
+    TOKEN_COLUMNS,
+    choose_pair,
+    interleaved_rows,
+    pair_columns,
+    with_sampler_columns,
+)
 from maxhydra.rl.rollout import Group, Rollout, RolloutWorker, columns, metrics
+from maxhydra.rl.rollout_records import RecordWriter, with_sampler_errors
 from maxhydra.rl.setup import REFERENCE, policy_weights
 from maxhydra.runtime import signals
 from maxhydra.train import Scorer
@@ -54,7 +62,7 @@ class RolloutBatches:
         writer: RolloutWriter | None = None,
     ):
         self._worker, self._loader, self._spec, self._logprob_fn = worker, loader, spec, logprob_fn
-        self._writer = writer
+        self._writer, self._records_writer = writer, RecordWriter(writer)
         self._task = worker.task
         self._num_prompts = 0
         """Prompts sampled so far; numbers the next one for its seed."""
@@ -86,12 +94,16 @@ class RolloutBatches:
         if not self._uses_left:
             rollout = self._next(step, state.weights)
             self._set_current(rollout, uses=self._task.iterations)
-            if self._writer is not None:
-                self._writer.append(step, rollout.records)
+            self._records_writer.add(step, rollout.records, is_complete=OLD_LOGPROBS in rollout.columns)
         self._uses_left -= 1
         return self._batch
 
+    def observe(self, step: int, row_values: Mapping[str, jax.Array]) -> None:
+        self._records_writer.observe(step, row_values)
+
     def state(self) -> dict[str, Any]:
+        # A checkpoint comes after the records of its steps, which a resume does not write again.
+        self._records_writer.flush()
         queued = [future.result().to_json() for future in self._queue]
         current = self._current.to_json() if self._current is not None and self._uses_left else None
         return {
@@ -120,13 +132,14 @@ class RolloutBatches:
             future.cancel()
         self._thread.shutdown(wait=self._position is None)
         self._loader.close()
+        self._records_writer.flush()
 
     def _prompt_position(self) -> dict[str, Any]:
         return {"prompts": self._loader.state(), "asked": self._num_prompts}
 
     def _set_current(self, rollout: Rollout, *, uses: int) -> None:
         self._current, self._uses_left = rollout, uses
-        self._batch = self._to_device(rollout.columns)
+        self._batch = self._to_device(with_sampler_columns(rollout.columns))
         self._num_informative += rollout.metrics["groups/degenerate"] < 1
 
     def _next(self, step: int, weights: Tree) -> Rollout:
@@ -184,7 +197,10 @@ class RolloutBatches:
         return Rollout(pair_columns(rows), values, records)
 
     def _records(self, groups: Sequence[Group], arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
-        """Records of all completions; those of the batch with their advantage and the error of the sampler."""
+        """Records of all completions; those of the batch with their advantage.
+
+        Also with their sampler error if old log-probs are known; otherwise the training step computes it.
+        """
         if self._writer is None:
             return []
         records = [record for group in groups for record in group.records()]
@@ -194,9 +210,10 @@ class RolloutBatches:
             record["is_used"] = is_used
             if is_used:
                 record["advantage"] = round(float(arrays["advantages"][row][mask_BS[row]].mean()), 6)
-            if is_used and OLD_LOGPROBS in arrays:
-                error_S = np.abs(arrays[OLD_LOGPROBS][row] - arrays["sampled_logprobs"][row])[mask_BS[row]]
-                record["sampler_error"] = round(float(np.exp(error_S).mean()), 6)
+        if OLD_LOGPROBS in arrays:
+            error_BS = np.abs(np.where(mask_BS, arrays[OLD_LOGPROBS] - arrays["sampled_logprobs"], 0))
+            total_B = np.where(mask_BS, np.exp(error_BS), 0).sum(axis=1)
+            return with_sampler_errors(records, total_B / np.maximum(mask_BS.sum(axis=1), 1))
         return records
 
     def _to_device(self, columns: Mapping[str, np.ndarray]) -> Batch:

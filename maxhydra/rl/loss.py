@@ -18,12 +18,14 @@ from maxhydra.config.schema.tasks.training import GrpoTask, importance_of
 from maxhydra.model import values_of
 from maxhydra.rl.setup import policy_weights
 from maxhydra.train import Scorer
-from maxhydra.train.loss import Batch, LossFn, Sums, Tree, add_aux_losses
+from maxhydra.train.loss import ROW_VALUES, Batch, LossFn, Sums, Tree, add_aux_losses, sampler_error
 
 # Columns of a batch that rl/batches.py computes before training on it.
 OLD_LOGPROBS, REFERENCE_LOGPROBS = "old_logprobs", "reference_logprobs"
 # Columns of a critic: its values before the first update on the batch, and the returns that it learns.
 OLD_VALUES, RETURNS = "old_values", "returns"
+# Value of each row of a batch that has no old log-probs.
+SAMPLER_ERROR = "sampler_error"
 # Losses that are a mean over all tokens of the batch, so that each token counts the same in a long completion.
 TOKEN_MEAN = (PolicyLoss.dapo, PolicyLoss.cispo, PolicyLoss.reinforce_pp)
 
@@ -41,6 +43,8 @@ def group_loss(scorer: Scorer, task: GrpoTask) -> LossFn:
             entropy=scored.entropy,
         )
         sums = policy_loss(logprobs, batch["advantages"], batch["weights"], task)
+        if OLD_LOGPROBS not in batch:
+            sums[ROW_VALUES] = {SAMPLER_ERROR: sampler_error(logprobs.old, logprobs.sampled, batch["weights"])}
         if task.has_value_head:
             values = values_of(weights, scored.hidden_BTD)
             errors = value_loss(values, batch[OLD_VALUES], batch[RETURNS], batch["weights"], task.critic.clip)

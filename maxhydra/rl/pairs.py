@@ -14,6 +14,7 @@ from maxhydra.rl.rollout import Group, columns, row_weights
 CHOSEN, REJECTED = ROLES = ("chosen", "rejected")
 # Columns [P, S] of each completion of a pair; `reference`, [P], is the log-prob of the completion under the reference.
 TOKEN_COLUMNS = {"tokens": np.int32, "targets": np.int32, "positions": np.int32, "weights": np.float32}
+TOKEN_COLUMNS |= {"sampled_logprobs": np.float32}
 
 
 def choose_pair(group: Group, task: GrpoTask) -> tuple[int, int] | None:
@@ -45,3 +46,10 @@ def pair_columns(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     reference = (rows[REFERENCE_LOGPROBS] * rows["weights"]).sum(axis=1)
     both = {**{name: rows[name] for name in TOKEN_COLUMNS}, "reference": reference}
     return {f"{role}_{name}": column[index::2] for index, role in enumerate(ROLES) for name, column in both.items()}
+
+
+def with_sampler_columns(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Columns of a batch; pairs in checkpoints of earlier versions get unknown log-probs of their sampler, NaN."""
+    pairs = [role for role in ROLES if f"{role}_weights" in columns]
+    unknown = {f"{role}_sampled_logprobs": np.full_like(columns[f"{role}_weights"], np.nan) for role in pairs}
+    return {**unknown, **columns}

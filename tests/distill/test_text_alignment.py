@@ -144,7 +144,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, teacher_folder: Path) -> Pat
     return cwd / "outputs" / "whole"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_with_a_teacher_of_another_tokenizer_trains(whole: Path) -> None:
     found = losses(whole)
     assert len(found) == 6 and len(set(found.values())) == 6

@@ -124,7 +124,7 @@ KILLED = [
 KILLED += ["task.iterations=2", "task.off_policy_steps=1", "task.importance_cap=2", "checkpoint.mode=synchronous"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_run_reaches_the_same_weights(tmp_path: Path) -> None:
     """Rollouts that were sampled ahead, and a batch with updates left, survive the kill."""
     run_ok(*KILLED, "run.name=whole", cwd=tmp_path, PYTHONPATH=PATHS)
@@ -181,7 +181,7 @@ def online_dpo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cwd / "outputs" / "whole"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_online_dpo_prefers_the_best_completions(online_dpo: Path) -> None:
     """A batch has a pair of each of its 16 prompts."""
     assert losses(online_dpo)[1] == pytest.approx(np.log(2), abs=1e-5), "the policy is its reference"
@@ -191,6 +191,8 @@ def test_online_dpo_prefers_the_best_completions(online_dpo: Path) -> None:
     roles = {role: [r["reward"] for r in records if r["role"] == role] for role in ("chosen", "rejected", None)}
     assert len(roles["chosen"]) == len(roles["rejected"]) <= 3 * 16
     assert all(best > worst for best, worst in zip(roles["chosen"], roles["rejected"], strict=True))
+    assert all(("sampler_error" in record) == (record["role"] is not None) for record in records)
+    assert 1 <= max(record.get("sampler_error", 0) for record in records) < 1.02
 
 
 @pytest.mark.exhaustive
@@ -248,6 +250,10 @@ def test_a_resumed_run_repeats_its_episodes(tmp_path: Path) -> None:
 ASYNCHRONOUS = ["task.max_staleness=2", "task.engine.deterministic=false", "train.steps=8", "run.name=it"]
 
 
+SEPARATE = [*TASK, *function_reward("vowels"), *ASYNCHRONOUS, "task.rollout_devices=1", "checkpoint.every=3"]
+SEPARATE += ["train.per_device_batch_size=8", "train.eval_every=4", "checkpoint.mode=synchronous"]
+
+
 def rollout_records(folder: Path) -> list[dict[str, Any]]:
     lines = [line for path in sorted(folder.glob("rollouts/train-*.jsonl")) for line in path.open()]
     return [json.loads(line) for line in lines]
@@ -256,22 +262,51 @@ def rollout_records(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_asynchronous_rollouts_are_trained_on_exactly_once(tmp_path: Path) -> None:
     """Whatever was being sampled when the run was killed."""
-    arguments = [*TASK, *function_reward("vowels"), *ASYNCHRONOUS, "task.rollout_devices=1", "checkpoint.every=3"]
-    arguments += ["train.per_device_batch_size=8", "train.eval_every=4", "checkpoint.mode=synchronous"]
     folder = tmp_path / "outputs" / "it"
-    kill = callbacks.override("SignalItself", signal="SIGKILL", at=4)
-    assert run(*arguments, kill, cwd=tmp_path, devices=3, PYTHONPATH=PATHS).returncode == -signal.SIGKILL
+    kill = callbacks.override("SignalItself", signal="SIGKILL", at=5)
+    assert run(*SEPARATE, kill, cwd=tmp_path, devices=3, PYTHONPATH=PATHS).returncode == -signal.SIGKILL
     assert max(record["step"] for record in rollout_records(folder)) >= 4
-    done = run_ok(*arguments, cwd=tmp_path, devices=3, PYTHONPATH=PATHS)
+    done = run_ok(*SEPARATE, cwd=tmp_path, devices=3, PYTHONPATH=PATHS)
     assert "resuming from step 3" in done.stderr
+    records = records_of_every_step(folder)
+    assert len(losses(folder)) == 8 and max(rows(folder, "rollout/max_staleness")) == 2
+    # A step's metric is the mean over the tokens that are trained on; it is 0 without any.
+    for step, metric in enumerate(rows(folder, "sampler_error"), 1):
+        used = [record for record in records if record["step"] == step and record["is_used"]]
+        total = sum(record["sampler_error"] * record["tokens"] for record in used)
+        assert total / max(sum(record["tokens"] for record in used), 1) == pytest.approx(metric, rel=1e-4)
+    assert all(("sampler_error" in record) == record["is_used"] for record in records)
+    assert max(record["staleness"] for record in records) == 2
+    assert all(speed > 0 for speed in rows(folder, "tokens_per_second"))
+    assert max(rows(folder, "rollout/tokens_per_second")) > 0 and max(rows(folder, "rollout/queue")) <= 2
+
+
+def records_of_every_step(folder: Path) -> list[dict[str, Any]]:
+    """The records of a complete asynchronous run, in which no completion is missing or there twice."""
     records = rollout_records(folder)
     assert [record["step"] for record in records] == [step for step in range(1, 9) for _ in range(16)]
     seen = [(record["prompt_number"], record["sample"]) for record in records]
     assert sorted(seen) == [(prompt, sample) for prompt in range(32) for sample in range(4)]
-    assert len(losses(folder)) == 8 and max(rows(folder, "rollout/max_staleness")) == 2
-    assert max(record["staleness"] for record in records) == 2
-    assert all(speed > 0 for speed in rows(folder, "tokens_per_second"))
-    assert max(rows(folder, "rollout/tokens_per_second")) > 0 and max(rows(folder, "rollout/queue")) <= 2
+    return records
+
+
+@pytest.mark.exhaustive
+def test_an_asynchronous_run_survives_several_kills(tmp_path: Path) -> None:
+    """Before its first checkpoint, while it saves one, after one, and again: no completion is lost or there twice."""
+    folder = tmp_path / "outputs" / "it"
+    kills = [("SignalItself", {"signal": "SIGKILL", "at": 2}, 0), ("KillInSave", {}, 0)]
+    kills += [("SignalItself", {"signal": "SIGKILL", "at": at}, start) for at, start in ((5, 0), (7, 3))]
+    for name, options, start in kills:
+        ended = run(*SEPARATE, callbacks.override(name, **options), cwd=tmp_path, devices=3, PYTHONPATH=PATHS)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        assert not start or f"resuming from step {start}" in ended.stderr
+        seen = [(record["step"], record["prompt_number"], record["sample"]) for record in rollout_records(folder)]
+        assert len(set(seen)) == len(seen)
+    done = run_ok(*SEPARATE, cwd=tmp_path, devices=3, PYTHONPATH=PATHS)
+    assert "resuming from step 6" in done.stderr
+    records = records_of_every_step(folder)
+    assert all(("sampler_error" in record) == record["is_used"] for record in records)
+    assert facts(folder)["end_step"] == 8 and len(losses(folder)) == 8
 
 
 @pytest.mark.exhaustive
