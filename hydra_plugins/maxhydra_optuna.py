@@ -13,7 +13,8 @@ from maxhydra.cli.main import RunFailed
 from maxhydra.config.compose.overrides import parse
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.plug_ins import is_plug_in
-from maxhydra.config.schema.run import Train, unlogged_metric
+from maxhydra.config.schema.metrics import unlogged_metric
+from maxhydra.config.schema.run import Train
 from maxhydra.launch.registry import LAUNCHERS, is_maxhydra_launcher, launcher_settings
 from maxhydra.sweep.plan import Settings, SweepPlan, is_of_plan
 

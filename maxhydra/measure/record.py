@@ -159,6 +159,6 @@ def suggest_less_memory(config: Config) -> str:
         settings.append(f"train.per_device_batch_size under {train.per_device_batch_size:g} with more train.grad_accum")
     if config.model.remat.policy is not RematPolicy.full:
         settings.append("model.remat.policy=full")
-    if not 0 < train.loss_chunk <= 1024 < train.seq_len:
+    if not 0 < train.chunk <= 1024 < train.seq_len:
         settings.append(f"train.loss_chunk={min(1024, train.seq_len)}")
     return f"try {', '.join([*settings, 'optimizer=adafactor, or more devices'])}"

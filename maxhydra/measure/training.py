@@ -133,7 +133,7 @@ def _settings(config: Config) -> dict[str, Any]:
         "grad_accum": train.grad_accum,
         "remat": model_config.remat.policy.value,
         "scan_unroll": model_config.scan_unroll or "auto",
-        "loss_chunk": train.loss_chunk,
+        "loss_chunk": train.chunk,
         "weights": model_config.dtypes.weights.value,
         "compute": model_config.dtypes.compute.value,
         "logits": model_config.dtypes.logits.value,

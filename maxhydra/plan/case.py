@@ -226,6 +226,8 @@ class Case:
     rows: float
     """Sequences per device in one forward pass; a fraction if several devices share a sequence."""
     grad_accum: int
+    loss_chunk: int = 0
+    """Positions per chunk of the loss; 0: no chunks."""
     shards_over_data: bool = False
     """ZeRO-1: weights and moments are sharded over `data` too."""
 
@@ -239,6 +241,7 @@ class Case:
             remat=Remat.of(config.model.remat),
             rows=config.train.per_device_batch_size,
             grad_accum=config.train.grad_accum,
+            loss_chunk=config.train.chunk,
             shards_over_data=config.mesh.shard_state_over_data,
         )
 

@@ -196,7 +196,7 @@ def _gathered_stream_bytes(case: Case) -> float:
 
 
 def _loss_chunk(case: Case) -> int:
-    chunk = case.config.train.loss_chunk
+    chunk = case.loss_chunk
     return chunk if 0 < chunk < case.seq_len else case.seq_len
 
 

@@ -39,7 +39,8 @@ def search(subject: Subject, limits: Limits) -> list[Plan]:
     first = [
         case
         for sizes in meshes(subject, limits)
-        if (case := _with_batch(Case(subject, sizes, POLICIES[0], 0.0, 1), 1, limits)) is not None
+        if (case := _with_batch(Case(subject, sizes, POLICIES[0], 0.0, 1, subject.config.train.chunk), 1, limits))
+        is not None
     ]
     if not first:
         return []
@@ -73,7 +74,7 @@ def meshes(subject: Subject, limits: Limits) -> Iterator[AxisSizes]:
             continue
         sizes = dict(zip(choices, chosen, strict=True)) | {"data": per_slice // math.prod(chosen)}
         found = AxisSizes(tuple(sizes.get(axis, 1) for axis in AXES), across)
-        if _divides(Case(subject, found, POLICIES[0], 1.0, 1)):
+        if _divides(Case(subject, found, POLICIES[0], 1.0, 1, subject.config.train.chunk)):
             yield found
 
 

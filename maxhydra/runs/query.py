@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
-from maxhydra.config.schema.run import is_maximized
+from maxhydra.config.schema.metrics import is_maximized
 from maxhydra.record.atomic_io import read_json
 from maxhydra.record.facts import SWEEP_FILE
 from maxhydra.runs.registry import STATUSES, Registry, Run

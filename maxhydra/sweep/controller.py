@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Protocol
 
 from maxhydra.config.errors import ConfigError
-from maxhydra.config.schema.run import is_maximized
+from maxhydra.config.schema.metrics import is_maximized
 from maxhydra.launch.base import Job, JobBackend, Trial
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import from_number

@@ -152,13 +152,16 @@ def _run_on(
 def _choose_remat(machine: Machine, config: Config) -> tuple[Machine, Config]:
     """Replace model.remat.policy=auto in a task that trains, with a note about the choice."""
     try:
-        chosen = with_remat_on(machine, config).model
+        chosen = with_remat_on(machine, config)
     except ConfigError:  # The task will raise it.
         return machine, config
-    if chosen.remat == config.model.remat:
+    if chosen == config:
         return machine, config
-    note = f"model.remat.policy={chosen.remat.policy.value} for {machine.memory_gib:.0f} GiB of device memory"
-    return dataclasses.replace(machine, notes=(*machine.notes, note)), dataclasses.replace(config, model=chosen)
+    settings = f"model.remat.policy={chosen.model.remat.policy.value}"
+    if chosen.train.chunk and config.train.loss_chunk is None:
+        settings += f" train.loss_chunk={chosen.train.chunk}"
+    note = f"{settings} for {machine.memory_gib:.0f} GiB of device memory"
+    return dataclasses.replace(machine, notes=(*machine.notes, note)), chosen
 
 
 def _run_stored(job: Job, config_dir: str | None, task: Any) -> Result:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.schema.run import is_maximized
+from maxhydra.config.schema.metrics import is_maximized
 from maxhydra.record import RunDirectory, logging_to
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.record.checkpoint_tiers import Retention

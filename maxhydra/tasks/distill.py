@@ -120,7 +120,7 @@ def _losses(
     config: Config, task: DistillTask, states: StateFactory, teacher: OnlineTeacher | None
 ) -> tuple[LossFn, LossFn]:
     """The losses of training and of evaluation; without a teacher, they read its outputs from the batch."""
-    chunk, sharder = config.train.loss_chunk, states.sharder
+    chunk, sharder = config.train.chunk, states.sharder
     if task.teacher.align:
         student = Scorer(states.model, sharder, chunk)
         scorer = None if teacher is None else Scorer(teacher.model, teacher.sharder, chunk)
@@ -132,7 +132,7 @@ def _losses(
 def _teacher_outputs(config: Config, task: DistillTask, teacher: OnlineTeacher) -> Outputs:
     """The outputs of a teacher on its own devices that the loss reads."""
     if task.teacher.align:
-        return logprob_outputs(Scorer(teacher.model, teacher.sharder, config.train.loss_chunk))
+        return logprob_outputs(Scorer(teacher.model, teacher.sharder, config.train.chunk))
     return logit_outputs(teacher, task.features.teacher_layers, task.teacher.top_k)
 
 
@@ -147,7 +147,7 @@ def _learn_init(
 ) -> Tree:
     """Initial weights by maps that are trained on the first batches of the data."""
     assert task.init_layers is not None
-    comparison = StudentTeacher(student, sharder, teacher, task.features, config.train.loss_chunk)
+    comparison = StudentTeacher(student, sharder, teacher, task.features, config.train.chunk)
     loss, values = distillation_loss(comparison, task), values_at(task, jnp.int32(0), config.train.steps)
 
     def first_microbatch_loss(params: Tree, batch: Batch, key: jax.Array | None) -> Sums:

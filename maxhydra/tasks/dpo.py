@@ -44,7 +44,7 @@ def run(job: Job) -> Outcome:
     sharder = Sharder.from_config(config.mesh)
     spec = plan_batches(config, sharder)
     states = plan_states(config, sharder)
-    scorer = PairScorer(states.model, sharder, config.train.loss_chunk)
+    scorer = PairScorer(states.model, sharder, config.train.chunk)
 
     assemble: data.Assemble[data.Batch] = data.make_batch
     if reference is Reference.cached:
@@ -83,7 +83,7 @@ def _open_reference_cache(job: Job, spec: BatchSpec, states: StateFactory) -> Re
     """The reference log-probs of every pair that the run will use."""
     config, sharder = job.config, states.sharder
     cache = ReferenceCache.open(job.run.path / "reference")
-    scorer = PairScorer(states.model.base, sharder, config.train.loss_chunk)
+    scorer = PairScorer(states.model.base, sharder, config.train.chunk)
     logprobs = jax.jit(
         lambda weights, batch: map_microbatches(
             lambda part: scorer(weights, part, None, is_adapted=True), batch, config.train.grad_accum

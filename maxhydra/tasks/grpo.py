@@ -58,11 +58,11 @@ def run(job: Job) -> Outcome:
     reward_models = open_reward_models(config, sharder, rows=spec.batch // config.train.grad_accum)
     with closing(RewardPool(config.reward, reward_models)) as reward_pool, environments as runner, closing(engine):
         worker = RolloutWorker(engine, reward_pool, task, config.reward, runner)
-        scorer = Scorer(policy, sharder, config.train.loss_chunk)
+        scorer = Scorer(policy, sharder, config.train.chunk)
         is_pairwise = task.loss in PAIRWISE
         loss = group_loss(scorer, task)
         if is_pairwise:
-            pairs = PairScorer(policy, sharder, config.train.loss_chunk)
+            pairs = PairScorer(policy, sharder, config.train.chunk)
             loss = preference_loss(pairs, preference_of(task), Reference.cached)
         logprob_fn = make_logprob_fn(scorer, task, parts=config.train.grad_accum)
         held_out = held_out_pass_rate(

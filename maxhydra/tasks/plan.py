@@ -10,7 +10,7 @@ from maxhydra.config.schema.hardware import AXES
 from maxhydra.config.schema.model import RematPolicy
 from maxhydra.config.schema.tasks.analysis import Format, PlanTask
 from maxhydra.plan.case import Case, Subject
-from maxhydra.plan.estimate import GIB, Plan, choose_remat, make_plan
+from maxhydra.plan.estimate import GIB, Plan, fit_memory, make_plan
 from maxhydra.plan.search import Limits, search
 from maxhydra.plan.tables import memory_parts, plan_lines, search_lines, time_parts
 from maxhydra.record.atomic_io import replace_file, to_json
@@ -76,7 +76,7 @@ def plan_case(subject: Subject, task: PlanTask) -> Plan:
     config = subject.config
     if config.model.remat.policy is RematPolicy.auto and config.hardware.memory_gib is not None:
         limit = task.memory_share * config.hardware.memory_gib * GIB
-        case = dataclasses.replace(case, remat=choose_remat(case, limit))
+        case = fit_memory(case, limit)
     arrays = subject.weights
     sharder: Sharder = case.sharder
     sharder.check({array.path: array.axes for array in arrays}, {array.path: array for array in arrays})

@@ -85,4 +85,4 @@ def _open_teacher(job: Job, task: TeacherLogitsTask) -> TopLogits:
     model.check_mesh(sharder)
     dtype = config.model.dtypes.compute.value
     weights = load_weights(location, model, shardings=sharder.tree(model.axes), dtype=dtype)
-    return TopLogits(model, weights, sharder, spec, config.data.packing, task.k, config.train.loss_chunk)
+    return TopLogits(model, weights, sharder, spec, config.data.packing, task.k, config.train.chunk)

@@ -30,6 +30,10 @@ class BatchSource(Protocol):
         """The batch of a step. `state` is the one that is trained on it; it is donated after, so only read it now."""
         ...
 
+    def observe(self, step: int, row_values: Mapping[str, jax.Array]) -> None:
+        """Take values of each row of a step's batch, right after the step was dispatched, if its loss has any."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """The position after the last batch taken, as JSON. A collective call: all processes make it together."""
         ...
@@ -57,6 +61,9 @@ class LoaderBatches:
     def take(self, step: int, state: TrainState) -> Batch:
         return next(self.loader)
 
+    def observe(self, step: int, row_values: Mapping[str, jax.Array]) -> None:
+        """Rows of a file have no record that values could be added to."""
+
     def state(self) -> dict[str, Any]:
         return self.loader.state()
 
@@ -75,6 +82,9 @@ class DerivedBatches:
     """Base of a source whose batches are those of another one with further columns; it has the same positions."""
 
     source: BatchSource
+
+    def observe(self, step: int, row_values: Mapping[str, jax.Array]) -> None:
+        self.source.observe(step, row_values)
 
     def state(self) -> dict[str, Any]:
         return self.source.state()

@@ -22,7 +22,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.checkpoint import Checkpoint, SaveMode
-from maxhydra.config.schema.run import is_maximized
+from maxhydra.config.schema.metrics import is_maximized
 from maxhydra.convert.orbax_io import (
     checkpoint_steps,
     find_checkpoint,

@@ -12,6 +12,7 @@ optimizer state.
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from maxhydra.config.schema.hardware import REPLICA
 from maxhydra.config.schema.run import Diloco
 from maxhydra.optim import is_stacked
 from maxhydra.sharding import is_axes
-from maxhydra.train.loss import Batch, Tree
+from maxhydra.train.loss import ROW_VALUES, Batch, Tree
 from maxhydra.train.state import DilocoState, TrainState
 from maxhydra.train.step import Metrics, StepFn
 
@@ -62,7 +63,11 @@ def make_diloco_step(inner: StepFn, diloco: Diloco, *, steps: int, mesh: Any, ax
         key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(state.key), replica_1[0]))
         start = TrainState(state.step, own.params, state.frozen, own.opt_state, key, own.guard, own.history)
         end, metrics = inner(start, batch)
+        row_values = metrics.pop(ROW_VALUES, None)
         metrics = {name: _combine(name, value) for name, value in metrics.items()}
+        if row_values is not None:
+            gather = partial(jax.lax.all_gather, axis_name=REPLICA, axis=0, tiled=True)
+            metrics[ROW_VALUES] = jax.tree.map(gather, row_values)
         step = state.step + jnp.where(metrics["halted"], 0, 1)
         params, momentum, own_params = _synchronize(
             diloco, steps, axes, step, (state.params, diloco_state.momentum, end.params)

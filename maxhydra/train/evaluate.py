@@ -34,7 +34,11 @@ def map_microbatches(function: Callable[[Any], T], batch: Batch, parts: int) -> 
     """Apply a row-wise function in micro-batches; the result is a tree of [B, ...]."""
     if parts == 1:
         return function(batch)
-    outputs = jax.lax.map(function, split_microbatches(batch, parts))
+    return join_microbatches(jax.lax.map(function, split_microbatches(batch, parts)))
+
+
+def join_microbatches(outputs: T) -> T:
+    """Arrays [B, ...] from those of micro-batches, [parts, rows, ...], as `split_microbatches` makes them."""
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), outputs)
 
 
@@ -136,7 +140,7 @@ def _check_weights(batches: Batches, limit: int) -> None:
     num_batches = 0
     for batch in islice(batches(), limit):
         weights = [array for name, array in batch.items() if name.endswith("weights")]
-        if not weights or any(bool(jnp.any(array != 0)) for array in weights):
+        if not weights or any(bool(jnp.any(array)) for array in weights):
             return
         num_batches += 1
     if num_batches:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from maxhydra.config.schema.checkpoint import Checkpoint
-from maxhydra.config.schema.run import EVAL_LOSS, Train, is_maximized
+from maxhydra.config.schema.metrics import EVAL_LOSS, is_maximized
+from maxhydra.config.schema.run import Train
 from maxhydra.runtime import peers, signals
 from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.watchdog import Watchdog
@@ -23,7 +24,7 @@ from maxhydra.train.batches import BatchSource, LoaderBatches
 from maxhydra.train.callbacks import Callbacks
 from maxhydra.train.checkpoint import NO_LOCAL_TIER, Checkpointer, SaveFailed, saved_trees
 from maxhydra.train.local_tier import LocalTier
-from maxhydra.train.loss import Batch
+from maxhydra.train.loss import ROW_VALUES, Batch
 from maxhydra.train.metrics import MetricsHistory, MetricsLogger
 from maxhydra.train.save_schedule import SaveSchedule, Tier
 from maxhydra.train.state import TrainState
@@ -97,6 +98,8 @@ def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signal
         with context.profiler.annotate(step):
             state, metrics = context.statistics.choose(step, loop.step)(state, batch)
         context.statistics.log(step, metrics)
+        if (row_values := metrics.pop(ROW_VALUES, None)) is not None:
+            context.batches.observe(step, row_values)
         peers.report_step(step)
         context.watchdog.count_step(step, metrics["loss"])
         context.metrics.count_step(metrics)

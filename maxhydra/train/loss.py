@@ -34,6 +34,8 @@ Sums = dict[str, Any]
 LossFn = Callable[[Tree, Batch, jax.Array | None], Sums]
 # Entries of the sums: the aux losses of layers, already included in `loss`, and the tree of other layer statistics.
 AUX_LOSS, AUX = "side_loss", "aux"
+# Entry of the sums: arrays [B, ...] with values of each row of the batch, by name. They are not summed.
+ROW_VALUES = "row_values"
 # Entry of AUX: sums of nll and weight by bucket of the position in the document, on steps that record statistics.
 POSITIONS = "positions"
 
@@ -50,7 +52,7 @@ def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
             cross_entropy,
             model.lm_head(params, sharder),
             z_loss=train.z_loss,
-            chunk=train.loss_chunk,
+            chunk=train.chunk,
             kernel=KernelChoice(kernels.linear_cross_entropy.value, kernels.sizes("linear_cross_entropy")),
             placement=context.place,
         )
@@ -59,7 +61,7 @@ def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
             hidden_BTD = jax.lax.stop_gradient(forward.hidden_BTD)
             head = jax.lax.stop_gradient(params), sharder
             logprobs = token_logprobs(
-                model.lm_head(*head), hidden_BTD, batch["targets"], chunk=train.loss_chunk, place=context.place
+                model.lm_head(*head), hidden_BTD, batch["targets"], chunk=train.chunk, place=context.place
             )
             sums = {**sums, AUX: {**sums.get(AUX, {}), POSITIONS: loss_by_position(logprobs, batch)}}
         if not forward.mtp_hidden:
@@ -167,6 +169,19 @@ class ScoredTokens(NamedTuple):
     """Entropy [B, S] of the next-token distributions, if it was asked for."""
     hidden_BTD: Any = None
     """Hidden states after the final norm."""
+    sampler_error: jax.Array | None = None
+    """`sampler_error` of each completion, of a batch that has the log-probabilities of its sampler."""
+
+
+def sampler_error(logprobs: jax.Array, sampled: jax.Array, mask_BS: jax.Array) -> jax.Array:
+    """[B]: mean ratio between the probabilities of a completion's tokens in the trainer and in its sampler, or inverse.
+
+    `mask_BS` is 1 at the tokens of completions.
+    """
+    # Differences at other positions are unbounded.
+    ratio_BS = jnp.exp(jnp.abs(jnp.where(mask_BS > 0, logprobs - sampled, 0)))
+    total_B = jnp.sum(jnp.where(mask_BS > 0, ratio_BS, 0), axis=1)
+    return jax.lax.stop_gradient(total_B / jnp.maximum(jnp.sum(mask_BS > 0, axis=1), 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +210,7 @@ class Scorer:
         """Like calling the scorer, and also returns the aux outputs of the layers."""
         context = Context.of_batch(batch, self.sharder, key, is_adapted=is_adapted)
         forward = self.model.forward(weights, batch["tokens"], context)
-        head = self.model.lm_head(weights, self.sharder)
+        head = self.model.lm_head(weights, self.sharder, is_adapted=is_adapted)
         if with_entropy:
             logprobs, entropy = map_sequence_chunks(
                 lambda hidden, targets: logprobs_and_entropy(head(hidden), targets),

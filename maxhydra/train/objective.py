@@ -60,7 +60,7 @@ def block_diffusion_loss(model: ModelDef, sharder: Sharder, train: Train) -> Los
             batch["targets"],
             batch["weights"] * noised.scale_BS,
             z_loss=train.z_loss,
-            chunk=train.loss_chunk,
+            chunk=train.chunk,
             kernel=KernelChoice(kernels.linear_cross_entropy.value, kernels.sizes("linear_cross_entropy")),
             placement=context.place,
         )

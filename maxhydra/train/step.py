@@ -13,8 +13,8 @@ from maxhydra.layers.context import collect_statistics
 from maxhydra.layers.statistics import add_aux, is_maximum
 from maxhydra.model import merge_trees
 from maxhydra.optim import Optimizer
-from maxhydra.train.evaluate import split_microbatches
-from maxhydra.train.loss import AUX, Batch, LossFn, Sums, Tree, layer_metrics
+from maxhydra.train.evaluate import join_microbatches, split_microbatches
+from maxhydra.train.loss import AUX, ROW_VALUES, Batch, LossFn, Sums, Tree, layer_metrics
 from maxhydra.train.state import DEFAULT_LAYOUT, Guard, StateLayout, TrainState, unchanged
 from maxhydra.train.statistics import STATISTICS, reduce_step
 
@@ -59,7 +59,7 @@ def make_step(
         with collect_statistics(has_statistics):
             (grads, amaxes), sums = _gradients(loss_of, trainable, batch, key, train, optimizer, like=state.params)
         grads = layout.shard_gradients(grads)
-        aux, weight = sums.pop(AUX, {}), _nonzero_weight(sums)
+        aux, row_values, weight = sums.pop(AUX, {}), sums.pop(ROW_VALUES, {}), _nonzero_weight(sums)
         means = {name: total / weight for name, total in sums.items() if name not in ("weight", "nll")}
         # Before the division, while the gradients of unrolled layers are still separate arrays.
         grad_norm = optimizer.norm(grads) / weight
@@ -92,9 +92,14 @@ def make_step(
         if has_statistics:
             trees = {"grad": grads, "weight": old_params, "update": updates}
             counters[STATISTICS] = layout.replicate(reduce_step(trees, aux, is_applied=apply))
-        return new_state, {**metrics, **counters}
+        return new_state, {**metrics, **counters, **_replicated_rows(row_values, layout)}
 
     return step
+
+
+def _replicated_rows(row_values: Tree, layout: StateLayout) -> Metrics:
+    """ROW_VALUES of a step, if there are any, as every process can read them."""
+    return {ROW_VALUES: layout.replicate(row_values)} if row_values else {}
 
 
 def _gradients(
@@ -126,17 +131,20 @@ def _gradients(
     else:
         parts, keys = split_microbatches(batch, micro_batches), jax.random.split(key, micro_batches)
 
-        def accumulate(total: tuple[Tree, Sums], part: tuple[Batch, jax.Array]) -> tuple[tuple[Tree, Sums], None]:
+        def accumulate(total: tuple[Tree, Sums], part: tuple[Batch, jax.Array]) -> tuple[tuple[Tree, Sums], Tree]:
             ((grads, amaxes), sums), ((part_grads, part_amaxes), part_sums) = total, gradient(trainable, *part)
+            row_values = part_sums.pop(ROW_VALUES, {})
             grads = jax.tree.map(lambda total, x: total + x.astype(total.dtype), grads, part_grads)
             sums = jax.tree_util.tree_map_with_path(add_aux, sums, part_sums)
-            return ((grads, jax.tree.map(jnp.maximum, amaxes, part_amaxes)), sums), None
+            return ((grads, jax.tree.map(jnp.maximum, amaxes, part_amaxes)), sums), row_values
 
         shapes = jax.eval_shape(gradient, trainable, jax.tree.map(lambda x: x[0], parts), keys[0])
         amaxes = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[0][1])
-        sums = jax.tree_util.tree_map_with_path(_initial_sum, shapes[1])
+        summed = {name: shape for name, shape in shapes[1].items() if name != ROW_VALUES}
+        sums = jax.tree_util.tree_map_with_path(_initial_sum, summed)
         zeros = ((jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype or leaf.dtype), like), amaxes), sums)
-        ((grads, amaxes), sums), _ = jax.lax.scan(accumulate, zeros, (parts, keys))
+        ((grads, amaxes), sums), row_values = jax.lax.scan(accumulate, zeros, (parts, keys))
+        sums = {**sums, ROW_VALUES: join_microbatches(row_values)}
     return (grads, amaxes), sums
 
 

@@ -130,13 +130,26 @@ def test_offloaded_moments_cost_two_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gib", "policy"), [(100, RematPolicy.none), (80, RematPolicy.minimal), (60, RematPolicy.full)]
+    ("gib", "chunk", "policy", "chosen"),
+    [
+        (100, None, RematPolicy.none, 0),
+        (80, None, RematPolicy.minimal, 0),
+        (60, None, RematPolicy.minimal, 512),
+        (60, 0, RematPolicy.full, 0),
+        (60, 1024, RematPolicy.minimal, 1024),
+        (25, None, RematPolicy.full, 512),
+    ],
 )
-def test_the_remat_policy_is_the_one_that_fits(gib: float, policy: RematPolicy) -> None:
+def test_remat_policy_and_loss_chunk_are_those_that_fit(
+    gib: float, chunk: int | None, policy: RematPolicy, chosen: int
+) -> None:
     """llama3.2-1b with batch 8 takes 76.9 GiB without remat and 64.9 with minimal on an H200."""
-    config = subject_of("model=llama3.2-1b", "train.seq_len=4096", "hardware=gpu-h200").config
+    size = "null" if chunk is None else chunk
+    overrides = ["model=llama3.2-1b", "train.seq_len=4096", "hardware=gpu-h200", f"train.loss_chunk={size}"]
+    config = subject_of(*overrides).config
     assert config.model.remat.policy is RematPolicy.auto
-    assert with_remat(config, devices=1, slices=1, memory_gib=gib).model.remat.policy is policy
+    fitting = with_remat(config, devices=1, slices=1, memory_gib=gib)
+    assert (fitting.model.remat.policy, fitting.train.loss_chunk) == (policy, chosen)
 
 
 def test_residuals_of_a_layer_by_hand() -> None:

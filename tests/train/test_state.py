@@ -95,7 +95,7 @@ def test_offloaded_state_changes_no_loss_and_stays_in_host_memory():
     np.testing.assert_allclose(found, losses(*plan(OVER_DATA, data=2, fsdp=2), initial), rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_offloaded_weights_change_no_loss_and_stay_in_host_memory():
     states, config = plan("optimizer.offload_weights=true", "train.grad_accum=2", fsdp=2)
     state = states.create(0)

@@ -207,8 +207,7 @@ def test_adapters_and_experts() -> None:
     assert 0 <= values["dead_experts/mlp/0"] <= 0.5 and "dead_units/mlp/0" not in values
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("fp8_delayed")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("quantization", ["fp8", "fp8_delayed"])
 def test_quantized_training(quantization: str) -> None:
     states, config = plan(f"quantization={quantization}", "train.grad_accum=2", "train.per_device_batch_size=4")

@@ -12,25 +12,17 @@ from maxhydra.config.declare import MAX_PARAMETERS, Schema, option, schema, sect
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.schema.audio import Audio, AudioEncoder
 from maxhydra.config.schema.checkpoint import Checkpoint
-from maxhydra.config.schema.data import AUDIO_TYPES, CHAT_TYPES, IMAGE_TYPES, Data, PackingMethod
+from maxhydra.config.schema.data import AUDIO_TYPES, CHAT_TYPES, IMAGE_TYPES, Data
+from maxhydra.config.schema.encoders import packing_methods
 from maxhydra.config.schema.hardware import Hardware, Mesh
 from maxhydra.config.schema.health import Alerts, Profile, Statistics, Watchdog
+from maxhydra.config.schema.metrics import BENCHMARKS, EVAL_BPB, EVAL_LOSS, LOGGED, SET_METRICS
 from maxhydra.config.schema.model import Dtype, FeedForward, Head, Kind, Mixer, MlpKind, Model, Norms, Positions
 from maxhydra.config.schema.objective import diffusion_problems
 from maxhydra.config.schema.optimizer import Optimizer, OptimizerKind
 from maxhydra.config.schema.quantization import Adapter, AdapterKind, Quantization
 from maxhydra.config.schema.reward import Environment, Reward
-from maxhydra.config.schema.run import (
-    BENCHMARKS,
-    EVAL_BPB,
-    EVAL_LOSS,
-    LOGGED,
-    SET_METRICS,
-    Run,
-    Task,
-    Tracker,
-    Train,
-)
+from maxhydra.config.schema.run import Run, Task, Tracker, Train
 from maxhydra.config.schema.vision import Vision
 from maxhydra.record.storage import is_remote
 
@@ -314,8 +306,7 @@ class Config(Schema):
         if self.task.name not in (*tasks, *DESCRIBING_TASKS):
             reason = f"is not supported by task={self.task.name}"
             yield Problem("data.record_type", reason, value=name, accepted=f"task={', '.join(tasks)}")
-        methods = [PackingMethod.auto, PackingMethod.none]
-        methods += [PackingMethod.first_fit, PackingMethod.best_fit] if name == "image_chat" else []
+        methods = packing_methods(name, self.model.vision)
         if (method := self.data.packing.method) not in methods:
             reason, accepted = f"is not supported by data.record_type={name}", ", ".join(each.value for each in methods)
             yield Problem("data.packing.method", reason, value=method.value, accepted=accepted)

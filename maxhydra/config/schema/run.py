@@ -1,12 +1,8 @@
-"""Schema of the run, the training loop and trackers, and the metrics that each task logs.
-
-Metric names are known before a run starts, so that a sweep over a metric that is never logged fails at its start.
-"""
+"""Schema of the run, the training loop and trackers."""
 
 import re
 from collections.abc import Iterable, Iterator
 from enum import Enum
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import ClassVar
 
@@ -255,8 +251,9 @@ class Train(Schema):
     early_stop: EarlyStop = section(EarlyStop)
     z_loss: float = option(0.0, ge=0)
     """Weight of log(sum(exp(logits)))^2, which keeps the logits from drifting (Chowdhery et al., 2022)."""
-    loss_chunk: int = option(0, ge=0)
-    """Positions per sequence whose logits are in memory at a time; 0 computes all at once."""
+    loss_chunk: int | None = option(None, ge=0)
+    """Positions per sequence whose logits are in memory at a time; 0 computes all at once. null: all at once, unless
+    chunks let model.remat.policy=auto recompute less or are needed to fit in device memory."""
     diloco: Diloco = section(Diloco)
     spike: Spike = section(Spike)
     on_nonfinite: Nonfinite = Nonfinite.stop
@@ -274,6 +271,11 @@ class Train(Schema):
     progress: Progress = Progress.auto
     """bar, lines or none; auto shows a bar on a terminal and lines otherwise."""
     sample: Sample = section(Sample)
+
+    @property
+    def chunk(self) -> int:
+        """loss_chunk, with 0 for null."""
+        return self.loss_chunk or 0
 
     def no_z_loss(self, *, task: str) -> Iterator[Problem]:
         """Yield the problem of a z_loss in a task that does not support it, with a path from the config root."""
@@ -299,7 +301,7 @@ class Train(Schema):
             reason = f"is not less than per_device_batch_size={self.per_device_batch_size:g}"
             accepted = f"over 0 and under {self.per_device_batch_size:g}, or null"
             yield Problem("ramp.start", reason, value=self.ramp.start, accepted=accepted)
-        if 0 < self.loss_chunk < self.seq_len and self.seq_len % self.loss_chunk:
+        if 0 < self.chunk < self.seq_len and self.seq_len % self.chunk:
             divisors = [str(n) for n in range(1, min(self.seq_len, MAX_CHUNK_SHOWN)) if self.seq_len % n == 0]
             reason, accepted = f"does not divide seq_len={self.seq_len}", f"0 for no chunks, or {', '.join(divisors)}"
             yield Problem("loss_chunk", reason, value=self.loss_chunk, accepted=accepted)
@@ -331,70 +333,3 @@ class Tracker(Schema):
             )
         if len({*self.backends}) < len(self.backends):
             yield Problem("backends", "has a tracker twice", self.backends, accepted="each at most once")
-
-
-# The metric of train.target_eval_loss, and bits per byte, which evaluations of data with text report.
-EVAL_LOSS, EVAL_BPB = "eval/loss", "eval/bpb"
-# Metrics of each source of a mixture and of each of data.eval_sets.
-SET_METRICS = ("eval/*/loss", "eval/*/bpb")
-# Metrics of train.evals, by task and metric.
-BENCHMARKS = ("eval/*/*",)
-# Metrics of every training task. `*` matches names known only to the run, such as those of data sources.
-STEPS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "input_wait", "data/*", "system/*")
-# Aux losses and statistics of layers, and multi-token prediction.
-LAYERS = ("side_loss", "moe/*", "attention/logit_max", "mtp_loss")
-SPEED = ("tokens_per_second", "tflops_per_device", "mfu")
-LIKELIHOOD = (EVAL_LOSS, EVAL_BPB, "eval/perplexity", "eval/tokens", *SET_METRICS)
-PAIRS = ("accuracy", "logprob_chosen", "logprob_rejected", "reward_chosen", "reward_rejected", "reward_margin", "kl")
-REWARDS = ("accuracy", "reward_chosen", "reward_rejected", "reward_margin", "reward_mean", "absolute_error")
-POLICY = ("clip_share", "entropy", "kl", "sampler_error", "importance_weight", "value_loss", "explained_variance")
-ANSWERS = ("answers/*", "groups/*", "reward/*", "environment/*", "rollout/*", *POLICY)
-GRADES = ("eval/error", "eval/reward", "eval/pass@*", "eval/maj@*", "eval/prompts", "eval/tokens")
-DIVERGENCE = ("cross_entropy", "divergence", "features")
-TRAINED = (*STEPS, *LAYERS, *SPEED)
-LOGGED = {
-    "pretrain": (*TRAINED, *LIKELIHOOD, *BENCHMARKS),
-    "sft": (*TRAINED, *LIKELIHOOD, *BENCHMARKS),
-    "dpo": (*TRAINED, *PAIRS, EVAL_LOSS, "eval/tokens", *(f"eval/{name}" for name in PAIRS), *BENCHMARKS),
-    "reward_model": (*TRAINED, *REWARDS, EVAL_LOSS, "eval/tokens", *(f"eval/{name}" for name in REWARDS)),
-    "grpo": (*TRAINED, *ANSWERS, *PAIRS, *GRADES, *BENCHMARKS),
-    "bench": ("loss", "step_time", *SPEED),
-    "eval": ("eval/*",),
-    "distill": (*TRAINED, *DIVERGENCE, "on_policy", "answers/*", *LIKELIHOOD, "eval/kl", *BENCHMARKS),
-}
-
-
-# Metrics of which larger values are better. All others are losses, errors or times.
-MAXIMIZED = (
-    *SPEED,
-    *("accuracy", "eval/accuracy", "reward_margin", "eval/reward_margin"),
-    *("eval/reward", "reward/*", "eval/pass@*", "eval/maj@*"),
-    # Of benchmarks; the name of a filter may follow.
-    *(f"eval/*/{name}*" for name in ("acc", "*_acc", "exact_match", "f1", "bleu", "chrf", "rouge", "mcc", "pass@")),
-    *(f"eval/*/{name}" for name in ("likelihood", "em", "score", "bert_score", "precision", "recall")),
-)
-
-
-def is_maximized(name: str) -> bool:
-    """True if larger values of a metric are better."""
-    return any(fnmatch(name, metric) for metric in MAXIMIZED)
-
-
-def unlogged_metric(path: str, name: str, *, task: str, train: Train) -> Iterator[Problem]:
-    """Yield the problem of a metric that no run of this task logs; `path` is the key that names it."""
-    known = LOGGED.get(task)
-    if known is None:
-        accepted = f"objectives of task={', '.join(LOGGED)}"
-        yield Problem(path, f"is not logged, because task={task} does not train", value=name, accepted=accepted)
-        return
-    has_benchmarks = bool(train.evals.tasks)
-    evaluates = {metric: has_benchmarks if metric in BENCHMARKS else train.eval_batches > 0 for metric in known}
-    logged = [metric for metric in known if task == "eval" or evaluates[metric] or not metric.startswith("eval/")]
-    if any(fnmatch(name, metric) for metric in logged):
-        return
-    accepted = ", ".join(logged)
-    if name in known:
-        hint = "set train.eval_batches to 1 or more"
-        yield Problem(path, "is not logged, because evaluation is disabled", value=name, accepted=accepted, hint=hint)
-        return
-    yield Problem(path, f"is not logged by task={task}", value=name, accepted=accepted, hint=did_you_mean(name, logged))
