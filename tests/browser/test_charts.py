@@ -235,7 +235,7 @@ def test_nothing_is_cut_off_on_a_phone(window, server, tab):
     until(window, "document.querySelector('#content').children.length")
     assert window.execute_script("return document.documentElement.scrollWidth - innerWidth") <= 0
     unlabelled = window.execute_script(
-        "return [...document.querySelectorAll('input, select, button:not(#dialog-go), textarea')].filter(n =>"
+        "return [...document.querySelectorAll('input, select, button:not(#dialog-go, [hidden]), textarea')].filter(n =>"
         " !n.closest('label') && !n.getAttribute('aria-label') && !n.textContent.trim()).map(n => n.outerHTML)"
     )
     assert unlabelled == []

@@ -110,7 +110,7 @@ MESHES = [
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("data2-fsdp2-tensor2", "data2-sequence2-tensor2", "fsdp2-expert2-tensor2")
+@pytest.mark.default_cases("data2-fsdp2-tensor2")
 @pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "-".join(f"{axis}{size}" for axis, size in axes.items()))
 def test_a_mesh_changes_no_loss(axes: dict[str, int], initial: TrainState, one_device: np.ndarray) -> None:
     run = Run(**axes)
@@ -132,8 +132,7 @@ def test_two_slices_change_no_loss(initial: TrainState, one_device: np.ndarray) 
     np.testing.assert_allclose(seen, one_device, rtol=TOLERANCE)
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("muon")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
 def test_a_mesh_changes_no_loss_of_optimizers_that_factor_or_multiply_matrices(optimizer: str) -> None:
     alone, spread = Run(f"optimizer={optimizer}"), Run(f"optimizer={optimizer}", data=2, fsdp=2, tensor=2)

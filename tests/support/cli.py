@@ -20,7 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from maxhydra.config.errors import last_of_each_key
-from maxhydra.config.schema.run import LOGGED
+from maxhydra.config.schema.metrics import LOGGED
 from tests.support import compile_cache, fork_server
 from tests.support.ports import free_address
 

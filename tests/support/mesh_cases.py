@@ -86,9 +86,9 @@ class Setup:
         devices = jax.local_devices() if case.devices == 1 else jax.devices()
         mesh = build_mesh(self.config.mesh, devices[: case.devices])
         self.sharder = Sharder.from_config(self.config.mesh, mesh)
-        self.decoder = model.build(self.config.model)
-        shapes, axes = self.decoder.shapes, self.decoder.axes
-        self.sharder.check(axes, shapes)
+        self.decoder = model.build(self.config.model, self.config.adapter)
+        self.sharder.check(self.decoder.axes, self.decoder.shapes)
+        shapes, axes = (model.split_trainable(tree)[0] for tree in (self.decoder.shapes, self.decoder.axes))
         self.optimizer = optim.build(
             self.config.optimizer, steps=case.steps, shapes=shapes, axes=axes, sharder=self.sharder
         )

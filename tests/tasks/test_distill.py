@@ -100,7 +100,7 @@ ON_POLICY = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_on_policy_run_resumes_bit_identically(cwd: Path) -> None:
     """Which batches are sampled, and every sampled token, are the same; no rollout is lost or stored twice."""
     run_ok(*ON_POLICY, "run.name=sampled", cwd=cwd)

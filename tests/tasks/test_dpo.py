@@ -65,7 +65,7 @@ def test_it_starts_at_ln_2_and_learns_the_preference(whole: Path) -> None:
     assert last["eval/tokens"] == 10, "pairs; the rest of the second batch is padding"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kto_learns_from_labels(tmp_path: Path) -> None:
     """Unpaired completions with cached reference log-probs: the loss starts at 0.5 and falls."""
     arguments = ["task=dpo", "task.loss=kto", "data=arithmetic", "data.record_type=labeled", *SMALL, "train.steps=12"]

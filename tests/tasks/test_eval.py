@@ -9,7 +9,7 @@ import pytest
 
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.run import is_maximized
+from maxhydra.config.schema.metrics import is_maximized
 from maxhydra.config.schema.tasks.evaluation import EvalTask
 from maxhydra.decode.open import open_prompts
 from maxhydra.evals.model import CheckpointModel, RequestCache

@@ -100,7 +100,7 @@ def test_every_experiment_runs(name: str, here: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("dump", "nan_check")
+@pytest.mark.default_cases("dump")
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_every_overlay_runs(name: str, tmp_path: Path) -> None:
     run_ok(*SIZES, "train.steps=3", f"debug={name}", "run.name=it", cwd=tmp_path)

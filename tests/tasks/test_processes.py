@@ -100,10 +100,12 @@ def run_commands(*commands: list[str]) -> None:
         assert result.status == "finished", result.reason
 
 
-def run(processes: int, *commands: list[str], cwd: Path, devices: int) -> None:
+def run(processes: int, *commands: list[str], cwd: Path, devices: int) -> str:
+    """Run commands and return the stderr of process 0."""
     paths = f"{ROOT}:{ROOT / 'tests/support'}"
     settings = {"module": "tests.tasks.test_processes", "PYTHONPATH": paths}
-    run_processes(processes, json.dumps(commands), cwd=cwd, devices=devices, timeout=600, **settings)
+    done = run_processes(processes, json.dumps(commands), cwd=cwd, devices=devices, timeout=600, **settings)
+    return done[0].stderr
 
 
 @pytest.fixture(scope="module")
@@ -200,9 +202,15 @@ def test_completions_of_two_processes_are_those_of_one(folder: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_speculative_completions_of_two_processes_are_those_of_one(folder: Path) -> None:
-    drafting = ["task.engine.speculation.method=ngram", "task.engine.speculation.min_ngram=1", "task.engine.burst=2"]
-    run(2, [*decode("drafted.texts.jsonl"), *drafting, *MESH], cwd=folder, devices=1)
-    assert completions(folder / "drafted.texts.jsonl") == completions(folder / "one.texts.jsonl")
+    """Of a text that repeats: both processes choose drafts for the same calls."""
+    longer = ["model.context_length=64", "task.engine.cache_tokens=512", "task.sampling.max_tokens=48"]
+    longer += ["task.sampling.temperature=0", "task.sampling.repetition_penalty=0.5"]
+    drafting = ["task.engine.speculation.method=ngram", "task.engine.speculation.tokens=2", "task.engine.burst=2"]
+    run(1, [*decode("plain.texts.jsonl"), *longer, *MESH], cwd=folder, devices=2)
+    printed = run(2, [*decode("drafted.texts.jsonl"), *longer, *drafting, *MESH], cwd=folder, devices=1)
+    assert completions(folder / "drafted.texts.jsonl") == completions(folder / "plain.texts.jsonl")
+    found = re.findall(r"drafted tokens accepted, in (\d+) of (\d+) steps", printed)
+    assert len(found) == 1 and 0 < int(found[0][0]) < int(found[0][1])
 
 
 @pytest.mark.exhaustive

@@ -42,7 +42,7 @@ def test_it_starts_at_ln_2_and_learns_the_preference(trained: Path) -> None:
     assert rows(folder, "eval/tokens")[-1] == 10, "pairs; the rest of the second batch is padding"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_resumes_bit_identically(trained: Path) -> None:
     folder = trained / "outputs" / "it"
     killed = rewind(folder, 8, "killed")

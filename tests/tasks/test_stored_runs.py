@@ -146,8 +146,9 @@ def test_runs_are_shown_compared_and_reported(stored: Path) -> None:
 
 
 def comparable(config: Config) -> Config:
-    """Without the place of the run, which `runs rerun` chooses."""
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, name=None, outputs="outputs"))
+    """Without the place of the run, which `runs rerun` chooses, and the loss chunk, whose default was 0."""
+    run = dataclasses.replace(config.run, name=None, outputs="outputs")
+    return dataclasses.replace(config, run=run, train=dataclasses.replace(config.train, loss_chunk=None))
 
 
 @pytest.mark.slow
@@ -188,6 +189,7 @@ def test_a_config_file_is_executed(name: str, stored: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("pretrain")
 @pytest.mark.parametrize(
     ("run", "whole", "steps"), [("pretrain", "whole", 8), ("float8", "float8_whole", 5)], ids=["pretrain", "float8"]
 )
@@ -203,7 +205,7 @@ def test_a_run_resumes_as_if_it_was_never_interrupted(run: str, whole: str, step
     assert [run["path"] for run in answer("runs", "list", f"step={steps}", cwd=own)].count(run) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_adapter_resumes(own: Path) -> None:
     run_ok("runs", "resume", "lora", "train.steps=4", cwd=own)
     assert list(losses(own / "outputs" / "lora")) == [1, 2, 3, 4]
