@@ -164,7 +164,7 @@ class Mirror:
         self._renew_lease()
         if (self._folder / FACTS).exists():
             self._sync_checkpoints(is_final=True)
-            self._upload_files(is_forced=True)
+            self._upload_files(is_forced=True, is_final=True)
         else:
             # A session that could not start has removed the folder of its new run.
             self._store.delete(list(self._uploaded))
@@ -208,17 +208,36 @@ class Mirror:
         self._require_lease()
         self._upload_files(is_forced=True)
 
-    def _upload_files(self, *, is_forced: bool = False) -> None:
-        """Upload the files that have changed, except checkpoints; run.json last, because it says that all is done."""
+    def _upload_files(self, *, is_forced: bool = False, is_final: bool = False) -> None:
+        """Upload the files that have changed, except checkpoints; run.json last, because it says that all is done.
+
+        `is_final`: all checkpoints are in the store. Only then is the end of the run uploaded: otherwise another host
+        would regard a run as finished whose last checkpoint is on this one alone.
+        """
         with self._lock:
             for name in sorted(_small_files(self._folder), key=lambda name: name == FACTS):
                 with contextlib.suppress(FileNotFoundError):
                     state = _state(self._folder / name)
                     age = time.monotonic() - self._upload_times.get(name, -math.inf)
                     is_due = is_forced or age >= state[0] / BYTES_PER_SECOND
-                    if is_due and self._uploaded.get(name) != state:
+                    if not is_due or self._uploaded.get(name) == state:
+                        continue
+                    if name != FACTS or is_final:
                         self._store.upload(self._folder / name, name)
-                        self._uploaded[name], self._upload_times[name] = state, time.monotonic()
+                    elif not self._upload_running():
+                        continue
+                    self._uploaded[name], self._upload_times[name] = state, time.monotonic()
+
+    def _upload_running(self) -> bool:
+        """Upload run.json if it says that the run is running; return whether it does."""
+        content = (self._folder / FACTS).read_bytes()
+        try:
+            is_running = bool(parse_facts(content)["status"] == "running")
+        except ValueError:
+            return False
+        if is_running:
+            self._store.write(FACTS, content)
+        return is_running
 
     def _download(self, names: Collection[str]) -> None:
         self._store.map(lambda name: self._store.download(name, self._folder / name), names)

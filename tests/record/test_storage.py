@@ -181,10 +181,32 @@ class TestMirror:
     def test_files_are_uploaded_while_the_run_is_running(self, tmp_path: Path) -> None:
         folder = tmp_path / "first"
         mirror_ = opened(folder)
+        RunDirectory(folder).start("train: {}\n", {"name": "first"})
+        wait_for(lambda: "run.json" in stored())
         session(folder, steps=(4,))
-        wait_for(lambda: stored_steps() and {"run.json", "metrics.jsonl", "config.yaml"} <= stored())
+        wait_for(lambda: stored_steps() and {"metrics.jsonl", "config.yaml"} <= stored())
         assert stored_steps() == [4] and {"metrics.jsonl", "config.yaml", LEASE} <= stored()
         mirror_.close(0)
+
+    def test_a_run_has_not_ended_before_its_last_checkpoint_is_stored(
+        self, flaky: type[FlakyFileSystem], tmp_path: Path
+    ) -> None:
+        """If its process dies before, another host continues the run, instead of reporting that it is finished."""
+        folder = tmp_path / "first"
+        mirror_ = opened(folder)
+        run = RunDirectory(folder)
+        run.start("train: {}\n", {"name": "first"})
+        write_checkpoint(folder, 4)
+        wait_for(lambda: stored_steps() == [4])
+        failed = fail(flaky, 10**6, operation="write", path=f"/8/{MANIFEST}")
+        write_checkpoint(folder, 8)
+        run.finish("finished", "done")
+        (folder / "log.txt").write_text("done")
+        wait_for(lambda: failed and "log.txt" in stored())
+        assert json.loads(Store(URL).read("run.json"))["status"] == "running"
+        fail(flaky, 0, operation="write")
+        mirror_.close(0)
+        assert json.loads(Store(URL).read("run.json"))["status"] == "finished" and stored_steps() == [4, 8]
 
     def test_a_local_copy_with_later_sessions_is_uploaded(self, tmp_path: Path) -> None:
         folder = tmp_path / "first"

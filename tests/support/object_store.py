@@ -142,11 +142,12 @@ class S3Server:
 class GCSServer:
     """A server of the API of Google Cloud Storage with an empty bucket, on a free port of loopback."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_upload: Callable[[str], None] = lambda name: None) -> None:
+        """`on_upload`: called with the name of an object before it is stored."""
         from gcp_storage_emulator import server
 
         logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
-        server._read_data = _exact_upload(server._read_data)
+        server._read_data = _exact_upload(server._read_data, on_upload)
         self._server = server.create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)
         self._server.start()
 
@@ -162,7 +163,7 @@ class GCSServer:
         self._server.stop()
 
 
-def _exact_upload(read: Callable[..., Any]) -> Callable[..., Any]:
+def _exact_upload(read: Callable[..., Any], on_upload: Callable[[str], None]) -> Callable[..., Any]:
     """Read uploads of two parts byte by byte: the server parses them as e-mail and drops a final carriage return."""
 
     def read_exactly(handler: Any, query: Any) -> Any:
@@ -177,7 +178,9 @@ def _exact_upload(read: Callable[..., Any]) -> Callable[..., Any]:
         newline = b"\r\n" if meta.startswith(b"\r\n") else b"\n"
         parts = [part.removeprefix(newline).removesuffix(newline) for part in (meta, content)]
         [(_, meta), (kind, content)] = [part.split(2 * newline, 1) for part in parts]
-        return {"meta": json.loads(meta), "content": content, "content-type": kind.partition(b":")[2].strip().decode()}
+        meta = json.loads(meta)
+        on_upload(meta["name"])
+        return {"meta": meta, "content": content, "content-type": kind.partition(b":")[2].strip().decode()}
 
     return read_exactly
 

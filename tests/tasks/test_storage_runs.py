@@ -172,20 +172,31 @@ def test_commands_that_are_rejected(arguments: list[str], message: str, server: 
 
 
 @pytest.mark.exhaustive
-def test_a_run_in_google_cloud_storage(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """kill -9 after an upload; another host resumes, lists and decodes."""
-    server, url = GCSServer(), f"gs://{BUCKET}/runs"
+def test_a_run_in_google_cloud_storage(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """kill -9 during the upload of the second checkpoint; another host resumes from the first, lists and decodes."""
+    processes: list[cli.fork_server.Command] = []
+    uploaded: set[str] = set()
+
+    def kill_at_second_checkpoint(name: str) -> None:
+        if "/checkpoints/" in name:
+            uploaded.add(name.partition("/checkpoints/")[2].partition("/")[0])
+        if len(uploaded) == 2 and processes:
+            processes.pop().kill()
+
+    server, url = GCSServer(kill_at_second_checkpoint), f"gs://{BUCKET}/runs"
+    request.addfinalizer(server.close)
     for name, value in server.variables.items():
         monkeypatch.setenv(name, value)
     first, second = Host(tmp_path / "first", server), Host(tmp_path / "second", server)
     arguments = [*RUN, "run.name=killed", f"run.outputs={url}"]
     process = first.start(*arguments)
-    wait_for(lambda: complete_steps(Store(f"{url}/killed").find()), process)
-    assert process.is_running()
-    process.kill()
-    process.wait()
+    processes.append(process)
+    assert process.wait(240) == -signal.SIGKILL
+    [step] = complete_steps(Store(f"{url}/killed").find())
     shutil.rmtree(first.folder)
-    assert "resuming from step" in second.run_ok(*arguments)
+    assert f"resuming from step {step} " in second.run_ok(*arguments)
     copy = second.working_copy("killed", "gs")
     assert losses(copy) == losses(whole)
     assert parameter_hash(copy, STEPS) == parameter_hash(whole, STEPS)
@@ -195,4 +206,3 @@ def test_a_run_in_google_cloud_storage(whole: Path, tmp_path: Path, monkeypatch:
     greedy += ["task.engine.cache_tokens=256"]
     completions = {second.run_ok(*greedy, f"checkpoint.load_parameters={path}") for path in (f"{url}/killed", copy)}
     assert len(completions) == 1
-    server.close()
