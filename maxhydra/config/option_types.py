@@ -5,6 +5,7 @@ sets options for them.
 """
 
 import dataclasses
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -90,6 +91,24 @@ def schema_node(cls: type) -> DictConfig:
     node: DictConfig = OmegaConf.structured(cls, flags={"no_deepcopy_set_nodes": True})
     node._set_flag("no_deepcopy_set_nodes", None)
     return node
+
+
+def new_node(cls: type) -> DictConfig:
+    """Return a new config node of a class of the schema; unpickling takes a fifth of the time of copy.deepcopy."""
+    node: DictConfig = pickle.loads(_pickled_node(cls))
+    return node
+
+
+@cache
+def _pickled_node(cls: type) -> bytes:
+    return pickle.dumps(schema_node(cls), pickle.HIGHEST_PROTOCOL)
+
+
+@cache
+def dicts_of_sections() -> dict[str, type]:
+    """Return the keys whose values are dicts of sections, with the class of these sections."""
+    specs = {path: field.spec for path, field in walk(Config) if field.spec.type is dict and "*" not in path}
+    return {path: spec.item.type for path, spec in specs.items() if spec.item is not None and spec.item.is_section}
 
 
 def set_section_type(node: DictConfig, path: str, section: DictConfig) -> None:

@@ -4,18 +4,17 @@ Hydra stops at the first mistake. `ConfigMerge` merges in the same order, checks
 set, leaves out a value that does not fit, and continues, so that one error message lists every problem.
 """
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 
 from maxhydra.config.compose.provenance import COMMAND_LINE, SourcedValue
 from maxhydra.config.declare import MISSING
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.fields import FieldType, fields, is_open, walk
 from maxhydra.config.migrations import migrate_key
-from maxhydra.config.option_types import schema_node, set_section_type
+from maxhydra.config.option_types import dicts_of_sections, new_node, schema_node, set_section_type
 from maxhydra.config.registry import GLOBAL, groups, task_schemas
 from maxhydra.config.schema.config import Config
 
@@ -234,12 +233,21 @@ class ConfigMerge:
     def _is_unsure(self, path: str) -> bool:
         return any(path == other or path.startswith(f"{other}.") for other in self.unsure)
 
+    def _add_entries(self, node: DictConfig) -> None:
+        """Add the sections of dicts that have values; OmegaConf would build each from its class, which takes longer."""
+        with flag_override(node, "no_deepcopy_set_nodes", True):
+            for path, cls in dicts_of_sections().items():
+                for name, values in self._subtree(path).items():
+                    if isinstance(values, dict) and name not in (entries := OmegaConf.select(node, path)):
+                        entries[name] = new_node(cls)
+
     def config(self) -> DictConfig:
         """Return the merged values as an OmegaConf node of the schema's types."""
-        node = copy.deepcopy(schema_node(Config))
+        node = new_node(Config)
         for path, cls in self._types.items():
             if path:
                 set_section_type(node, path, schema_node(cls))
+        self._add_entries(node)
         merged = OmegaConf.unsafe_merge(node, OmegaConf.create(self._tree))  # modifies both
         assert isinstance(merged, DictConfig)
         for path in self._removed:

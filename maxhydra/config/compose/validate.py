@@ -1,6 +1,5 @@
 """Validation of composed values: missing and out-of-range values, then the checks of every section."""
 
-import copy
 import dataclasses
 import os
 from collections.abc import Callable, Set
@@ -13,7 +12,7 @@ from omegaconf.resolvers import oc
 from maxhydra.config.declare import Schema
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.fields import FieldType, fields
-from maxhydra.config.option_types import schema_node
+from maxhydra.config.option_types import new_node
 from maxhydra.config.schema.config import Config
 from maxhydra.record.redact import ENVIRONMENT
 
@@ -107,7 +106,7 @@ def section_from(cls: type[T], values: Any, *, path: str, source: str) -> T:
     validator = Validator(origin=lambda path: source, unsure=frozenset())
     # A third faster for a model than a merge that builds the schema node and copies `values`.
     schema: type = cls
-    node = OmegaConf.unsafe_merge(copy.deepcopy(schema_node(schema)), OmegaConf.create(values))
+    node = OmegaConf.unsafe_merge(new_node(schema), OmegaConf.create(values))
     assert isinstance(node, DictConfig)
     section = validator.section(node, path)
     if validator.problems:
