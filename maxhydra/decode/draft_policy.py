@@ -215,6 +215,9 @@ class AcceptancePolicy(DraftPolicy):
 
     def _expected_gain(self, sequences: List[Sequence]) -> float:
         counts = {each.number: (each.num_drafted, each.num_accepted) for each in sequences}
+        if self._times is None and self._counts.keys().isdisjoint(counts):
+            # Choices are a function of the current requests, so nothing is known of new ones.
+            self._trial_budget = self._num_drafted = self._num_accepted = 0.0
         new = [np.subtract(pair, self._counts.get(number, (0, 0))) for number, pair in counts.items()]
         drafted, accepted = np.sum(new, axis=0).tolist()
         weight = MEASURED_DRAFTS / (MEASURED_DRAFTS + drafted)

@@ -133,6 +133,25 @@ def test_measured_acceptance_decides(is_measured: bool, monkeypatch: pytest.Monk
     assert not right[0] and all(right[100:])
 
 
+def test_acceptance_of_earlier_requests_is_forgotten_without_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With deterministic=true, equal requests have equal calls, whatever was decoded before."""
+    decoding = Decoding(monkeypatch, is_measured=False, make=AcceptancePolicy)
+
+    def calls(number: int) -> list[bool]:
+        """Decode a new sequence, whose drafts are all rejected."""
+        decoding.sequence = Sequence(make_request([1, 2, 3], max_tokens=10**6), budget=10**6)
+        decoding.sequence.number = number
+        found = []
+        for _ in range(100):
+            found.append(decoding.call([0] * NUM_STEPS))
+            decoding.sequence.num_drafted += found[-1] * NUM_STEPS * DRAFTING.tokens
+        return found
+
+    first = calls(0)
+    assert first[0] and not all(first)
+    assert calls(1) == first
+
+
 def test_only_consecutive_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1000))
     monkeypatch.setattr(draft_policy.time, "perf_counter", lambda: next(clock))
