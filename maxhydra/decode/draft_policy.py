@@ -146,8 +146,20 @@ class DraftPolicy:
         """Number and computed tokens of the first sequence at the last choice."""
         self._trial_budget = float(FIRST_TRIAL_STEPS)
         """Plain steps' worth of time that trials may lose; negative after one that lost more."""
-        self.num_steps = self.num_speculative_steps = 0
-        """Decode steps so far, and those of them that verified drafts."""
+        self._wants_drafts = False
+        """Whether the next call should verify drafts, if its program is compiled."""
+        self.num_steps = self.num_speculative_steps = self.num_waiting_steps = 0
+        """Decode steps so far, those of them that verified drafts, and those that did not because the program that
+        verifies drafts was not compiled."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Decode steps so far, as the statistics of the engine name them."""
+        return {
+            "steps": self.num_steps,
+            "steps_speculative": self.num_speculative_steps,
+            "steps_waiting": self.num_waiting_steps,
+        }
 
     def interrupt(self) -> None:
         """Other work is dispatched before the next call."""
@@ -158,6 +170,8 @@ class DraftPolicy:
         """Count a call, which is dispatched next; return a function to call once its tokens have arrived."""
         self.num_steps += num_steps
         self.num_speculative_steps += num_steps * is_speculative
+        self.num_waiting_steps += num_steps * (self._wants_drafts and not is_speculative)
+        self._wants_drafts = False
         if self._times is None or self._keys is None:
             return None
         key = self._keys[is_speculative]
@@ -173,6 +187,7 @@ class DraftPolicy:
             self._chosen_at = number, num_computed
             self._keys = make_key(1), make_key(self.drafting.step_tokens)
             self._is_worthwhile = self._choose(self._expected_gain(sequences), *self._keys)
+        self._wants_drafts = self._is_worthwhile
         return self._is_worthwhile
 
     def _choose(self, gain: float, plain: MultiStepKey, speculative: MultiStepKey) -> bool:

@@ -93,7 +93,7 @@ def _decode_file(job: Job, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
         if broadcast(output.count_missing(read_records(source, task.sampling), task.samples) > 0):
             with _open_client(job, task, prompts, []) as client:
                 OfflineBatch(client, output, records=records).run()
-                _print_drafts(client.engine.stats())
+                print_drafts(client.engine.stats())
         if output.num_rejected:
             reason = f"{output.num_rejected} of {total} prompts were rejected: see `error` in {task.output}"
             return Outcome("failed", f"{reason}; to retry them, delete their lines")
@@ -101,13 +101,17 @@ def _decode_file(job: Job, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
     return Outcome("finished", "completed")
 
 
-def _print_drafts(stats: Mapping[str, float]) -> None:
+def print_drafts(stats: Mapping[str, float]) -> None:
     """Print how many tokens speculative decoding drafted, how many were accepted, and in how many of the steps."""
-    if "tokens_drafted" in stats:
-        names = ("tokens_accepted", "tokens_drafted", "steps_speculative", "steps")
-        accepted, drafted, speculative, steps = (round(stats[name]) for name in names)
-        text = f"{accepted} of {drafted} drafted tokens accepted, in {speculative} of {steps} steps"
-        print(f"speculative decoding: {text}", file=sys.stderr)
+    if "tokens_drafted" not in stats:
+        return
+    names = ("tokens_accepted", "tokens_drafted", "steps_speculative", "steps", "steps_waiting")
+    accepted, drafted, speculative, steps, waiting = (round(stats[name]) for name in names)
+    text = f"{accepted} of {drafted} drafted tokens accepted, in {speculative} of {steps} steps"
+    if waiting:
+        text += f"; {waiting} steps ran without drafts while the program that verifies them was being compiled"
+        text += " (task.engine.warm_up=true compiles it first)"
+    print(f"speculative decoding: {text}", file=sys.stderr)
 
 
 @contextmanager

@@ -166,3 +166,18 @@ def test_only_consecutive_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> No
         next(clock)
         times.start(SPECULATIVE)()
     assert times.ratio(PLAIN, SPECULATIVE) == pytest.approx(1 / 2)
+
+
+def test_calls_that_wait_for_the_speculative_program_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Decoding(monkeypatch, is_measured=False, make=AcceptancePolicy).policy
+    sequence = Sequence(make_request([1, 2, 3], max_tokens=100), budget=100)
+    sequence.number = 0
+    assert policy.is_worthwhile([sequence], make_key)
+    policy.start(NUM_STEPS, is_speculative=False)
+    assert policy.num_waiting_steps == NUM_STEPS
+    # A batch with a grammar is decoded in single steps, for which nothing was chosen.
+    policy.start(1, is_speculative=False)
+    assert policy.is_worthwhile([sequence], make_key)
+    policy.start(NUM_STEPS, is_speculative=True)
+    assert policy.num_waiting_steps == NUM_STEPS
+    assert policy.num_steps == 2 * NUM_STEPS + 1 and policy.num_speculative_steps == NUM_STEPS
