@@ -147,7 +147,10 @@ class Speaker:
                 return
             text_D = inputs.text_FD[number] if number < len(inputs.text_FD) else inputs.pad_D
             state, codes_BG = self._programs.frame(self._params, state, text_D, seed)
-            yield np.asarray(codes_BG[0])
+            codes_G = np.asarray(codes_BG[0])
+            if codes_G.min() < 0:
+                raise SpeechError(f"the logits of frame {number} are not finite; check the weights of model.speech")
+            yield codes_G
 
     def _padded(self, inputs: TalkerInputs) -> tuple[jax.Array, jax.Array | None]:
         """Prompt and positions, padded to a compiled length."""

@@ -17,7 +17,7 @@ from maxhydra.convert import speech
 from maxhydra.data.audio.tokens import Clips
 from maxhydra.data.image_tokens import patch_inputs
 from maxhydra.data.images import merged_patches
-from maxhydra.decode.speech import Speaker, Utterance
+from maxhydra.decode.speech import Speaker, SpeechError, Utterance
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
@@ -270,6 +270,14 @@ def test_cached_frames_equal_one_forward_pass(loaded: tuple[ModelDef, Any]) -> N
     _, logits, _ = jax.jit(model.speech.talk)(params["speech"], x, ctx)
     first = inputs.prompt_BTD.shape[1] - 1
     np.testing.assert_array_equal(jnp.argmax(logits[0, first:-1, :CODES], axis=-1), frames[:, 0])
+
+
+def test_logits_that_are_not_finite_are_reported(loaded: tuple[ModelDef, Any]) -> None:
+    model, params = loaded
+    speech = {**params["speech"], "code_predictor": jax.tree.map(jnp.zeros_like, params["speech"]["code_predictor"])}
+    speech["code_predictor"]["heads"] += jnp.nan
+    with pytest.raises(SpeechError, match="the logits of frame 0 are not finite"):
+        speaker((model, {**params, "speech": speech})).speak(Utterance(TEXT_PROMPT, [3, 4, 5]), seed=0)
 
 
 def test_export_is_bit_identical(folder: Path, tmp_path: Path) -> None:
