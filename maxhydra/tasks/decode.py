@@ -71,10 +71,9 @@ def _complete(job: Job, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
         if task.input is not None:
             return _decode_file(job, task, prompts)
         broadcast(True)
-        speech: list[SpeechFiles] = []
-        with _open_client(job, task, prompts, speech) as client:
+        with _open_client(job, task, prompts) as (client, speech):
             if task.prompt is not None:
-                complete(client, task.prompt, write_and_flush, speech=speech[0] if speech else None)
+                complete(client, task.prompt, write_and_flush, speech=speech)
             else:
                 chat(client, read=line_reader(), write=write_and_flush)
     except (BatchFailedError, GenerationFailedError) as error:
@@ -91,7 +90,7 @@ def _decode_file(job: Job, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
     with OutputFile(target, settings=settings_fingerprint(job.config)) as output:
         before, total = output.count, records * task.samples
         if broadcast(output.count_missing(read_records(source, task.sampling), task.samples) > 0):
-            with _open_client(job, task, prompts, []) as client:
+            with _open_client(job, task, prompts) as (client, _):
                 OfflineBatch(client, output, records=records).run()
                 print_drafts(client.engine.stats())
         if output.num_rejected:
@@ -116,9 +115,10 @@ def print_drafts(stats: Mapping[str, float]) -> None:
 
 @contextmanager
 def _open_client(
-    job: Job, task: DecodeTask, prompts: PromptEncoder, speech: list[SpeechFiles]
-) -> Iterator[PromptClient]:
-    """`speech`: gets what writes the speech of completions, if the task has it."""
+    job: Job, task: DecodeTask, prompts: PromptEncoder
+) -> Iterator[tuple[PromptClient, SpeechFiles | None]]:
+    """The client of an engine, and the writer of the speech of its completions if the task has a folder for it."""
+    speech: list[SpeechFiles] = []
 
     def keep_speech(model: ModelDef, params: Any) -> None:
         if task.speech.folder is not None:
@@ -131,7 +131,7 @@ def _open_client(
     else:
         engine = open_diffusion_engine(job.config, task, prompts)
     try:
-        yield PromptClient(engine, prompts, task, job.config.run.seed)
+        yield PromptClient(engine, prompts, task, job.config.run.seed), speech[0] if speech else None
     finally:
         engine.close()
         profiler.close()
