@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf.errors import OmegaConfBaseException
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.declare import MAX_LAYERS
+from maxhydra.config.declare import MAX_LAYERS, Schema
 from maxhydra.config.options import model_from
 from maxhydra.config.schema import model as config
 from maxhydra.convert.name_table import Settings, Table, UnsupportedError, all_tables
@@ -228,9 +228,9 @@ def sizes(settings: Settings, names: Mapping[str, str] = SIZES) -> dict[str, Any
     return {key: filled[hf_key] for key, hf_key in names.items()}
 
 
-def size_settings(model: config.Model, names: Mapping[str, str] = SIZES) -> Settings:
-    """Inverse of `sizes`."""
-    return {hf_key: getattr(model, key) for key, hf_key in names.items()}
+def size_settings(section: Schema, names: Mapping[str, str] = SIZES) -> Settings:
+    """Inverse of `sizes`, for the section `model` or another one that has these keys."""
+    return {hf_key: getattr(section, key) for key, hf_key in names.items()}
 
 
 def head(settings: Settings, *, tied: bool) -> str:
