@@ -146,8 +146,8 @@ class DraftPolicy:
         """Number and computed tokens of the first sequence at the last choice."""
         self._trial_budget = float(FIRST_TRIAL_STEPS)
         """Plain steps' worth of time that trials may lose; negative after one that lost more."""
-        self._wants_drafts = False
-        """Whether the next call should verify drafts, if its program is compiled."""
+        self._choice: bool | None = None
+        """Whether the next call should verify drafts; None if nothing was chosen for it, as for a batch with masks."""
         self.num_steps = self.num_speculative_steps = self.num_waiting_steps = 0
         """Decode steps so far, those of them that verified drafts, and those that did not because the program that
         verifies drafts was not compiled."""
@@ -170,13 +170,12 @@ class DraftPolicy:
         """Count a call, which is dispatched next; return a function to call once its tokens have arrived."""
         self.num_steps += num_steps
         self.num_speculative_steps += num_steps * is_speculative
-        self.num_waiting_steps += num_steps * (self._wants_drafts and not is_speculative)
-        self._wants_drafts = False
-        if self._times is None or self._keys is None:
+        choice, self._choice = self._choice, None
+        self.num_waiting_steps += num_steps * (choice is True and not is_speculative)
+        if self._times is None:
             return None
-        key = self._keys[is_speculative]
-        if key.num_steps == num_steps:
-            return self._times.start(key)
+        if choice is not None and self._keys is not None and self._keys[is_speculative].num_steps == num_steps:
+            return self._times.start(self._keys[is_speculative])
         self._times.interrupt()
         return None
 
@@ -187,7 +186,7 @@ class DraftPolicy:
             self._chosen_at = number, num_computed
             self._keys = make_key(1), make_key(self.drafting.step_tokens)
             self._is_worthwhile = self._choose(self._expected_gain(sequences), *self._keys)
-        self._wants_drafts = self._is_worthwhile
+        self._choice = self._is_worthwhile
         return self._is_worthwhile
 
     def _choose(self, gain: float, plain: MultiStepKey, speculative: MultiStepKey) -> bool:

@@ -181,3 +181,12 @@ def test_calls_that_wait_for_the_speculative_program_are_counted(monkeypatch: py
     policy.start(NUM_STEPS, is_speculative=True)
     assert policy.num_waiting_steps == NUM_STEPS
     assert policy.num_steps == 2 * NUM_STEPS + 1 and policy.num_speculative_steps == NUM_STEPS
+
+
+def test_steps_with_masks_are_not_timed() -> None:
+    """A batch with a grammar waits for its masks; the policy chooses nothing for it."""
+    policy, sequence = AcceptancePolicy(DRAFTING, is_measured=True), Sequence(make_request([1], max_tokens=9), budget=9)
+    sequence.number = 0
+    policy.is_worthwhile([sequence], lambda tokens: make_key(tokens)._replace(num_steps=1))
+    assert policy.start(1, is_speculative=False) is not None
+    assert policy.start(1, is_speculative=False) is None
