@@ -21,9 +21,20 @@ from maxhydra.decode.speech import Speaker, SpeechError, Utterance
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
-from tests.parity.test_omni import AUDIO, AUDIO_BEGIN, BANDS, BEGIN, CLIP, END, IMAGE, TOKEN_IDS
 from tests.support.cli import run_ok
-from tests.support.media_models import QWEN_EXPERTS, QWEN_TEXT, QWEN_VISION, export, load_float32
+from tests.support.media_models import (
+    AUDIO_BEGIN,
+    BEGIN,
+    CLIP,
+    END,
+    IMAGE,
+    OMNI_AUDIO,
+    OMNI_IDS,
+    QWEN_TEXT,
+    export,
+    load_float32,
+    omni_thinker,
+)
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -67,8 +78,8 @@ TALKER = {
     "accept_hidden_layer": 3,
     **{"codec_eos_token_id": 1040, "codec_nothink_id": 1041, "codec_think_bos_id": 1042, "codec_think_eos_id": 1043},
     **{"codec_pad_id": 1044, "codec_bos_id": 1045, "speaker_id": {"one": 1050, "two": 1051}},
-    **{key: TOKEN_IDS[key] for key in ("audio_token_id", "audio_start_token_id", "image_token_id", "video_token_id")},
-    **{"vision_start_token_id": BEGIN, "position_id_per_seconds": 13, "spatial_merge_size": 2},
+    **{key: value for key, value in OMNI_IDS.items() if "end" not in key},
+    "spatial_merge_size": 2,
 }
 VOCODER = {
     "codebook_size": CODES,
@@ -92,7 +103,7 @@ IDS = {
 FRAMES = 163
 GENERATOR = np.random.default_rng(0)
 PIXELS = GENERATOR.normal(size=(1, 16, 24, 3)).astype(np.float32)
-LOG_MEL = GENERATOR.normal(size=(FRAMES, BANDS)).astype(np.float32)
+LOG_MEL = GENERATOR.normal(size=(FRAMES, OMNI_AUDIO["num_mel_bins"])).astype(np.float32)
 MEDIA = [BEGIN, *[IMAGE] * 6, END, 3, AUDIO_BEGIN, *[CLIP] * 21]
 OPENING = [TURN, SYSTEM, BREAK, 7, STOP, BREAK, TURN, USER, BREAK, 1]
 TEXT_PROMPT, MEDIA_PROMPT = ([*OPENING, *middle, 2, STOP, BREAK, TURN, ASSISTANT, BREAK] for middle in ([], MEDIA))
@@ -103,13 +114,9 @@ MAX_FRAMES = 9
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with weights that are large enough for every mechanism to matter, but not for a clipped wave."""
     torch.manual_seed(0)
-    thinker = {
-        "text_config": {**QWEN_TEXT, **QWEN_EXPERTS, "num_hidden_layers": 4, "vocab_size": 300},
-        "audio_config": AUDIO,
-        "vision_config": QWEN_VISION,
-    }
+    thinker = omni_thinker(num_hidden_layers=4, vocab_size=300)
     config = transformers.Qwen3OmniMoeConfig(
-        thinker_config={**thinker, **TOKEN_IDS}, talker_config=TALKER, code2wav_config=VOCODER, **IDS
+        thinker_config=thinker, talker_config=TALKER, code2wav_config=VOCODER, **IDS
     )
     model = transformers.Qwen3OmniMoeForConditionalGeneration(config)
     with torch.no_grad():
