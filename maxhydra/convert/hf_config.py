@@ -40,21 +40,21 @@ def hf_model_section(key: str, location: str) -> dict[str, Any]:
 def hf_vision_section(key: str, location: str) -> dict[str, Any]:
     """The section `model.vision` described by a Hugging Face folder."""
     accepted = "a folder of Gemma 3, Gemma 4, Llama 4, Qwen3-VL, Qwen3.5 or Qwen3-Omni"
-    return _part("vision", key, location, missing="image encoder", accepted=accepted)
+    return _part_section("vision", key, location, missing="image encoder", accepted=accepted)
 
 
 def hf_audio_section(key: str, location: str) -> dict[str, Any]:
     """The section `model.audio` described by a Hugging Face folder."""
     accepted = "a folder of Gemma 4 or Qwen3-Omni"
-    return _part("audio", key, location, missing="audio encoder", accepted=accepted)
+    return _part_section("audio", key, location, missing="audio encoder", accepted=accepted)
 
 
 def hf_speech_section(key: str, location: str) -> dict[str, Any]:
     """The section `model.speech` described by a Hugging Face folder."""
-    return _part("speech", key, location, missing="talker", accepted="a folder of Qwen3-Omni with its talker")
+    return _part_section("speech", key, location, missing="talker", accepted="a folder of Qwen3-Omni with its talker")
 
 
-def _part(name: str, key: str, location: str, *, missing: str, accepted: str) -> dict[str, Any]:
+def _part_section(name: str, key: str, location: str, *, missing: str, accepted: str) -> dict[str, Any]:
     values = _model_values(key, location)
     if name not in values:
         reason, hint = f"has no {missing} of a supported kind", "choose model=from_hf"

@@ -205,7 +205,7 @@ def _media_settings(model: config.Model) -> Settings:
     return {key: value for key, value in settings.items() if value is not None}
 
 
-def _below(prefix: str, rows: tuple[Weight, ...]) -> tuple[Weight, ...]:
+def _with_prefix(prefix: str, rows: tuple[Weight, ...]) -> tuple[Weight, ...]:
     """Rows of the layers of a text decoder, with the prefix of another one."""
     return tuple(
         dataclasses.replace(row, hf=prefix + row.hf.removeprefix("model."), gguf="", gguf_interleaved_rope=False)
@@ -219,9 +219,9 @@ SCALES = (
 )
 # Rows of the stacked layers of each decoder.
 LAYERS = {
-    "talker": _below(f"{TALKER}model.", (*llama.MIXER, *llama.QK_NORMS, *qwen3_next.QWEN3_NEXT_MOE)),
-    "code_predictor": _below(f"{PREDICTOR}model.", (*llama.LAYER, *llama.QK_NORMS)),
-    "vocoder": _below(f"{VOCODER}pre_transformer.", (*llama.LAYER, *SCALES)),
+    "talker": _with_prefix(f"{TALKER}model.", (*llama.MIXER, *llama.QK_NORMS, *qwen3_next.QWEN3_NEXT_MOE)),
+    "code_predictor": _with_prefix(f"{PREDICTOR}model.", (*llama.LAYER, *llama.QK_NORMS)),
+    "vocoder": _with_prefix(f"{VOCODER}pre_transformer.", (*llama.LAYER, *SCALES)),
 }
 
 

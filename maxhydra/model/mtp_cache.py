@@ -69,7 +69,7 @@ def last_hidden(cache: Tree, rows: PageTable) -> jax.Array:
     return state.at(0).read(rows)["hidden"][:, None]
 
 
-def predict_after(decoder: Decoder, hidden_BTD: jax.Array, next_BT: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
+def run_mtp_layer(decoder: Decoder, hidden_BTD: jax.Array, next_BT: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
     """Hidden states of the layer, given those at ctx.positions and the tokens after them, and the updated cache."""
     keys_values, state = ctx.cache[MTP]
     output = decoder.predict_mtp(0, hidden_BTD, next_BT, ctx, keys_values)
