@@ -1,5 +1,6 @@
 """Speech of Qwen3-Omni against transformers: talker, code predictor and vocoder, and the whole generation."""
 
+import dataclasses
 import re
 import wave
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.tasks.inference import SpeechOutput
+from maxhydra.config.schema.tasks.inference import DecodeTask, SpeechOutput
 from maxhydra.convert import speech
 from maxhydra.data.audio.tokens import Clips
 from maxhydra.data.image_tokens import patch_inputs
@@ -260,6 +261,15 @@ def test_speech_without_a_talker_a_voice_or_a_prompt_is_rejected(
     model = [f"model={option}", f"model.path={folder}", f"checkpoint.load_parameters={folder}", "train.seq_len=64"]
     with pytest.raises(ConfigError, match=re.escape(message)):
         compose(["task=decode", *model, "task.prompt=hello", "task.speech.folder=speech", *overrides])
+
+
+def test_a_talker_without_voices_is_rejected(loaded: tuple[ModelDef, Any]) -> None:
+    model = loaded[0].config
+    talker = dataclasses.replace(model.speech.talker, speakers={})
+    silent = dataclasses.replace(model, speech=dataclasses.replace(model.speech, talker=talker))
+    task = DecodeTask(prompt="hello", speech=SpeechOutput(folder="speech"))
+    assert [problem.path for problem in task.check_model(silent)] == ["speech.folder"]
+    assert not list(task.check_model(model))
 
 
 def test_cached_frames_equal_one_forward_pass(loaded: tuple[ModelDef, Any]) -> None:
