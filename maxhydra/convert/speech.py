@@ -206,7 +206,7 @@ def _media_settings(model: config.Model) -> Settings:
 
 
 def _with_prefix(prefix: str, rows: tuple[Weight, ...]) -> tuple[Weight, ...]:
-    """Rows of the layers of a text decoder, with the prefix of another one."""
+    """Rows of the layers of a text decoder, with another prefix of their tensor names."""
     return tuple(
         dataclasses.replace(row, hf=prefix + row.hf.removeprefix("model."), gguf="", gguf_interleaved_rope=False)
         for row in rows

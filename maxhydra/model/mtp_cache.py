@@ -77,6 +77,6 @@ def run_mtp_layer(decoder: Decoder, hidden_BTD: jax.Array, next_BT: jax.Array, c
 
 
 def _at_positions(ctx: Context, positions_BT: jax.Array) -> Context:
-    """The context of tokens at other positions, -1 for none, which need not start their rows."""
+    """The context with other positions; -1 marks tokens without one. The first token need not start its row."""
     segments_BT = (positions_BT >= 0).astype(jnp.int32)
     return dataclasses.replace(ctx, positions=positions_BT, segments=segments_BT, output_index=None, is_fresh=False)
