@@ -84,7 +84,8 @@ def _uses_audio(source: Mapping[str, Any], vision: Vision) -> bool:
     if given is None:
         return is_used
     if not isinstance(given, (bool, np.bool_)):
-        raise MediaError("video", f"use_audio_in_video={given!r} is not a boolean", accepted="true or false")
+        reason = f"use_audio_in_video={repr(given)[:50]} is not a boolean"
+        raise MediaError("video", reason, accepted="true or false")
     if given and not is_used:
         reason = "use_audio_in_video=true needs model.vision.videos.use_audio_in_video=true"
         raise MediaError("video", reason, accepted="use_audio_in_video=false")

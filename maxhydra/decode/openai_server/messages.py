@@ -98,9 +98,8 @@ def parse_images(given: Mapping[str, Any]) -> list[Any]:
                 raise bad_field(path, f"has {article} {medium} URL other than {accepted}; URLs are not fetched")
             use_audio = part.get("use_audio_in_video")
             if use_audio is not None and not isinstance(use_audio, bool):
-                raise bad_field(
-                    f"messages[{number}].content", f"has use_audio_in_video={use_audio!r}; accepted: true or false"
-                )
+                reason = f"has use_audio_in_video={repr(use_audio)[:50]}; accepted: true or false"
+                raise bad_field(f"messages[{number}].content", reason)
             video = {"video": url} if use_audio is None else {"video": url, "use_audio_in_video": use_audio}
             urls.append(url if medium == "image" else video)
     if len(urls) > MAX_IMAGES:
