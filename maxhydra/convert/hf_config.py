@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf.errors import OmegaConfBaseException
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.declare import MAX_LAYERS
+from maxhydra.config.declare import MAX_LAYERS, Schema
 from maxhydra.config.options import model_from
 from maxhydra.config.schema import model as config
 from maxhydra.convert.name_table import Settings, Table, UnsupportedError, all_tables
@@ -40,21 +40,21 @@ def hf_model_section(key: str, location: str) -> dict[str, Any]:
 def hf_vision_section(key: str, location: str) -> dict[str, Any]:
     """The section `model.vision` described by a Hugging Face folder."""
     accepted = "a folder of Gemma 3, Gemma 4, Llama 4, Qwen3-VL, Qwen3.5 or Qwen3-Omni"
-    return _part("vision", key, location, missing="image encoder", accepted=accepted)
+    return _part_section("vision", key, location, missing="image encoder", accepted=accepted)
 
 
 def hf_audio_section(key: str, location: str) -> dict[str, Any]:
     """The section `model.audio` described by a Hugging Face folder."""
     accepted = "a folder of Gemma 4 or Qwen3-Omni"
-    return _part("audio", key, location, missing="audio encoder", accepted=accepted)
+    return _part_section("audio", key, location, missing="audio encoder", accepted=accepted)
 
 
 def hf_speech_section(key: str, location: str) -> dict[str, Any]:
     """The section `model.speech` described by a Hugging Face folder."""
-    return _part("speech", key, location, missing="talker", accepted="a folder of Qwen3-Omni with its talker")
+    return _part_section("speech", key, location, missing="talker", accepted="a folder of Qwen3-Omni with its talker")
 
 
-def _part(name: str, key: str, location: str, *, missing: str, accepted: str) -> dict[str, Any]:
+def _part_section(name: str, key: str, location: str, *, missing: str, accepted: str) -> dict[str, Any]:
     values = _model_values(key, location)
     if name not in values:
         reason, hint = f"has no {missing} of a supported kind", "choose model=from_hf"
@@ -228,9 +228,9 @@ def sizes(settings: Settings, names: Mapping[str, str] = SIZES) -> dict[str, Any
     return {key: filled[hf_key] for key, hf_key in names.items()}
 
 
-def size_settings(model: config.Model, names: Mapping[str, str] = SIZES) -> Settings:
-    """Inverse of `sizes`."""
-    return {hf_key: getattr(model, key) for key, hf_key in names.items()}
+def size_settings(section: Schema, names: Mapping[str, str] = SIZES) -> Settings:
+    """Inverse of `sizes`, for the section `model` or another one that has these keys."""
+    return {hf_key: getattr(section, key) for key, hf_key in names.items()}
 
 
 def head(settings: Settings, *, tied: bool) -> str:

@@ -22,7 +22,7 @@ from maxhydra.model.lora import ADAPTER
 
 Tree = Any
 Arrays = Mapping[str, np.ndarray]
-INTO, OUT_OF = ("gate", "up"), "down"
+GATE_UP, DOWN = ("gate", "up"), "down"
 # PEFT's settings of adapters whose gate and up have different A.
 PATTERNS = ("rank_pattern", "alpha_pattern")
 FUSED = r".*\.gate_up_proj"
@@ -43,7 +43,7 @@ class ExpertStack:
     """Name of the module of each layer -> its index in the parameters."""
     shape: Shape
     """[*layers, E, D, F] of the up projection."""
-    into: tuple[str, ...]
+    gate_up: tuple[str, ...]
     """gate and up, or up alone."""
     join: Join
     is_by_expert: bool
@@ -55,16 +55,22 @@ class ExpertStack:
         tree: Tree = {}
         used: set[str] = set()
         for module, index in self.modules.items():
-            for stem in _wrappers(module, tensors):
+            stems = list(_wrappers(module, tensors))
+            for stem in stems:
                 names = [f"{stem}.lora_{matrix}.weight" for matrix in "AB"]
                 used.update(names)
                 a, b = (tensors[name] for name in names)
                 sizes = (a.shape[1], b.shape[0])
-                if sizes not in ((D, len(self.into) * F), (F, D)) or len(a) % E or b.shape[1] != len(a):
+                if sizes not in ((D, len(self.gate_up) * F), (F, D)) or len(a) % E or b.shape[1] != len(a):
                     raise problem(f"{names[0]} has shape {list(a.shape)}, which does not fit the experts of the model")
                 a_EDr = a.reshape(E, -1, sizes[0]).transpose(0, 2, 1)
                 b_ErF = b.reshape(sizes[1], -1, E).transpose(2, 1, 0)
-                parts = {OUT_OF: (a_EDr, b_ErF)} if sizes == (F, D) else self._split(a_EDr, b_ErF, rank)
+                is_down = sizes == (F, D)
+                if is_down and sizes == (D, len(self.gate_up) * F):
+                    if len(stems) == 1:
+                        raise problem(f"{names[0]} has the shape of both up_proj and down_proj, and may be of either")
+                    is_down = stem == module
+                parts = {DOWN: (a_EDr, b_ErF)} if is_down else self._split(a_EDr, b_ErF, rank)
                 for name, (own_a, own_b) in parts.items():
                     if own_a.shape[-1] != rank:
                         raise problem(f"{names[0]} has rank {own_a.shape[-1]}, but the adapter has r={rank}")
@@ -74,21 +80,21 @@ class ExpertStack:
 
     def _split(self, a_EDr: np.ndarray, b_ErF: np.ndarray, rank: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """The adapters of gate and up, from those of gate_up_proj; blocks of B if it has twice the rank."""
-        if len(self.into) == 1:
-            return {self.into[0]: (a_EDr, b_ErF)}
+        if len(self.gate_up) == 1:
+            return {self.gate_up[0]: (a_EDr, b_ErF)}
         if self.join is Join.interleaved:
-            parts = dict(zip(self.into, (b_ErF[..., ::2], b_ErF[..., 1::2]), strict=True))
+            parts = dict(zip(self.gate_up, (b_ErF[..., ::2], b_ErF[..., 1::2]), strict=True))
         else:
-            parts = dict(zip(self.into, np.split(b_ErF, 2, axis=-1), strict=True))
-        gate, up = (parts[name] for name in self.into)
+            parts = dict(zip(self.gate_up, np.split(b_ErF, 2, axis=-1), strict=True))
+        gate, up = (parts[name] for name in self.gate_up)
         if a_EDr.shape[-1] == 2 * rank and not gate[:, rank:].any() and not up[:, :rank].any():
             blocks = (a_EDr[..., :rank], gate[:, :rank]), (a_EDr[..., rank:], up[:, rank:])
-            return dict(zip(self.into, blocks, strict=True))
+            return dict(zip(self.gate_up, blocks, strict=True))
         return {name: (a_EDr, part) for name, part in parts.items()}
 
     def _zeros(self, name: str, rank: int) -> dict[str, np.ndarray]:
         *leading, D, F = self.shape
-        inputs, outputs = (F, D) if name == OUT_OF else (D, F)
+        inputs, outputs = (F, D) if name == DOWN else (D, F)
         shapes = {"a": (*leading, inputs, rank), "b": (*leading, rank, outputs)}
         return {key: np.zeros(shape, np.float32) for key, shape in shapes.items()}
 
@@ -102,36 +108,36 @@ class ExpertStack:
     def shares_a(self, trained: Tree) -> bool:
         """Whether gate and up are both adapted with the same A, as PEFT trains gate_up_proj."""
         found = self.adapters(trained)
-        return set(INTO) <= set(found) and np.array_equal(found[INTO[0]]["a"], found[INTO[1]]["a"])
+        return set(GATE_UP) <= set(found) and np.array_equal(found[GATE_UP[0]]["a"], found[GATE_UP[1]]["a"])
 
     def differs_in_a(self, trained: Tree) -> bool:
         """Whether gate and up are both adapted, with different A."""
-        return set(INTO) <= set(self.adapters(trained)) and not self.shares_a(trained)
+        return set(GATE_UP) <= set(self.adapters(trained)) and not self.shares_a(trained)
 
     def write(self, trained: Tree, *, in_blocks: bool) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
         """Yield the names of each layer's parameter and wrapper, and A and B. `in_blocks`: A of gate and up differ."""
         found = self.adapters(trained)
         for module, index in self.modules.items():
             own = {name: (arrays["a"][index], arrays["b"][index]) for name, arrays in found.items()}
-            if set(own) & set(self.into):
-                stem = f"{module}.base_layer" if OUT_OF in own else module
-                name = "gate_up_proj" if len(self.into) > 1 else "up_proj"
+            if set(own) & set(self.gate_up):
+                stem = f"{module}.base_layer" if DOWN in own else module
+                name = "gate_up_proj" if len(self.gate_up) > 1 else "up_proj"
                 yield f"{module}.{name}", stem, *_matrices(*self._fuse(own, in_blocks=in_blocks))
-            if OUT_OF in own:
-                yield f"{module}.down_proj", module, *_matrices(*own[OUT_OF])
+            if DOWN in own:
+                yield f"{module}.down_proj", module, *_matrices(*own[DOWN])
 
     def _fuse(
         self, own: Mapping[str, tuple[np.ndarray, np.ndarray]], *, in_blocks: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         """A and B of gate_up_proj; a projection without an adapter has zeros in B."""
-        if len(self.into) == 1:
-            return own[self.into[0]]
-        a_s = {name: own[name][0] for name in self.into if name in own}
+        if len(self.gate_up) == 1:
+            return own[self.gate_up[0]]
+        a_s = {name: own[name][0] for name in self.gate_up if name in own}
         first, rank = next(iter(a_s.values())), next(iter(a_s.values())).shape[-1]
-        a_EDr = np.concatenate([a_s.get(name, first) for name in self.into], axis=-1) if in_blocks else first
+        a_EDr = np.concatenate([a_s.get(name, first) for name in self.gate_up], axis=-1) if in_blocks else first
         E, F = self.shape[-3], self.shape[-1]
         b_ErPF = np.zeros((E, a_EDr.shape[-1], 2, F), np.float32)
-        for position, name in enumerate(self.into):
+        for position, name in enumerate(self.gate_up):
             if name in own:
                 start = position * rank if in_blocks else 0
                 b_ErPF[:, start : start + rank, position] = own[name][1]
@@ -186,7 +192,7 @@ def expert_stacks(table: Table, model: ModelDef, *, prefix: str) -> list[ExpertS
                 keys=keys[:-2],
                 modules=modules,
                 shape=shapes["up"]["kernel"].shape,
-                into=tuple(name for name in INTO if name in shapes),
+                gate_up=tuple(name for name in GATE_UP if name in shapes),
                 join=mapping.row.join,
                 is_by_expert=mapping.row.is_by_expert,
             )

@@ -6,23 +6,17 @@ from typing import Any
 
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.speech import DILATIONS, MAX_STAGES, SpeechDecoder, Vocoder
-from maxhydra.convert.hf_config import activation, activation_setting, rope
+from maxhydra.convert.hf_config import SIZES, activation, activation_setting, rope, size_settings, sizes
 from maxhydra.convert.name_table import Settings, UnsupportedError, Weight
 from maxhydra.convert.tables import llama, qwen3_next
 
 TALKER, PREDICTOR, VOCODER = "talker.", "talker.code_predictor.", "code2wav."
+# Sizes that only the talker has.
+OF_TALKER = ("vocab_size", "context_length")
 # Key of our sections -> key of text_config, code_predictor_config and code2wav_config.
-SIZES = {
-    "num_layers": "num_hidden_layers",
-    "emb_dim": "hidden_size",
-    "mlp_dim": "intermediate_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "norm_eps": "rms_norm_eps",
-}
+DECODER_SIZES = {key: hf_key for key, hf_key in SIZES.items() if key not in OF_TALKER}
 TALKER_SIZES = {
-    "vocab_size": "vocab_size",
-    "context_length": "max_position_embeddings",
+    **{key: SIZES[key] for key in OF_TALKER},
     "top_k": "num_experts_per_tok",
     "expert_dim": "moe_intermediate_size",
     "shared_dim": "shared_expert_intermediate_size",
@@ -34,13 +28,14 @@ VOCODER_SIZES = {
     "ratios": "upsampling_ratios",
     "rates": "upsample_rates",
 }
-# Key of `talker` -> key of talker_config; the last three keys precede the code of the voice.
+# Key of `talker` -> key of talker_config.
 CODES = {
     "hidden_layer": "accept_hidden_layer",
     "end_code": "codec_eos_token_id",
     "pad_code": "codec_pad_id",
     "begin_code": "codec_bos_id",
 }
+# Keys of talker_config with the codes before that of the voice.
 PROMPT_CODES = ("codec_nothink_id", "codec_think_bos_id", "codec_think_eos_id")
 # Key of `model.speech` -> key of config.json.
 TOKENS = {
@@ -86,10 +81,8 @@ def _decoder_values(settings: Settings, name: str) -> dict[str, Any]:
     found = rope(settings)
     if found.keys() != {"theta"}:
         raise UnsupportedError(f"{name}.rope_parameters of kind {found.get('kind')} (supported: default)")
-    heads = settings["num_attention_heads"]
     return {
-        **{key: settings[hf_key] for key, hf_key in SIZES.items()},
-        "head_dim": settings.get("head_dim") or settings["hidden_size"] // heads,
+        **sizes(settings, DECODER_SIZES),
         "activation": activation(settings["hidden_act"]),
         "rope_theta": found["theta"],
     }
@@ -98,8 +91,7 @@ def _decoder_values(settings: Settings, name: str) -> dict[str, Any]:
 def _decoder_settings(section: SpeechDecoder) -> Settings:
     """Inverse of `_decoder_values`."""
     return {
-        **{hf_key: getattr(section, key) for key, hf_key in SIZES.items()},
-        "head_dim": section.head_dim,
+        **size_settings(section, DECODER_SIZES),
         "hidden_act": activation_setting(section.activation),
         "attention_bias": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": section.rope_theta},
@@ -213,8 +205,8 @@ def _media_settings(model: config.Model) -> Settings:
     return {key: value for key, value in settings.items() if value is not None}
 
 
-def _below(prefix: str, rows: tuple[Weight, ...]) -> tuple[Weight, ...]:
-    """Rows of the layers of a text decoder, with the prefix of another one."""
+def _with_prefix(prefix: str, rows: tuple[Weight, ...]) -> tuple[Weight, ...]:
+    """Rows of the layers of a text decoder, with another prefix of their tensor names."""
     return tuple(
         dataclasses.replace(row, hf=prefix + row.hf.removeprefix("model."), gguf="", gguf_interleaved_rope=False)
         for row in rows
@@ -227,9 +219,9 @@ SCALES = (
 )
 # Rows of the stacked layers of each decoder.
 LAYERS = {
-    "talker": _below(f"{TALKER}model.", (*llama.MIXER, *llama.QK_NORMS, *qwen3_next.QWEN3_NEXT_MOE)),
-    "code_predictor": _below(f"{PREDICTOR}model.", (*llama.LAYER, *llama.QK_NORMS)),
-    "vocoder": _below(f"{VOCODER}pre_transformer.", (*llama.LAYER, *SCALES)),
+    "talker": _with_prefix(f"{TALKER}model.", (*llama.MIXER, *llama.QK_NORMS, *qwen3_next.QWEN3_NEXT_MOE)),
+    "code_predictor": _with_prefix(f"{PREDICTOR}model.", (*llama.LAYER, *llama.QK_NORMS)),
+    "vocoder": _with_prefix(f"{VOCODER}pre_transformer.", (*llama.LAYER, *SCALES)),
 }
 
 

@@ -79,17 +79,24 @@ def read_video_tokens(
 
 
 def _uses_audio(source: Mapping[str, Any], vision: Vision) -> bool:
+    """Whether the audio of a video is read: by the key of its source, or the model's setting without one."""
     is_used, given = vision.videos.use_audio_in_video, source.get("use_audio_in_video")
+    if given is None:
+        return is_used
+    if not isinstance(given, (bool, np.bool_)):
+        reason = f"use_audio_in_video={repr(given)[:50]} is not a boolean"
+        raise MediaError("video", reason, accepted="true or false")
     if given and not is_used:
         reason = "use_audio_in_video=true needs model.vision.videos.use_audio_in_video=true"
-        raise MediaError("video", reason, accepted="the frames of a video alone")
-    return is_used and given in (None, True)
+        raise MediaError("video", reason, accepted="use_audio_in_video=false")
+    return bool(given)
 
 
 def _read_clip(file: Mapping[str, Any], audio: VideoAudio | None) -> np.ndarray | None:
     """Log-mel frames of the audio track of a video; None if it has none."""
     if audio is None:
-        raise MediaError("video", "its audio is not supported here", accepted="use_audio_in_video=false")
+        reason = "has audio, which of the record types with images only image_chat supports"
+        raise MediaError("video", reason, accepted="use_audio_in_video=false")
     section, seconds = audio
     samples = read_audio_track(file, sampling_rate=section.sampling_rate, max_seconds=seconds)
     return None if samples is None else clip_frames(samples, section, max_seconds=seconds)
@@ -166,8 +173,8 @@ def _make_processor(vision: Vision) -> VideoProcessor:
 def order_media(messages: Any, images: Sequence[Any], videos: Sequence[Any]) -> list[Any]:
     """Sources of images and videos in the order of the parts of messages.
 
-    A part of a video may have the video itself, {"type": "video", "video": path}. Raises MediaError if the number of
-    videos is not that of the parts, or if a part asks for the audio of its video.
+    A part of a video may have the video itself, {"type": "video", "video": path}, and whether its audio is read. Raises
+    MediaError if the number of videos is not that of the parts.
     """
     remaining, others, ordered, count = list(videos), list(images), [], 0
     for part in _media_parts(messages):

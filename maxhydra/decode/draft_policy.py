@@ -146,8 +146,20 @@ class DraftPolicy:
         """Number and computed tokens of the first sequence at the last choice."""
         self._trial_budget = float(FIRST_TRIAL_STEPS)
         """Plain steps' worth of time that trials may lose; negative after one that lost more."""
-        self.num_steps = self.num_speculative_steps = 0
-        """Decode steps so far, and those of them that verified drafts."""
+        self._choice: bool | None = None
+        """Whether the next call should verify drafts; None if nothing was chosen for it, as for a batch with masks."""
+        self.num_steps = self.num_speculative_steps = self.num_waiting_steps = 0
+        """Decode steps so far, those of them that verified drafts, and those that did not because the program that
+        verifies drafts was not compiled."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Decode steps so far, as the statistics of the engine name them."""
+        return {
+            "steps": self.num_steps,
+            "steps_speculative": self.num_speculative_steps,
+            "steps_waiting": self.num_waiting_steps,
+        }
 
     def interrupt(self) -> None:
         """Other work is dispatched before the next call."""
@@ -158,11 +170,12 @@ class DraftPolicy:
         """Count a call, which is dispatched next; return a function to call once its tokens have arrived."""
         self.num_steps += num_steps
         self.num_speculative_steps += num_steps * is_speculative
-        if self._times is None or self._keys is None:
+        choice, self._choice = self._choice, None
+        self.num_waiting_steps += num_steps * (choice is True and not is_speculative)
+        if self._times is None:
             return None
-        key = self._keys[is_speculative]
-        if key.num_steps == num_steps:
-            return self._times.start(key)
+        if choice is not None and self._keys is not None and self._keys[is_speculative].num_steps == num_steps:
+            return self._times.start(self._keys[is_speculative])
         self._times.interrupt()
         return None
 
@@ -173,6 +186,7 @@ class DraftPolicy:
             self._chosen_at = number, num_computed
             self._keys = make_key(1), make_key(self.drafting.step_tokens)
             self._is_worthwhile = self._choose(self._expected_gain(sequences), *self._keys)
+        self._choice = self._is_worthwhile
         return self._is_worthwhile
 
     def _choose(self, gain: float, plain: MultiStepKey, speculative: MultiStepKey) -> bool:
@@ -215,6 +229,9 @@ class AcceptancePolicy(DraftPolicy):
 
     def _expected_gain(self, sequences: List[Sequence]) -> float:
         counts = {each.number: (each.num_drafted, each.num_accepted) for each in sequences}
+        if self._times is None and self._counts.keys().isdisjoint(counts):
+            # Choices are a function of the current requests, so nothing is known of new ones.
+            self._trial_budget = self._num_drafted = self._num_accepted = 0.0
         new = [np.subtract(pair, self._counts.get(number, (0, 0))) for number, pair in counts.items()]
         drafted, accepted = np.sum(new, axis=0).tolist()
         weight = MEASURED_DRAFTS / (MEASURED_DRAFTS + drafted)

@@ -56,8 +56,8 @@ class ImageLimits:
         counts = sizes.prod(axis=1)
         starts = np.flatnonzero(np.isin(tokens, vision.placeholders))[np.cumsum(counts) - counts]
         # Tokens of videos and of their audio; False stands for those outside of the prompt.
-        is_of_video, is_heard = (np.append(each, False) for each in self._video_tokens(tokens))
-        heard = np.cumsum(is_heard)
+        is_of_video, is_track = (np.append(each, False) for each in self._video_tokens(tokens))
+        num_audio = np.cumsum(is_track)
         total = time = taken = first = 0
         for start, count, longest in zip(starts.tolist(), counts.tolist(), sizes.max(axis=1).tolist(), strict=True):
             is_later = vision.step_positions is not None and is_of_video[start] and is_of_video[start - 1]
@@ -65,17 +65,17 @@ class ImageLimits:
             total -= taken if is_later else 0
             end = start + count
             last = end + np.argmin(is_of_video[end:]) - 1
-            taken = int(heard[last] - heard[first]) if is_heard[end] else max(time + 1, longest)
+            taken = int(num_audio[last] - num_audio[first]) if is_track[end] else max(time + 1, longest)
             total += taken
-        return int(counts.sum() + heard[-1]) - total
+        return int(counts.sum() + num_audio[-1]) - total
 
     def _video_tokens(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Whether tokens are of videos or of their audio, which directly follows them, and whether of the audio."""
         is_video, is_audio = tokens == self.model.vision.video_id, tokens == self.model.video_audio_id
         index, is_media = np.arange(len(tokens)), is_video | is_audio
         others = np.maximum.accumulate(np.where(is_media, -1, index))
-        is_heard = is_audio & (np.maximum.accumulate(np.where(is_video, index, -1)) > others)
-        return is_video | is_heard, is_heard
+        is_track = is_audio & (np.maximum.accumulate(np.where(is_video, index, -1)) > others)
+        return is_video | is_track, is_track
 
     def _num_tokens(self, images: np.ndarray) -> int:
         return int(image_sizes(images, self.model.vision).prod(axis=1).sum())

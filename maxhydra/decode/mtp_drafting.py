@@ -47,7 +47,7 @@ class MtpDrafter:
                 rows=rows,
                 adapters_B=adapters_B,
             )
-            hidden_B1D, cache = self._model.predict_after(weights, hidden_B1D, token_B[:, None], ctx)
+            hidden_B1D, cache = self._model.run_mtp_layer(weights, hidden_B1D, token_B[:, None], ctx)
             _, token_B = self._model.largest_logit(weights, hidden_B1D[:, 0], self._sharder)
             return (cache, (hidden_B1D, token_B)), token_B
 

@@ -158,10 +158,8 @@ class Runner:
 
     @property
     def draft_steps(self) -> dict[str, int] | None:
-        """Decode steps so far, and those of them that verified drafts; None without speculative decoding."""
-        if self._policy is None:
-            return None
-        return {"steps": self._policy.num_steps, "steps_speculative": self._policy.num_speculative_steps}
+        """Numbers of decode steps by name (DraftPolicy.counts); None without speculative decoding."""
+        return None if self._policy is None else self._policy.counts
 
     @cached_property
     def _histories(self) -> Histories:

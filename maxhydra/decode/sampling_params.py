@@ -164,10 +164,12 @@ class PromptEncoder:
     def insert_media(self, prompt: list[int], *, images: Sequence[Any], audios: Sequence[Any]) -> MediaPrompt:
         """Read images and audio clips, which are paths or data URLs, and insert their tokens into the prompt."""
         visual, clips = self.read_images(images), self.read_audio(audios)
-        heard = clips_in_order(np.array(prompt), visual, clips, vision=self.vision, audio=self.audio)
+        all_clips = clips_in_order(np.array(prompt), visual, clips, vision=self.vision, audio=self.audio)
         prompt, pixels = self.insert_images(self.with_audio_tokens(prompt, clips), visual)
-        shape = (max(map(len, heard), default=0), 0 if self.audio is None else self.audio.num_bands)
-        return MediaPrompt(prompt, pixels, stack_clips(heard, count=len(heard), shape=shape) if heard else None)
+        shape = (max(map(len, all_clips), default=0), 0 if self.audio is None else self.audio.num_bands)
+        return MediaPrompt(
+            prompt, pixels, stack_clips(all_clips, count=len(all_clips), shape=shape) if all_clips else None
+        )
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:
         longest = self.tokenizer.max_token_bytes

@@ -141,18 +141,23 @@ class Speaker:
         if talker.context_length <= T:
             raise SpeechError(f"the prompt has {T} positions, but the talker has {talker.context_length}")
         limit = min(options.max_frames, talker.context_length - T)
-        state = self._programs.prefill(self._params, self._padded(inputs), T, seed, _round(T + limit, CACHE_STEP))
+        state = self._programs.prefill(
+            self._params, self._pad_inputs(inputs), T, seed, _round_up(T + limit, CACHE_STEP)
+        )
         for number in range(limit):
             if int(state.code_B[0]) == talker.end_code:
                 return
             text_D = inputs.text_FD[number] if number < len(inputs.text_FD) else inputs.pad_D
             state, codes_BG = self._programs.frame(self._params, state, text_D, seed)
-            yield np.asarray(codes_BG[0])
+            codes_G = np.asarray(codes_BG[0])
+            if codes_G.min() < 0:
+                raise SpeechError(f"the logits of frame {number} are not finite; check the weights of model.speech")
+            yield codes_G
 
-    def _padded(self, inputs: TalkerInputs) -> tuple[jax.Array, jax.Array | None]:
+    def _pad_inputs(self, inputs: TalkerInputs) -> tuple[jax.Array, jax.Array | None]:
         """Prompt and positions, padded to a compiled length."""
         T = inputs.prompt_BTD.shape[1]
-        padding = [(0, 0), (0, _round(T, INPUT_STEP) - T), (0, 0)]
+        padding = [(0, 0), (0, _round_up(T, INPUT_STEP) - T), (0, 0)]
         axes = inputs.axis_positions
         return jnp.pad(inputs.prompt_BTD, padding), None if axes is None else jnp.pad(axes, padding)
 
@@ -236,7 +241,7 @@ class SpeechPrograms:
         state = TalkerState(
             hidden_BTD[:, last], jnp.zeros(1, jnp.int32), length, next_axis, jnp.int32(0), seen_BV, cache
         )
-        return self._sampled(state, logits_BTV[:, last], seed)
+        return self._sample_code(state, logits_BTV[:, last], seed)
 
     def _frame(
         self, params: Tree, state: TalkerState, text_D: jax.Array, seed: jax.Array
@@ -259,9 +264,9 @@ class SpeechPrograms:
         state = state._replace(
             hidden_BD=hidden_BTD[:, 0], position=state.position + 1, axis_position=state.axis_position + 1, cache=cache
         )
-        return self._sampled(state, logits_BTV[:, 0], seed), codes_BG
+        return self._sample_code(state, logits_BTV[:, 0], seed), codes_BG
 
-    def _sampled(self, state: TalkerState, logits_BV: jax.Array, seed: jax.Array) -> TalkerState:
+    def _sample_code(self, state: TalkerState, logits_BV: jax.Array, seed: jax.Array) -> TalkerState:
         """The state with a code sampled from the talker's logits."""
         talker, codebooks = self._talker, self._model.config.speech.codebooks
         assert codebooks is not None
@@ -309,7 +314,7 @@ def _context(positions_BT: jax.Array) -> Context:
     return Context(positions=positions_BT, segments=None, sharder=Sharder.single(), cache=None, dropout_key=None)
 
 
-def _round(length: int, step: int) -> int:
+def _round_up(length: int, step: int) -> int:
     return -(-length // step) * step
 
 

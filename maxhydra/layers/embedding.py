@@ -120,8 +120,8 @@ class Embedding(nnx.Module):
         """Logits [..., V] of hidden states [..., D]; `is_single_device`: on one device."""
         matmul = _HeadMatmul("...D,VD->...V", 1, self.format, is_single_device)
         update = factors_of(self.lora, self.spec.dtypes.compute, is_adapted=is_adapted)
-        turned = None if update is None else Factors(update.b.T, update.a.T)
-        return _logits(matmul, hidden, self.table, turned, self.spec)
+        head_update = None if update is None else Factors(update.b.T, update.a.T)
+        return _logits(matmul, hidden, self.table, head_update, self.spec)
 
     def largest_logit(self, hidden_BD: jax.Array) -> tuple[jax.Array, jax.Array] | None:
         """Largest logit [B] and its token by one kernel, on one device; None if all logits must be computed."""

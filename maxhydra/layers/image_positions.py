@@ -59,9 +59,9 @@ class ImagePlaces(NamedTuple):
         time_BT = step_BT * (0 if steps is None else steps.positions)
         offset_BT3 = jnp.stack([time_BT, index_BT // columns_BT, index_BT % columns_BT], axis=-1)
         if steps is not None and steps.is_audio_BT is not None:
-            heard_BT = jnp.cumsum(steps.is_audio_BT, axis=1) - steps.is_audio_BT
-            clip_BT1 = (heard_BT - _at(start_BT, heard_BT))[:, :, None]
-            offset_BT3 = jnp.where(is_image_BT[:, :, None], offset_BT3, clip_BT1)
+            audio_before_BT = jnp.cumsum(steps.is_audio_BT, axis=1) - steps.is_audio_BT
+            audio_BT1 = (audio_before_BT - _at(start_BT, audio_before_BT))[:, :, None]
+            offset_BT3 = jnp.where(is_image_BT[:, :, None], offset_BT3, audio_BT1)
         is_last_BT = is_placed_BT & ~_shift(is_placed_BT & ~is_first_BT, by=-1)
         lag_BT = jnp.where(is_last_BT, tokens_T - start_BT - jnp.max(offset_BT3, axis=-1), 0)
         saved_BT = jnp.cumsum(lag_BT, axis=1) - lag_BT

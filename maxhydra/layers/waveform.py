@@ -17,7 +17,7 @@ from maxhydra.layers.params import Dtypes, ParamBuilder
 
 # Taps of the convolutions.
 TAPS = 7
-# Hidden channels of a ConvNeXt block by channel, the epsilon of its norm, and the initial scale of its output.
+# Hidden channels of a ConvNeXt block per channel, the epsilon of its norm, and the initial scale of its output.
 EXPANSION, CONVNEXT_EPS, CONVNEXT_SCALE = 4, 1e-6, 1e-6
 # Keeps the division of Snake finite.
 SNAKE_EPS = 1e-9
@@ -60,7 +60,7 @@ class CausalConv(nnx.Module):
 
 
 class TransposedConv(nnx.Module):
-    """A transposed convolution by a factor, cut by as many positions on both sides as the taps exceed the factor."""
+    """A transposed convolution that upsamples by a factor; `taps - factor` positions are cut off on both sides."""
 
     def __init__(self, inputs: int, outputs: int, *, taps: int, factor: int, make: ParamBuilder):
         self.taps, self.factor = taps, factor

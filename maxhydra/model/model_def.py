@@ -23,7 +23,7 @@ from maxhydra.layers.context import EXPERTS
 from maxhydra.layers.patch_tower import image_places
 from maxhydra.layers.weight_sampler import Sizes
 from maxhydra.model.decoder import BLOCKS, Decoder, DecoderSpec, ModelOutput
-from maxhydra.model.mtp_cache import MTP, empty_mtp_cache, forward_with_mtp_cache, predict_after
+from maxhydra.model.mtp_cache import MTP, empty_mtp_cache, forward_with_mtp_cache, run_mtp_layer
 from maxhydra.model.speech import SpeechDef
 from maxhydra.sharding import Sharder, is_axes
 
@@ -281,12 +281,12 @@ class ModelDef:
         cache = self._abstract.empty_cache(cache_spec)
         return {**cache, MTP: empty_mtp_cache(self._abstract, cache_spec)} if has_mtp else cache
 
-    def predict_after(self, params: Tree, hidden: jax.Array, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
+    def run_mtp_layer(self, params: Tree, hidden: jax.Array, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
         """Hidden states [B, T, D] of the first MTP layer, and the updated cache.
 
         Given hidden states at ctx.positions and the tokens [B, T] after them; the head then predicts the next ones.
         """
-        return predict_after(self._bind(params), hidden, tokens, ctx)
+        return run_mtp_layer(self._bind(params), hidden, tokens, ctx)
 
     def _bind(self, params: Tree) -> Decoder:
         """The module bound to its weights; other entries of `params`, such as a teacher's, are ignored."""

@@ -69,7 +69,7 @@ def last_hidden(cache: Tree, rows: PageTable) -> jax.Array:
     return state.at(0).read(rows)["hidden"][:, None]
 
 
-def predict_after(decoder: Decoder, hidden_BTD: jax.Array, next_BT: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
+def run_mtp_layer(decoder: Decoder, hidden_BTD: jax.Array, next_BT: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
     """Hidden states of the layer, given those at ctx.positions and the tokens after them, and the updated cache."""
     keys_values, state = ctx.cache[MTP]
     output = decoder.predict_mtp(0, hidden_BTD, next_BT, ctx, keys_values)
@@ -77,6 +77,6 @@ def predict_after(decoder: Decoder, hidden_BTD: jax.Array, next_BT: jax.Array, c
 
 
 def _at_positions(ctx: Context, positions_BT: jax.Array) -> Context:
-    """The context of tokens at other positions, -1 for none, which need not start their rows."""
+    """The context with other positions; -1 marks tokens without one. The first token need not start its row."""
     segments_BT = (positions_BT >= 0).astype(jnp.int32)
     return dataclasses.replace(ctx, positions=positions_BT, segments=segments_BT, output_index=None, is_fresh=False)

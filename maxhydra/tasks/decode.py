@@ -71,10 +71,9 @@ def _complete(job: Job, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
         if task.input is not None:
             return _decode_file(job, task, prompts)
         broadcast(True)
-        speech: list[SpeechFiles] = []
-        with _open_client(job, task, prompts, speech) as client:
+        with _open_client(job, task, prompts) as (client, speech):
             if task.prompt is not None:
-                complete(client, task.prompt, write_and_flush, speech=speech[0] if speech else None)
+                complete(client, task.prompt, write_and_flush, speech=speech)
             else:
                 chat(client, read=line_reader(), write=write_and_flush)
     except (BatchFailedError, GenerationFailedError) as error:
@@ -91,9 +90,9 @@ def _decode_file(job: Job, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
     with OutputFile(target, settings=settings_fingerprint(job.config)) as output:
         before, total = output.count, records * task.samples
         if broadcast(output.count_missing(read_records(source, task.sampling), task.samples) > 0):
-            with _open_client(job, task, prompts, []) as client:
+            with _open_client(job, task, prompts) as (client, _):
                 OfflineBatch(client, output, records=records).run()
-                _print_drafts(client.engine.stats())
+                print_drafts(client.engine.stats())
         if output.num_rejected:
             reason = f"{output.num_rejected} of {total} prompts were rejected: see `error` in {task.output}"
             return Outcome("failed", f"{reason}; to retry them, delete their lines")
@@ -101,20 +100,25 @@ def _decode_file(job: Job, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
     return Outcome("finished", "completed")
 
 
-def _print_drafts(stats: Mapping[str, float]) -> None:
+def print_drafts(stats: Mapping[str, float]) -> None:
     """Print how many tokens speculative decoding drafted, how many were accepted, and in how many of the steps."""
-    if "tokens_drafted" in stats:
-        names = ("tokens_accepted", "tokens_drafted", "steps_speculative", "steps")
-        accepted, drafted, speculative, steps = (round(stats[name]) for name in names)
-        text = f"{accepted} of {drafted} drafted tokens accepted, in {speculative} of {steps} steps"
-        print(f"speculative decoding: {text}", file=sys.stderr)
+    if "tokens_drafted" not in stats:
+        return
+    names = ("tokens_accepted", "tokens_drafted", "steps_speculative", "steps", "steps_waiting")
+    accepted, drafted, speculative, steps, waiting = (round(stats[name]) for name in names)
+    text = f"{accepted} of {drafted} drafted tokens accepted, in {speculative} of {steps} steps"
+    if waiting:
+        text += f"; {waiting} steps ran without drafts while the program that verifies them was being compiled"
+        text += " (task.engine.warm_up=true compiles it first)"
+    print(f"speculative decoding: {text}", file=sys.stderr)
 
 
 @contextmanager
 def _open_client(
-    job: Job, task: DecodeTask, prompts: PromptEncoder, speech: list[SpeechFiles]
-) -> Iterator[PromptClient]:
-    """`speech`: gets what writes the speech of completions, if the task has it."""
+    job: Job, task: DecodeTask, prompts: PromptEncoder
+) -> Iterator[tuple[PromptClient, SpeechFiles | None]]:
+    """The client of an engine, and the writer of the speech of its completions if the task has a folder for it."""
+    speech: list[SpeechFiles] = []
 
     def keep_speech(model: ModelDef, params: Any) -> None:
         if task.speech.folder is not None:
@@ -127,7 +131,7 @@ def _open_client(
     else:
         engine = open_diffusion_engine(job.config, task, prompts)
     try:
-        yield PromptClient(engine, prompts, task, job.config.run.seed)
+        yield PromptClient(engine, prompts, task, job.config.run.seed), speech[0] if speech else None
     finally:
         engine.close()
         profiler.close()

@@ -14,7 +14,9 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.quantization import Adapter, AdapterInit, AdapterKind
 from maxhydra.convert.hf_write import find_family
 from maxhydra.convert.load import load_adapter, load_weights
+from maxhydra.convert.name_table import Join
 from maxhydra.convert.peft import write_peft
+from maxhydra.convert.peft_experts import ExpertStack
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build, merge_adapter, merge_trees, split_trainable
 from maxhydra.sharding import Sharder
@@ -199,6 +201,26 @@ def test_experts_that_we_train_load_in_peft(family: str, init: AdapterInit, tmp_
             jax.tree.map(np.testing.assert_array_equal, again, trained)
         merged = load_weights(str(tmp_path / folder), build(config), shardings=None, dtype="float32")
         np.testing.assert_allclose(logits_of(model.base, merged), logits, rtol=1e-4, atol=1e-4)
+
+
+def test_square_experts_without_gates_are_distinguished_by_their_wrappers() -> None:
+    """Both adapters have the same shapes; one alone may be that of either projection."""
+    random = np.random.default_rng(0)
+    arrays = {name: random.normal(size=(3, 6, 2)).astype(np.float32) for name in ("up", "down")}
+    trained = {name: {"lora": {"a": a, "b": 2 * a.swapaxes(1, 2)}} for name, a in arrays.items()}
+    stack = ExpertStack(("experts",), {"m": ()}, (3, 6, 6), ("up",), Join.parts, is_by_expert=True)
+
+    def tensors(trained: Any) -> dict[str, np.ndarray]:
+        return {
+            f"{stem}.lora_{matrix}.weight": array
+            for _, stem, *matrices in stack.write({"experts": trained}, in_blocks=False)
+            for matrix, array in zip("AB", matrices, strict=True)
+        }
+
+    found, _ = stack.read(tensors(trained), 2, ValueError)
+    jax.tree.map(np.testing.assert_array_equal, found, trained)
+    with pytest.raises(ValueError, match="may be of either"):
+        stack.read(tensors({"up": trained["up"]}), 2, ValueError)
 
 
 @pytest.mark.parametrize(

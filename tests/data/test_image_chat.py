@@ -172,6 +172,8 @@ def test_rows_have_the_audio_of_videos_between_their_steps(tmp_path: Path) -> No
         ]
     )
     assert "has 6 images" in many.reason and "audio track of more than 3 seconds" in late.reason
+    (rejected,) = made.encode([{"messages": messages({**part, "use_audio_in_video": "no"}), "videos": [heard]}])
+    assert rejected.reason == "video: use_audio_in_video='no' is not a boolean; accepted: true or false"
     few, _ = record_type(tmp_path, *options, "data.max_clips=1")
     (rejected,) = few.encode([{"messages": messages(part, part), "videos": [heard] * 2}])
     assert rejected.reason == "has 2 videos with audio, more than data.max_clips=1"

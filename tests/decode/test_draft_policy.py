@@ -133,6 +133,25 @@ def test_measured_acceptance_decides(is_measured: bool, monkeypatch: pytest.Monk
     assert not right[0] and all(right[100:])
 
 
+def test_acceptance_of_earlier_requests_is_forgotten_without_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With deterministic=true, equal requests have equal calls, whatever was decoded before."""
+    decoding = Decoding(monkeypatch, is_measured=False, make=AcceptancePolicy)
+
+    def calls(number: int) -> list[bool]:
+        """Decode a new sequence, whose drafts are all rejected."""
+        decoding.sequence = Sequence(make_request([1, 2, 3], max_tokens=10**6), budget=10**6)
+        decoding.sequence.number = number
+        found = []
+        for _ in range(100):
+            found.append(decoding.call([0] * NUM_STEPS))
+            decoding.sequence.num_drafted += found[-1] * NUM_STEPS * DRAFTING.tokens
+        return found
+
+    first = calls(0)
+    assert first[0] and not all(first)
+    assert calls(1) == first
+
+
 def test_only_consecutive_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1000))
     monkeypatch.setattr(draft_policy.time, "perf_counter", lambda: next(clock))
@@ -147,3 +166,27 @@ def test_only_consecutive_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> No
         next(clock)
         times.start(SPECULATIVE)()
     assert times.ratio(PLAIN, SPECULATIVE) == pytest.approx(1 / 2)
+
+
+def test_calls_that_wait_for_the_speculative_program_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Decoding(monkeypatch, is_measured=False, make=AcceptancePolicy).policy
+    sequence = Sequence(make_request([1, 2, 3], max_tokens=100), budget=100)
+    sequence.number = 0
+    assert policy.is_worthwhile([sequence], make_key)
+    policy.start(NUM_STEPS, is_speculative=False)
+    assert policy.num_waiting_steps == NUM_STEPS
+    # A batch with a grammar is decoded in single steps, for which nothing was chosen.
+    policy.start(1, is_speculative=False)
+    assert policy.is_worthwhile([sequence], make_key)
+    policy.start(NUM_STEPS, is_speculative=True)
+    assert policy.num_waiting_steps == NUM_STEPS
+    assert policy.num_steps == 2 * NUM_STEPS + 1 and policy.num_speculative_steps == NUM_STEPS
+
+
+def test_steps_with_masks_are_not_timed() -> None:
+    """A batch with a grammar waits for its masks; the policy chooses nothing for it."""
+    policy, sequence = AcceptancePolicy(DRAFTING, is_measured=True), Sequence(make_request([1], max_tokens=9), budget=9)
+    sequence.number = 0
+    policy.is_worthwhile([sequence], lambda tokens: make_key(tokens)._replace(num_steps=1))
+    assert policy.start(1, is_speculative=False) is not None
+    assert policy.start(1, is_speculative=False) is None

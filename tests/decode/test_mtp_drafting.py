@@ -110,7 +110,7 @@ class CachedModel:
         )
         hidden_B1D = last_hidden(self.cache, self.rows)
         tokens_B1 = jnp.asarray(tokens_B)[:, None]
-        hidden_B1D, _ = jax.jit(self.model.predict_after)(self.params, hidden_B1D, tokens_B1, context)
+        hidden_B1D, _ = jax.jit(self.model.run_mtp_layer)(self.params, hidden_B1D, tokens_B1, context)
         return np.asarray(self.model.logits(self.params, hidden_B1D, SINGLE))[:, 0]
 
 

@@ -12,7 +12,7 @@ from maxhydra.convert.hf import hf_source
 from maxhydra.layers import AudioClips
 from maxhydra.model import ModelDef
 from tests.support.cached_decoding import cached_logits
-from tests.support.media_models import export, forward_logits, load_float32
+from tests.support.media_models import OMNI_AUDIO, export, forward_logits, load_float32
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -20,7 +20,7 @@ transformers = import_optional("transformers", extra="parity")
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
-BEGIN, END, PLACEHOLDER, BANDS = 60, 61, 62, 20
+BEGIN, END, PLACEHOLDER, BANDS = 60, 61, 62, OMNI_AUDIO["num_mel_bins"]
 # Frames of the clips of two rows: shorter than a chunk of 100, a part of one in the second, and more than a window of
 # two chunks.
 LENGTHS = np.array([[37, 163], [100, 251]])
@@ -37,17 +37,7 @@ TEXT = {
     "moe_intermediate_size": 16,
     "max_position_embeddings": 512,
 }
-AUDIO = {
-    "num_mel_bins": BANDS,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 3,
-    "encoder_ffn_dim": 40,
-    "d_model": 24,
-    "output_dim": 32,
-    "downsample_hidden_size": 6,
-    "n_window": 50,
-    "n_window_infer": 200,
-}
+AUDIO = {**OMNI_AUDIO, "encoder_layers": 2}
 VISION = {"depth": 0, "deepstack_visual_indexes": [], "hidden_size": 16, "num_heads": 2, "num_position_embeddings": 4}
 
 

@@ -23,12 +23,18 @@ from maxhydra.layers.image_positions import ImagePlaces, VideoSteps
 from maxhydra.model import ModelDef, build
 from tests.support.cached_decoding import cached_logits
 from tests.support.media_models import (
-    QWEN_EXPERTS,
-    QWEN_TEXT,
-    QWEN_VISION,
+    AUDIO_BEGIN,
+    AUDIO_END,
+    BEGIN,
+    CLIP,
+    END,
+    IMAGE,
+    OMNI_AUDIO,
+    VIDEO,
     export,
     forward_logits,
     load_float32,
+    omni_thinker,
     randomize,
 )
 from tests.support.skips import import_optional
@@ -38,28 +44,7 @@ transformers = import_optional("transformers", extra="parity")
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
-VIDEO, AUDIO_BEGIN, AUDIO_END, CLIP, BEGIN, END, IMAGE, BANDS, FRAMES = 56, 57, 58, 59, 60, 61, 62, 20, 163
-TOKEN_IDS = {
-    "audio_token_id": CLIP,
-    "audio_start_token_id": AUDIO_BEGIN,
-    "audio_end_token_id": AUDIO_END,
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": BEGIN,
-    "vision_end_token_id": END,
-    "position_id_per_seconds": 13,
-}
-AUDIO = {
-    "num_mel_bins": BANDS,
-    "encoder_layers": 1,
-    "encoder_attention_heads": 3,
-    "encoder_ffn_dim": 40,
-    "d_model": 24,
-    "output_dim": 32,
-    "downsample_hidden_size": 6,
-    "n_window": 50,
-    "n_window_infer": 200,
-}
+BANDS, FRAMES = OMNI_AUDIO["num_mel_bins"], 163
 # Pixels [frames, height, width, 3] of images of 2 x 3 and 4 x 1 tokens, and of a video of three steps of 1 x 3.
 GENERATOR = np.random.default_rng(0)
 IMAGES = [GENERATOR.normal(size=(1, *size, 3)).astype(np.float32) for size in ((16, 24), (32, 8))]
@@ -100,9 +85,8 @@ def prompt(request: pytest.FixtureRequest) -> Prompt:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with weights that are large enough for every mechanism to matter."""
     torch.manual_seed(0)
-    sections = {"text_config": QWEN_TEXT | QWEN_EXPERTS, "audio_config": AUDIO, "vision_config": QWEN_VISION}
     model = transformers.Qwen3OmniMoeThinkerForConditionalGeneration(
-        transformers.Qwen3OmniMoeThinkerConfig(**sections, **TOKEN_IDS)
+        transformers.Qwen3OmniMoeThinkerConfig(**omni_thinker())
     )
     path = tmp_path_factory.mktemp("omni")
     randomize(model).save_pretrained(path)

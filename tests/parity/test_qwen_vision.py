@@ -16,7 +16,7 @@ from maxhydra.data.images import merged_patches
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder
 from tests.support.cached_decoding import cached_logits
-from tests.support.media_models import export, forward_logits, load_float32
+from tests.support.media_models import QWEN_TEXT, QWEN_VISION, export, forward_logits, load_float32
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -33,32 +33,13 @@ TOKEN_IDS = {
     "video_token_id": VIDEO,
 }
 TEXT = {
+    **QWEN_TEXT,
     "num_hidden_layers": 4,
     "hidden_size": 40,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 64,
-    "max_position_embeddings": 512,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 100.0,
-        "mrope_section": [4, 2, 2],
-        "mrope_interleaved": True,
-    },
+    "rope_parameters": {**QWEN_TEXT["rope_parameters"], "mrope_interleaved": True},
 }
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
-VISION = {
-    "depth": 4,
-    "hidden_size": 24,
-    "intermediate_size": 36,
-    "num_heads": 3,
-    "patch_size": 4,
-    "num_position_embeddings": 36,
-    "deepstack_visual_indexes": [0, 2],
-    "out_hidden_size": 40,
-}
+VISION = {**QWEN_VISION, "depth": 4, "deepstack_visual_indexes": [0, 2], "out_hidden_size": 40}
 ROPE = TEXT["rope_parameters"]
 HYBRID = TEXT | {
     # The norm of a state that the query hardly reads would amplify rounding.

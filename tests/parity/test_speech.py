@@ -1,5 +1,6 @@
 """Speech of Qwen3-Omni against transformers: talker, code predictor and vocoder, and the whole generation."""
 
+import dataclasses
 import re
 import wave
 from pathlib import Path
@@ -12,18 +13,29 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.tasks.inference import SpeechOutput
+from maxhydra.config.schema.tasks.inference import DecodeTask, SpeechOutput
 from maxhydra.convert import speech
 from maxhydra.data.audio.tokens import Clips
 from maxhydra.data.image_tokens import patch_inputs
 from maxhydra.data.images import merged_patches
-from maxhydra.decode.speech import Speaker, Utterance
+from maxhydra.decode.speech import Speaker, SpeechError, Utterance
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
-from tests.parity.test_omni import AUDIO, AUDIO_BEGIN, BANDS, BEGIN, CLIP, END, IMAGE, TOKEN_IDS
 from tests.support.cli import run_ok
-from tests.support.media_models import QWEN_EXPERTS, QWEN_TEXT, QWEN_VISION, export, load_float32
+from tests.support.media_models import (
+    AUDIO_BEGIN,
+    BEGIN,
+    CLIP,
+    END,
+    IMAGE,
+    OMNI_AUDIO,
+    OMNI_IDS,
+    QWEN_TEXT,
+    export,
+    load_float32,
+    omni_thinker,
+)
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -67,8 +79,8 @@ TALKER = {
     "accept_hidden_layer": 3,
     **{"codec_eos_token_id": 1040, "codec_nothink_id": 1041, "codec_think_bos_id": 1042, "codec_think_eos_id": 1043},
     **{"codec_pad_id": 1044, "codec_bos_id": 1045, "speaker_id": {"one": 1050, "two": 1051}},
-    **{key: TOKEN_IDS[key] for key in ("audio_token_id", "audio_start_token_id", "image_token_id", "video_token_id")},
-    **{"vision_start_token_id": BEGIN, "position_id_per_seconds": 13, "spatial_merge_size": 2},
+    **{key: value for key, value in OMNI_IDS.items() if "end" not in key},
+    "spatial_merge_size": 2,
 }
 VOCODER = {
     "codebook_size": CODES,
@@ -92,7 +104,7 @@ IDS = {
 FRAMES = 163
 GENERATOR = np.random.default_rng(0)
 PIXELS = GENERATOR.normal(size=(1, 16, 24, 3)).astype(np.float32)
-LOG_MEL = GENERATOR.normal(size=(FRAMES, BANDS)).astype(np.float32)
+LOG_MEL = GENERATOR.normal(size=(FRAMES, OMNI_AUDIO["num_mel_bins"])).astype(np.float32)
 MEDIA = [BEGIN, *[IMAGE] * 6, END, 3, AUDIO_BEGIN, *[CLIP] * 21]
 OPENING = [TURN, SYSTEM, BREAK, 7, STOP, BREAK, TURN, USER, BREAK, 1]
 TEXT_PROMPT, MEDIA_PROMPT = ([*OPENING, *middle, 2, STOP, BREAK, TURN, ASSISTANT, BREAK] for middle in ([], MEDIA))
@@ -103,13 +115,9 @@ MAX_FRAMES = 9
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with weights that are large enough for every mechanism to matter, but not for a clipped wave."""
     torch.manual_seed(0)
-    thinker = {
-        "text_config": {**QWEN_TEXT, **QWEN_EXPERTS, "num_hidden_layers": 4, "vocab_size": 300},
-        "audio_config": AUDIO,
-        "vision_config": QWEN_VISION,
-    }
+    thinker = omni_thinker(num_hidden_layers=4, vocab_size=300)
     config = transformers.Qwen3OmniMoeConfig(
-        thinker_config={**thinker, **TOKEN_IDS}, talker_config=TALKER, code2wav_config=VOCODER, **IDS
+        thinker_config=thinker, talker_config=TALKER, code2wav_config=VOCODER, **IDS
     )
     model = transformers.Qwen3OmniMoeForConditionalGeneration(config)
     with torch.no_grad():
@@ -255,6 +263,15 @@ def test_speech_without_a_talker_a_voice_or_a_prompt_is_rejected(
         compose(["task=decode", *model, "task.prompt=hello", "task.speech.folder=speech", *overrides])
 
 
+def test_a_talker_without_voices_is_rejected(loaded: tuple[ModelDef, Any]) -> None:
+    model = loaded[0].config
+    talker = dataclasses.replace(model.speech.talker, speakers={})
+    silent = dataclasses.replace(model, speech=dataclasses.replace(model.speech, talker=talker))
+    task = DecodeTask(prompt="hello", speech=SpeechOutput(folder="speech"))
+    assert [problem.path for problem in task.check_model(silent)] == ["speech.folder"]
+    assert not list(task.check_model(model))
+
+
 def test_cached_frames_equal_one_forward_pass(loaded: tuple[ModelDef, Any]) -> None:
     """The talker's inputs of all frames at once give the codes that were sampled with its cache."""
     (model, params), speak = loaded, speaker(loaded, repetition_penalty=1.0)
@@ -270,6 +287,14 @@ def test_cached_frames_equal_one_forward_pass(loaded: tuple[ModelDef, Any]) -> N
     _, logits, _ = jax.jit(model.speech.talk)(params["speech"], x, ctx)
     first = inputs.prompt_BTD.shape[1] - 1
     np.testing.assert_array_equal(jnp.argmax(logits[0, first:-1, :CODES], axis=-1), frames[:, 0])
+
+
+def test_logits_that_are_not_finite_are_reported(loaded: tuple[ModelDef, Any]) -> None:
+    model, params = loaded
+    speech = {**params["speech"], "code_predictor": jax.tree.map(jnp.zeros_like, params["speech"]["code_predictor"])}
+    speech["code_predictor"]["heads"] += jnp.nan
+    with pytest.raises(SpeechError, match="the logits of frame 0 are not finite"):
+        speaker((model, {**params, "speech": speech})).speak(Utterance(TEXT_PROMPT, [3, 4, 5]), seed=0)
 
 
 def test_export_is_bit_identical(folder: Path, tmp_path: Path) -> None:

@@ -42,6 +42,29 @@ QWEN_VISION = {
     "deepstack_visual_indexes": [0, 1],
     "out_hidden_size": 32,
 }
+# Ids of tokens of Qwen3-Omni.
+VIDEO, AUDIO_BEGIN, AUDIO_END, CLIP, BEGIN, END, IMAGE = range(56, 63)
+OMNI_IDS = {
+    "audio_token_id": CLIP,
+    "audio_start_token_id": AUDIO_BEGIN,
+    "audio_end_token_id": AUDIO_END,
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": BEGIN,
+    "vision_end_token_id": END,
+    "position_id_per_seconds": 13,
+}
+OMNI_AUDIO = {
+    "num_mel_bins": 20,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 3,
+    "encoder_ffn_dim": 40,
+    "d_model": 24,
+    "output_dim": 32,
+    "downsample_hidden_size": 6,
+    "n_window": 50,
+    "n_window_infer": 200,
+}
 GEMMA4_VISION = {
     "num_hidden_layers": 2,
     "hidden_size": 24,
@@ -53,6 +76,12 @@ GEMMA4_VISION = {
     "pooling_kernel_size": 2,
     "position_embedding_size": 160,
 }
+
+
+def omni_thinker(**text: int) -> dict[str, Any]:
+    """The config of a thinker of Qwen3-Omni; `text`: other values of its text decoder."""
+    sections = {"audio_config": OMNI_AUDIO, "vision_config": QWEN_VISION}
+    return {"text_config": {**QWEN_TEXT, **QWEN_EXPERTS, **text}, **sections, **OMNI_IDS}
 
 
 def randomize(model: Any, *, std: float = 0.2) -> Any:

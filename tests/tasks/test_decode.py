@@ -19,6 +19,7 @@ from maxhydra.decode.offline_files import OutputFile, read_records
 from maxhydra.decode.request import Delta, Handle
 from maxhydra.decode.sampling_params import PromptEncoder, PromptError, SettingError, make_requests, with_overrides
 from maxhydra.runtime.progress import open_item_progress
+from maxhydra.tasks.decode import print_drafts
 from tests.support.fake_engine import FakeEngine, decode_file, expected_text, make_client
 from tests.support.polling import wait_for
 
@@ -39,6 +40,24 @@ def template(folder: Path) -> str:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# Speculative decoding.
+
+
+def test_steps_without_drafts_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """A short job may end before the program that verifies drafts is compiled."""
+    stats = {"tokens_drafted": 0, "tokens_accepted": 0, "steps": 24, "steps_speculative": 0, "steps_waiting": 16}
+    print_drafts(stats)
+    assert capsys.readouterr().err == (
+        "speculative decoding: 0 of 0 drafted tokens accepted, in 0 of 24 steps; "
+        "16 steps ran without drafts while the program that verifies them was being compiled "
+        "(task.engine.warm_up=true compiles it first)\n"
+    )
+    print_drafts({**stats, "steps_waiting": 0})
+    assert capsys.readouterr().err == "speculative decoding: 0 of 0 drafted tokens accepted, in 0 of 24 steps\n"
+    print_drafts({"running": 0})
+    assert not capsys.readouterr().err
 
 
 # Sampling parameters.

@@ -26,7 +26,7 @@ def has_audio(record_type: str, vision: Vision | None) -> bool:
 
 
 def packing_methods(record_type: str, vision: Vision) -> list[PackingMethod]:
-    """Methods that pack records with images or audio: audio fills rows alone, preference pairs too."""
+    """Packing methods of a record type with images or audio. Audio and preference pairs fill rows alone."""
     packs = record_type == "image_chat" and not has_audio(record_type, vision)
     packed = [PackingMethod.first_fit, PackingMethod.best_fit] if packs else []
     return [PackingMethod.auto, PackingMethod.none, *packed]
@@ -68,7 +68,7 @@ def _vocabulary_problems(path: str, token_ids: Mapping[str, int | None], vocab_s
 
 
 def _equal_id_problems(encoders: Mapping[str, Vision | Audio]) -> Iterator[Problem]:
-    """A placeholder says which medium replaces the token, so that no other key has its id."""
+    """Problems of placeholders with the id of another token: a placeholder says which encoder replaces the token."""
     ids = {f"{path}.{name}": id for path, each in encoders.items() for name, id in each.token_ids.items()}
     first: dict[int, str] = {}
     for path, id in ids.items():
@@ -82,7 +82,7 @@ def _equal_id_problems(encoders: Mapping[str, Vision | Audio]) -> Iterator[Probl
 
 
 def _video_audio_problems(vision: Vision, audio: Audio) -> Iterator[Problem]:
-    """Audio in a video needs both encoders, and marks that distinguish it from a clip after the video."""
+    """Problems of settings that audio in videos needs: both encoders, and tokens around the audio."""
     needed = {"vision.video_id": vision.video_id, "audio.num_layers": audio.num_layers}
     needed |= {f"audio.{name}": getattr(audio, name) for name in ("begin_id", "end_id")}
     for path, value in needed.items():
@@ -92,7 +92,7 @@ def _video_audio_problems(vision: Vision, audio: Audio) -> Iterator[Problem]:
 
 
 def speech_problems(speech: Speech, vision: Vision, *, vocab_size: int, num_layers: int) -> Iterator[Problem]:
-    """Tokens of the talker's text are of the vocabulary, and the talker reads a layer after those that add images."""
+    """Problems of tokens outside the vocabulary, and of a talker that reads a layer before all images are added."""
     if speech.codebooks is None:
         return
     yield from _vocabulary_problems("speech", speech.token_ids, vocab_size)

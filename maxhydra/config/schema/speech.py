@@ -47,8 +47,8 @@ class SpeechDecoder(Schema):
 
     def check(self) -> Iterator[Problem]:
         if self.num_heads % self.num_kv_heads:
-            reason = f"does not divide num_heads={self.num_heads}"
-            yield Problem("num_kv_heads", reason, value=self.num_kv_heads)
+            reason, accepted = f"does not divide num_heads={self.num_heads}", f"a divisor of {self.num_heads}"
+            yield Problem("num_kv_heads", reason, value=self.num_kv_heads, accepted=accepted)
         if self.head_dim % 2:
             yield Problem("head_dim", "is odd, but RoPE rotates pairs", value=self.head_dim, accepted="an even number")
 
@@ -92,13 +92,15 @@ class Talker(SpeechDecoder):
     def check(self) -> Iterator[Problem]:
         yield from super().check()
         if self.top_k > self.experts:
-            yield Problem("top_k", f"is more than experts={self.experts}", value=self.top_k)
+            reason = f"is more than experts={self.experts}"
+            yield Problem("top_k", reason, value=self.top_k, accepted=f"1 to {self.experts}")
         if self.special_codes >= self.vocab_size:
             reason = f"leaves no codes of vocab_size={self.vocab_size}"
             yield Problem("special_codes", reason, value=self.special_codes, accepted=f"1 to {self.vocab_size - 1}")
         if 2 * sum(self.sections) != self.head_dim or len(self.sections) != 3:
-            reason = f"is not three numbers of pairs whose sum is half of head_dim={self.head_dim}"
-            yield Problem("sections", reason, value=self.sections)
+            reason = f"are not the pairs of head_dim={self.head_dim} in three sections"
+            accepted = f"three numbers with the sum {self.head_dim // 2}"
+            yield Problem("sections", reason, value=self.sections, accepted=accepted)
         codes = {"end_code": self.end_code, "pad_code": self.pad_code, "begin_code": self.begin_code}
         codes |= {"prompt_codes": max(self.prompt_codes, default=0)}
         codes |= {f"speakers.{name}": code for name, code in self.speakers.items()}
@@ -130,9 +132,9 @@ class Vocoder(SpeechDecoder):
         for name, factors in {"ratios": self.ratios, "rates": self.rates}.items():
             if not 1 <= len(factors) <= MAX_STAGES or min(factors) < 1:
                 accepted = f"1 to {MAX_STAGES} factors of 1 or more"
-                yield Problem(name, "is not a list of factors", value=factors, accepted=accepted)
+                yield Problem(name, "is not a list of upsampling factors", value=factors, accepted=accepted)
         if self.conv_dim % 2 ** len(self.rates):
-            reason = f"cannot be halved by each of {len(self.rates)} stages"
+            reason = f"cannot be halved by each of the {len(self.rates)} stages of rates"
             yield Problem("conv_dim", reason, value=self.conv_dim, accepted=f"a multiple of {2 ** len(self.rates)}")
 
 
@@ -179,4 +181,6 @@ class Speech(Schema):
             yield Problem("code_predictor.emb_dim", reason, self.code_predictor.emb_dim, str(self.talker.emb_dim))
         if self.talker.vocab_size - self.talker.special_codes > self.codebook_size:
             reason = f"gives the talker codes beyond codebook_size={self.codebook_size}"
-            yield Problem("talker.special_codes", reason, value=self.talker.special_codes)
+            least = self.talker.vocab_size - self.codebook_size
+            accepted = f"{least} or more"
+            yield Problem("talker.special_codes", reason, value=self.talker.special_codes, accepted=accepted)

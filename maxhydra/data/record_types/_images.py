@@ -94,8 +94,8 @@ class RecordImages:
             return None
         section, seconds = self.audio
         shape = (section.num_frames(seconds), section.num_bands)
-        heard = [image.clip for image in images if image.clip is not None]
-        return stack_clips(heard, count=self.data.max_clips, shape=shape)
+        clips = [image.clip for image in images if image.clip is not None]
+        return stack_clips(clips, count=self.data.max_clips, shape=shape)
 
 
 def _listed(values: Any) -> list[Any]:

@@ -96,10 +96,11 @@ def parse_images(given: Mapping[str, Any]) -> list[Any]:
                 path, accepted = f"messages[{number}].content", f"{prefixes[0]}...;base64,"
                 article = "an" if medium == "image" else "a"
                 raise bad_field(path, f"has {article} {medium} URL other than {accepted}; URLs are not fetched")
-            is_heard = part.get("use_audio_in_video")
-            if is_heard is not None and not isinstance(is_heard, bool):
-                raise bad_field(f"messages[{number}].content", "has use_audio_in_video other than true and false")
-            video = {"video": url} if is_heard is None else {"video": url, "use_audio_in_video": is_heard}
+            use_audio = part.get("use_audio_in_video")
+            if use_audio is not None and not isinstance(use_audio, bool):
+                reason = f"has use_audio_in_video={repr(use_audio)[:50]}; accepted: true or false"
+                raise bad_field(f"messages[{number}].content", reason)
+            video = {"video": url} if use_audio is None else {"video": url, "use_audio_in_video": use_audio}
             urls.append(url if medium == "image" else video)
     if len(urls) > MAX_IMAGES:
         raise bad_field("messages", f"has {len(urls)} images and videos; accepted: at most {MAX_IMAGES}")

@@ -124,7 +124,11 @@ class DecodeTask(Task):
         if self.sampling.stop:
             reason = "is not supported with task.speech.folder, which speaks all tokens of a completion"
             yield Problem("sampling.stop", reason, value=self.sampling.stop, accepted="[]")
-        if not speakers or speaker not in (None, *speakers):
+        if not speakers:
+            reason = "needs a voice, and model.speech.talker.speakers={} has none"
+            hint = "set model.speech.talker.speakers={NAME: CODE}"
+            yield Problem("speech.folder", reason, value=self.speech.folder, accepted="null", hint=hint)
+        elif speaker not in (None, *speakers):
             reason = "is not one of model.speech.talker.speakers"
             yield Problem("speech.speaker", reason, value=speaker, accepted=", ".join(speakers))
 
