@@ -1,11 +1,15 @@
 """`python -m maxhydra`, the same as the command `maxhydra`."""
 
 import sys
+from io import TextIOWrapper
 
 from maxhydra.cli.main import run
 
 
 def main() -> None:
+    # Generated text has characters that the locale may not be able to encode.
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))
 
 

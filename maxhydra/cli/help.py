@@ -45,7 +45,8 @@ def commands() -> dict[str, str]:
 def docstrings(folder: Path) -> dict[str, str]:
     """Return the first docstring line of each module in a folder, without importing it."""
     paths = (path for path in sorted(folder.glob("*.py")) if not path.name.startswith("_"))
-    return {path.stem: (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0] for path in paths}
+    modules = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    return {name: (ast.get_docstring(module) or "").partition("\n")[0] for name, module in modules.items()}
 
 
 def help_text(arguments: list[str]) -> str:

@@ -94,7 +94,9 @@ def _next_steps(result: Result, folder: RunDirectory, config: Config) -> Iterato
         return
     is_finished = result.status == "finished"
     name = folder.path.relative_to(config.run.folder().absolute()).as_posix()
-    steps = f"train.steps={2 * config.train.steps if is_finished else config.train.steps}"
+    # train.epochs replaces train.steps.
+    key, length = ("steps", config.train.steps) if config.train.epochs is None else ("epochs", config.train.epochs)
+    steps = f"train.{key}={2 * length if is_finished else length}"
     try:
         command = shlex.join(["maxhydra", *rerun_arguments(folder.read(), name, steps)])
     except ConfigError:  # The command contained a secret.

@@ -97,7 +97,7 @@ def _position(group: str, order: list[str]) -> tuple[int, str]:
 
 def defaults() -> Iterator[tuple[str, str]]:
     """Yield group and default option, as listed in config.yaml."""
-    for line in (CONF / "config.yaml").read_text().splitlines():
+    for line in (CONF / "config.yaml").read_text(encoding="utf-8").splitlines():
         if entry := re.match(r"\s*- (?:optional )?([\w/]+): (\S+)", line):
             yield entry[1], entry[2]
 

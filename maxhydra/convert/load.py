@@ -20,7 +20,7 @@ from maxhydra.convert.hf import hf_source
 from maxhydra.convert.hf_config import is_hf_folder
 from maxhydra.convert.hf_write import find_family
 from maxhydra.convert.orbax_io import PARAMS, find_checkpoint, read_format, read_parameters, stored_shapes
-from maxhydra.convert.peft import PeftFolder, is_peft_folder, open_peft
+from maxhydra.convert.peft import SETTINGS, PeftFolder, is_peft_folder, open_peft
 from maxhydra.convert.source import Source
 from maxhydra.convert.streaming import Arrays, FileArrays, InMemoryArrays, single_device_shardings, stream_weights
 from maxhydra.model import ModelDef, build, map_leaves, merge_adapter, merge_trees, split_trainable, store_weight
@@ -155,7 +155,8 @@ def _load_peft(folder: PeftFolder, model: ModelDef, *, shardings: Tree, dtype: D
     """Load the base weights of a PEFT adapter and merge the adapter into them."""
     external = open_external(folder.key, folder.base)
     if external is None:
-        raise folder.problem(f"is an adapter of {folder.base}, which is not a Hugging Face folder")
+        hint = f"export its base with task=convert, and name that folder as base_model_name_or_path in {SETTINGS}"
+        raise folder.problem(f"is an adapter of {folder.base}, which is not a Hugging Face folder", hint=hint)
     adapted = build(model.config, folder.adapter(model, external.table))
     trained = folder.trained(model, external.table)
     base = stream_weights(external, model, shardings=shardings, dtype="float32")

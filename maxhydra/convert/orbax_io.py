@@ -66,9 +66,11 @@ def find_checkpoint(key: str, location: str) -> Path:
     for folder in (root / "checkpoints", root):
         if steps := checkpoint_steps(folder):
             return folder / str(steps[-1])
+    file = next(root.glob("*.gguf"), None) if root.is_dir() else None
+    hint = f"name the file: {file}" if file is not None else ""
     reason = "contains no checkpoint" if root.is_dir() else "is not a folder"
     accepted = "a run folder, its checkpoints folder, or one checkpoint in it"
-    raise ConfigError(Problem(key, reason, value=location, accepted=accepted))
+    raise ConfigError(Problem(key, reason, value=location, accepted=accepted, hint=hint))
 
 
 def read_parameters(key: str, path: Path, abstract_params: Tree) -> Tree:

@@ -126,8 +126,8 @@ class PeftFolder:
             raise self.problem(f"contains {extra[0]}, which the model has no parameter for")
         return tree
 
-    def problem(self, reason: str) -> ConfigError:
-        return ConfigError(Problem(self.key, reason, value=self.location))
+    def problem(self, reason: str, *, hint: str = "") -> ConfigError:
+        return ConfigError(Problem(self.key, reason, value=self.location, hint=hint))
 
     def _tied_names(self, table: Table) -> set[str]:
         """The tensors of the head, which repeat those of the embedding; ConfigError if only one of both is adapted."""

@@ -4,6 +4,7 @@ Inputs are checked before any weights are loaded. Outputs are appended such that
 repeats a completion.
 """
 
+import codecs
 import dataclasses
 import fcntl
 import hashlib
@@ -17,6 +18,7 @@ from typing import Any, Self
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.fields import fields
 from maxhydra.config.schema.decode import Sampling
+from maxhydra.data.formats.payload import decode_json
 from maxhydra.decode.sampling_params import SettingError, with_overrides
 from maxhydra.record.atomic_io import to_json
 
@@ -92,9 +94,7 @@ def check_records(path: Path, sampling: Sampling) -> int:
 
 
 def _parse_record(content: bytes, index: int, line: int, sampling: Sampling) -> Record:
-    values = json.loads(content.decode("utf-8-sig" if line == 1 else "utf-8"))
-    if not isinstance(values, dict):
-        raise ValueError(f"is not a JSON object but {type(values).__name__}")
+    values = decode_json(content.removeprefix(codecs.BOM_UTF8) if line == 1 else content)
     # Raises for lone surrogates, which JSON can contain and UTF-8 cannot encode.
     to_json(values).encode()
     prompt = _parse_prompt(values)

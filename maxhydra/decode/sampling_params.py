@@ -254,7 +254,9 @@ def with_overrides(sampling: Sampling, changes: Mapping[str, Any]) -> Sampling:
         raise SettingError("stop", f"has {len(stop)} strings", f"at most {MAX_STOPS}")
     for name, value in changes.items():
         if name not in known:
-            raise SettingError(name, "is not a sampling parameter", did_you_mean(name, known) or ", ".join(known))
+            hint = did_you_mean(name, known)
+            reason = "is not a sampling parameter" + (f"; {hint}" if hint else "")
+            raise SettingError(name, reason, "" if hint else ", ".join(known))
         spec = known[name].spec
         if reason := _mismatch(spec, value):
             raise SettingError(name, reason, spec.accepted)

@@ -339,11 +339,12 @@ def _other_targets(rule: QuantizationRule, parameters: list[str]) -> list[str]:
 
 def _unmatched(key: str, targets: list[str] | None, names: list[str]) -> Iterator[Problem]:
     """Problems for targets that match no name: a typo would silently quantize or train less than intended."""
-    for target in targets or []:
-        if not any(matches_any([target], name) for name in names):
-            accepted = f"regular expressions on {', '.join(dict.fromkeys(names))}"
-            what = "weight" if key == "adapter.parameters" else "projection"
-            yield Problem(key, f"no {what}'s name matches {target!r}", value=targets, accepted=accepted)
+    unmatched = [target for target in targets or [] if not any(matches_any([target], name) for name in names)]
+    hint = "correct or remove it; the others match" if len(unmatched) < len(targets or []) else ""
+    for target in unmatched:
+        accepted = f"regular expressions on {', '.join(dict.fromkeys(names))}"
+        what = "weight" if key == "adapter.parameters" else "projection"
+        yield Problem(key, f"no {what}'s name matches {target!r}", value=targets, accepted=accepted, hint=hint)
 
 
 def parameter_count(shapes: Any) -> int:

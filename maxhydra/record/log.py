@@ -5,6 +5,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
 
 from maxhydra.record.redact import redact_text
@@ -47,7 +48,6 @@ def logging_to(path: Path | None, *, console: bool) -> Iterator[logging.Logger]:
     logger = logging.getLogger(NAME)
     handlers: list[logging.Handler] = [_console_handler(logging.INFO if console else logging.WARNING)]
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(_file_handler(path))
     level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.INFO)
@@ -70,7 +70,18 @@ def _console_handler(level: int) -> logging.Handler:
     return handler
 
 
+class _File(logging.FileHandler):
+    """Creates folder and file with the first record, so that a command that is rejected before leaves nothing."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, mode="a", encoding="utf-8", delay=True)
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+
 def _file_handler(path: Path) -> logging.Handler:
-    handler = logging.FileHandler(path, mode="a", encoding="utf-8")
+    handler = _File(path)
     handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     return handler

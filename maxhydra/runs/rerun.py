@@ -54,7 +54,7 @@ def describe_code_change(facts: Facts, folder: Path) -> str | None:
     then = facts.get("git") or {}
     now, diff = code()
     if not then.get("sha") or now is None:
-        return "the run's code is not under version control" if not then.get("sha") else "this code is not"
+        return f"{'this code' if then.get('sha') else 'the code of the run'} is not under version control"
     if then["sha"] != now["sha"]:
         return f"the run used commit {then['sha'][:8]}, this is {(now['sha'] or 'none')[:8]}"
     patch = folder / str(then["diff"]) if then.get("diff") else None

@@ -140,7 +140,7 @@ def _print(rows: list[Row], facts: dict, hardware: Hardware, dtype: str) -> None
         f"per device: weights {readable_bytes(device_bytes['parameters'])}, "
         f"optimizer {readable_bytes(device_bytes['optimizer'])}, "
         f"together {readable_bytes(sum(device_bytes.values()))}{capacity}, before activations\n"
-        f"training takes {facts['flops_per_token'] / 1e9:,.1f} GFLOP per token"
+        f"training takes {_gigaflops(facts['flops_per_token'])} GFLOP per token"
     )
     if host := facts.get("host_bytes_per_device"):
         print(f"in host memory per device: optimizer {readable_bytes(host['optimizer'])}")
@@ -161,3 +161,8 @@ def _upper_bounds(facts: dict, hardware: Hardware, dtype: str) -> Iterator[str]:
     if hardware.bandwidth_gb_s:
         seconds = facts["bytes_per_device"]["parameters"] / (hardware.bandwidth_gb_s * 1e9)
         yield f"at {hardware.bandwidth_gb_s:g} GB/s: reading a device's weights once takes {seconds * 1e3:.3g} ms"
+
+
+def _gigaflops(flops: float) -> str:
+    """Billions of operations, with three digits for a small model."""
+    return f"{flops / 1e9:,.1f}" if flops >= 1e9 else f"{flops / 1e9:.3g}"

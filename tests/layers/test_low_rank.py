@@ -141,3 +141,5 @@ def test_a_name_that_matches_no_weight_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"adapter\.parameters.*no weight's name matches 'head'") as caught:
         _ = build(tied, lora(targets=["attention/"], parameters=["head"])).shapes
     assert "layer/mlp/experts/gate" in (caught.value.problems[0].accepted or "")
+    with pytest.raises(ConfigError, match="correct or remove it; the others match"):
+        _ = build(tied, lora(targets=["attention/", "mlp/"])).shapes

@@ -196,3 +196,10 @@ def test_target_without_a_match_is_rejected() -> None:
         _ = build(model_config(), lora(targets=["attention/", "mpl/"])).shapes
     (problem,) = caught.value.problems
     assert problem.path == "adapter.targets" and "'mpl/'" in problem.reason and "layer/mlp/up" in problem.accepted
+
+
+def test_an_adapter_of_nothing_is_rejected() -> None:
+    """Without any adapter all weights would be trained, and stored as an adapter."""
+    with pytest.raises(ConfigError, match="selects nothing to adapt"):
+        compose(["adapter=lora", "adapter.targets=[]"])
+    assert compose(["adapter=lora", "adapter.targets=[]", "adapter.parameters=[embedding]"])

@@ -26,3 +26,14 @@ def test_tables_lines_and_logs_are_escaped(tmp_path: Path, capsys: pytest.Captur
     output = "".join(capsys.readouterr()) + (tmp_path / "log.txt").read_text()
     assert output.count("\\u001b[2J") == 5 and "hf_abc" not in output
     assert not set(output) & set("\x1b\x07\x9b\u202e\r")
+
+
+def test_the_file_is_created_with_the_first_record(tmp_path: Path) -> None:
+    """A command that is rejected before it logs leaves neither a file nor a folder."""
+    path = tmp_path / "run" / "log.txt"
+    with logging_to(path, console=False):
+        pass
+    assert not path.parent.exists()
+    with logging_to(path, console=False) as log:
+        log.info("begin")
+    assert path.read_text().endswith("INFO begin\n")

@@ -13,6 +13,7 @@ from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.run import Progress
+from maxhydra.config.schema.tasks.inference import DecodeTask, SpeechOutput
 from maxhydra.decode.chat_cli import chat, complete
 from maxhydra.decode.offline import BatchFailedError
 from maxhydra.decode.offline_files import OutputFile, read_records
@@ -167,6 +168,12 @@ def test_contradictory_settings_are_rejected(overrides: list[str], key: str) -> 
     assert key in [problem.path for problem in raised.value.problems]
 
 
+def test_speech_needs_the_name_of_a_folder() -> None:
+    """An empty name is the working directory, whose 0.wav would be replaced."""
+    task = DecodeTask(name="decode", prompt="a", speech=SpeechOutput(folder=""))
+    assert [problem.path for problem in task.check()] == ["speech.folder"]
+
+
 # Files.
 
 
@@ -206,8 +213,8 @@ def test_a_file_is_completed_with_ids_overrides_and_samples(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ("{", "line 2"),
-        ("[1]", "not a JSON object"),
+        ("{", "line 2: is not valid JSON: .* at column 3$"),
+        ("[1]", "line 2: expected a JSON object, found list"),
         ({"text": "x"}, "prompt and messages"),
         ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt and messages"),
         ({"prompt": ""}, "empty"),
@@ -216,7 +223,7 @@ def test_a_file_is_completed_with_ids_overrides_and_samples(tmp_path: Path) -> N
         ({"prompt": "x", "id": "first"}, "twice"),
         ({"prompt": "x", "id": [1]}, "id"),
         ({"prompt": "x", "temperature": 1}, "sampling"),
-        ({"prompt": "x", "sampling": {"temprature": 1}}, "temperature"),
+        ({"prompt": "x", "sampling": {"temprature": 1}}, "is not a sampling parameter; did you mean 'temperature'"),
         ({"prompt": "x", "sampling": {"max_tokens": -1}}, "max_tokens"),
         ({"prompt": "x", "finish": 1}, "finish"),
         ('{"prompt": "\\ud800"}', "line 2"),

@@ -1,11 +1,13 @@
 """task=score reproduces the logits of transformers for golden models, from file to file."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
@@ -125,6 +127,18 @@ def test_an_unwritable_output_is_rejected_before_weights_are_loaded(tmp_path: Pa
         with pytest.raises(ConfigError, match=rf"task\.output.*{reason}"):
             run_score(tmp_path / "x.jsonl", output, load)
     assert {path.name for path in tmp_path.iterdir()} == {"x.jsonl", "folder.npz"}
+
+
+def test_corrupt_weights_fail_and_write_nothing(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN, tmp_path / "corrupt")
+    file = tmp_path / "corrupt" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"][0] = np.nan
+    save_file(weights, file)
+    (tmp_path / "x.jsonl").write_text('{"ids": [1, 2]}')
+    load = f"checkpoint.load_parameters={tmp_path / 'corrupt'}"
+    outcome = run_score(tmp_path / "x.jsonl", tmp_path / "y.jsonl", load)
+    assert outcome.status == "failed" and "NaN" in outcome.reason and not (tmp_path / "y.jsonl").exists()
 
 
 def test_the_perplexity_of_impossible_tokens_is_infinite() -> None:

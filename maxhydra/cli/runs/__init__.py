@@ -24,7 +24,7 @@ def verbs() -> dict[str, Verb]:
     """Return the verbs by name, without importing their modules."""
     found = {}
     for path in Path(__file__).parent.glob("[a-z]*.py"):
-        for node in ast.parse(path.read_text()).body:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith(PREFIX):
                 found[node.name.removeprefix(PREFIX)] = Verb(path.stem, ast.get_docstring(node) or "")
     return dict(sorted(found.items()))

@@ -219,7 +219,7 @@ class ConfigMerge:
         if not parent and name in groups() and sourced.source != COMMAND_LINE:
             return f"to set keys outside {name}, start the file with the line `# {GLOBAL}`"
         tasks = [task for task, cls in task_schemas().items() if parent == "task" and name in fields(cls)]
-        return f"task={tasks[0]} has this key" if tasks else ""
+        return f"task={', '.join(tasks)} {'has' if len(tasks) == 1 else 'have'} this key" if tasks else ""
 
     def _nearest(self, parent: str, name: str, choices: list[str]) -> str:
         """Suggest a similar key of the section, then the same name elsewhere, then any similar path."""

@@ -38,6 +38,8 @@ NEXT_TOKEN_TASKS = ("pretrain", "sft")
 SCORE_TASKS = ("reward_model", "convert", "inspect", "serve")
 # Tasks whose engine can be profiled.
 ENGINE_TASKS = ("decode", "serve")
+# Tasks with weights whose sequences have no fixed length, train.seq_len.
+ANY_LENGTH_TASKS = (*ENGINE_TASKS, "convert", "eval", "score")
 # Tasks that describe a training run without running it.
 DESCRIBING_TASKS = ("plan", "compile", "inspect", "inspect_data")
 
@@ -146,13 +148,13 @@ class Config(Schema):
 
     def check(self) -> Iterator[Problem]:
         yield from size_problems(self.model)
-        if self.train.seq_len > self.model.context_length:
+        if self.task.name not in ANY_LENGTH_TASKS and self.train.seq_len > self.model.context_length:
             yield Problem(
                 "train.seq_len",
                 f"exceeds model.context_length={self.model.context_length}",
                 value=self.train.seq_len,
                 accepted=f"1 to {self.model.context_length}",
-                hint="raise both to train on longer sequences",
+                hint=f"set train.seq_len={self.model.context_length}; for longer sequences raise both",
             )
         yield from self._diloco_problems()
         yield from self._profile_problems()

@@ -195,6 +195,9 @@ class Adapter(Schema):
             if self.kind is AdapterKind.none and value != getattr(Adapter, name):
                 yield Problem(name, "is not used by kind=none", value=value, hint="try adapter=lora")
         yield from self._parameter_problems()
+        if self.is_enabled and self.targets == [] and not self.parameters:
+            hint = "set adapter.targets or adapter.parameters; adapter=none trains the model's own weights"
+            yield Problem("targets", "selects nothing to adapt, and parameters is empty too", value=[], hint=hint)
         if self.kind is AdapterKind.qlora and self.init is AdapterInit.pissa:
             reason = "is not supported by kind=qlora, whose base weights are rounded before they could be split"
             yield Problem("init", reason, value=self.init, accepted="normal, or kind=lora")

@@ -103,6 +103,8 @@ class DecodeTask(Task):
             hint = "set task.prompt, and leave task.chat=auto"
             reason = "requires a prompt that is a message of a chat"
             yield Problem("speech.folder", reason, value=self.speech.folder, hint=hint)
+        if self.speech.folder == "":
+            yield Problem("speech.folder", "is empty", value="", accepted="a folder, or null")
         if self.system is not None and self.chat is Chat.off:
             yield Problem("system", "has no effect with chat=off", value=self.system, accepted="null")
         if self.prompt == "":
