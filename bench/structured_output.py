@@ -83,7 +83,12 @@ def measure_cost(engine: Engine, ids: list[int], batch: int, tokens: int) -> dic
         times["masked"].append(seconds(grammar=grammar))
     free, masked = (min(times[kind][1:]) / tokens for kind in ("free", "masked"))
     figures = {"free_ms": 1000 * free, "masked_ms": 1000 * masked, "cost_percent": 100 * (masked / free - 1)}
-    return {"batch": batch, **{name: round(value, 2) for name, value in figures.items()}}
+    return {"batch": batch, **{name: round(value, 2) for name, value in figures.items()}, **verified(engine)}
+
+
+def verified(engine: Engine) -> dict[str, float]:
+    """Tokens that were sampled without masks, and that grammars accepted and rejected."""
+    return {name: value for name, value in engine.stats().items() if name.startswith("grammar_")}
 
 
 class PartTimes:
@@ -122,10 +127,12 @@ class PartTimes:
         self.measure(Emitter, "_read_next", "wait for tokens and masks")
         self.measure(Emitter, "_advance_grammars", "grammars: wait for tokens")
         self.measure(GrammarCompiler, "advance", "grammars: advance, masks")
+        self.measure(GrammarCompiler, "verify", "grammars: verify")
         self.measure(Emitter, "_emit", "emit")
         self.measure(runner.Runner, "_decode_inputs", "pack inputs")
         self.measure(runner.CompiledSteps, "forward", "dispatch forward")
         self.measure(runner.CompiledSteps, "sample", "dispatch sample")
+        self.measure(runner.CompiledSteps, "decode_multi", "dispatch several steps")
         self.measure(Engine, "_step", "everything else")
 
 
@@ -157,7 +164,7 @@ def measure_host(engine: Engine, ids: list[int], arguments: argparse.Namespace) 
         part: {name: round(1000 * taken[kind] / tokens, 3) for name, kind in columns.items()}
         for part, taken in parts.seconds.items()
     }
-    return {"batch": arguments.batch, **figures, "parts": by_part}
+    return {"batch": arguments.batch, **figures, "parts": by_part, **verified(engine)}
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ RARE_FEATURES = (
     GREEDY._replace(random=True, filters=True),
     SamplingFeatures(random=True, filters=True, penalties=True, logprobs=True, bias=True),
 )
-# Masks come from the host for every token, so that only single steps have them.
+# Multi-step calls have masks in their first step, for the longest context only, which shorter ones use too.
 MASKED_FEATURES = (COMMON_FEATURES[-1]._replace(mask=True), RARE_FEATURES[-1]._replace(mask=True))
 
 
@@ -123,7 +123,10 @@ class CompiledSteps:
         decoded = [(shape, features) for shape in decode_shapes for features in COMMON_FEATURES]
         decoded += [(shape, features) for shape in largest for features in RARE_FEATURES]
         sample_rows = {shape.rows for shape in prefill_shapes}
-        drafting = self._drafting
+        drafting, most = self._drafting, max((shape.pages for shape in decode_shapes), default=0)
+        if drafting is None:
+            decoded += [(shape, MASKED_FEATURES[0]) for shape in decode_shapes if shape.pages == most]
+            decoded += [(shape, features) for shape in largest for features in MASKED_FEATURES[1:]]
         verified = [] if drafting is None else [(replace(each, tokens=drafting.step_tokens), f) for each, f in decoded]
         if num_steps == 1:
             prefill_shapes += decode_shapes
@@ -181,9 +184,7 @@ class CompiledSteps:
         logits_BV, head_BC = output.logits_BV, output.head_BC
         key = SampleKey(logits_BV.shape[0], features)
         chosen = self._samplers.choose(key, eventual=key)
-        masks: list[np.ndarray | jax.Array] = []
-        if chosen.features.mask:
-            masks = [np.full(self._mask_shape(key.rows), ALL_TOKENS, np.uint32) if mask_BW is None else mask_BW]
+        masks = self._masks(chosen.features, key.rows, mask_BW)
         slot_state, sampled = self._samplers.get(chosen)(slot_state, logits_BV, head_BC, *masks)
         return slot_state, sampled
 
@@ -197,16 +198,26 @@ class CompiledSteps:
         self,
         key: MultiStepKey,
         weights: StepWeights,
-        cache: Tree,
-        slot_state: SlotState,
+        state: tuple[Tree, SlotState],
         inputs_BC: np.ndarray | jax.Array,
+        mask_BW: np.ndarray | None,
     ) -> tuple[Tree, SlotState, jax.Array, SampledTokens, jax.Array | None]:
         """Decode `key.num_steps` tokens per row; return them as [num_steps, B], with the inputs of the next call.
 
-        Entries beyond a row's remaining tokens are undefined. Experts are [B, num_steps, L, K].
+        Entries beyond a row's remaining tokens are undefined. Experts are [B, num_steps, L, K]. `mask_BW`: of the
+        first step.
         """
-        cache, slot_state, next_BC, sampled, experts = self._multi_steps.get(key)(weights, cache, slot_state, inputs_BC)
+        masks = self._masks(key.features, key.shape.rows, mask_BW)
+        cache, slot_state, next_BC, sampled, experts = self._multi_steps.get(key)(weights, *state, inputs_BC, *masks)
         return cache, slot_state, next_BC, sampled, experts
+
+    def _masks(
+        self, features: SamplingFeatures, rows: int, mask_BW: np.ndarray | jax.Array | None
+    ) -> list[np.ndarray | jax.Array]:
+        """The masks of a program, which allow all tokens if only others of its batches need some; empty without."""
+        if not features.mask:
+            return []
+        return [np.full(self._mask_shape(rows), ALL_TOKENS, np.uint32) if mask_BW is None else mask_BW]
 
     def decode_from_history(
         self,
@@ -286,7 +297,8 @@ class CompiledSteps:
         shardings = (self.cache_shardings, *4 * (self.replicated,))
         donated = tuple(range(1, 1 + len(state)))
         jitted = jax.jit(decode, donate_argnums=donated, out_shardings=shardings)
-        return jitted.lower(self._abstract_weights, *state, inputs).compile()
+        masks = [self._abstract_inputs(*self._mask_shape(key.shape.rows))] if key.features.mask else []
+        return jitted.lower(self._abstract_weights, *state, inputs, *masks).compile()
 
     def _abstract_history(self, context: int) -> TokenHistory:
         """Return a TokenHistory of ShapeDtypeStructs."""
