@@ -5,7 +5,8 @@ the one that masked sampling gives, since both take the largest of the same pert
 several steps sample without masks, and the host verifies their tokens while the next call runs. Where a grammar rejects
 a token, the row restarts after the last accepted one, with a mask in the first step of its next call. This loses the
 rest of the call and the one that is in flight, so it pays only if grammars rarely reject a token: the acceptance of the
-latest calls decides, compared with the measured cost of a step with masks.
+latest calls decides, compared with the measured cost of a step with masks. All such calls use a program that takes
+masks for its first step, so that a rejection needs no other program.
 
 Where the calls must be a function of the requests (deterministic=true, several processes), a fixed cost is used.
 """
@@ -18,14 +19,17 @@ from maxhydra.decode.draft_policy import CallTimes
 from maxhydra.decode.grammar import Verdict
 from maxhydra.decode.sequence import Sequence
 
+# Steps of a call whose tokens grammars verify. With K steps a rejection loses (K - 1) / 2 + K on average; a call should
+# take longer than the host needs to verify the tokens of the one before.
+VERIFIED_STEPS = 4
 # Cost of a step with masks relative to a step of a call without, unless it is measured: a model of 1B takes 2.61 and
 # 1.15 ms on an H200, at batch 32.
 FIXED_COST = 2.0
 # Steps after which their weight in the acceptance of a sequence, and of all sequences, is one half.
-SEQUENCE_STEPS, ENGINE_STEPS = 64, 1024
+SEQUENCE_STEPS, ENGINE_STEPS = 32, 1024
 # Steps that a sequence is assumed to have had, with the acceptance of all sequences.
 PRIOR_STEPS = 8
-# Steps with masks after which the acceptance counts as unknown and calls without masks are tried again: at most three
+# Steps with masks after which the acceptance counts as unknown and calls without masks are tried again: about six
 # calls, before it is known again, which lose about 2 % of the time.
 MAX_MASKED_STEPS = 512
 # Steps per token from which on the cost of masks is measured, and for how many steps per size of the batch.
@@ -60,7 +64,7 @@ class MaskPolicy:
     def __init__(self, num_steps: int, *, is_supported: bool, is_measured: bool):
         """`num_steps`: of a call without masks. `is_supported`: whether sequences can restart after an earlier token.
         `is_measured`: costs are measured; otherwise choices are a function of the sequences."""
-        self._num_steps, self._is_supported = num_steps, is_supported
+        self.num_steps, self._is_supported = num_steps, is_supported
         self._times = CallTimes() if is_measured else None
         self._all = Acceptance(ENGINE_STEPS)
         self._sequences: dict[int, Acceptance] = {}
@@ -116,7 +120,7 @@ class MaskPolicy:
     def _mask_cost(self, size: int) -> float:
         """Cost of a step with masks relative to one of a call without."""
         ratio = None if self._times is None else self._times.ratio((size, True), (size, False))
-        return FIXED_COST if ratio is None else self._num_steps * ratio
+        return FIXED_COST if ratio is None else self.num_steps * ratio
 
 
 def _size(sequences: List[Sequence]) -> int:

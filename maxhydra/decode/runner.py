@@ -21,7 +21,7 @@ from maxhydra.decode.compile_cache import Program
 from maxhydra.decode.draft_policy import DraftPolicy, make_policy
 from maxhydra.decode.drafting import Drafting
 from maxhydra.decode.grammar import join_masks
-from maxhydra.decode.mask_policy import MaskPolicy
+from maxhydra.decode.mask_policy import VERIFIED_STEPS, MaskPolicy
 from maxhydra.decode.page_pool import Capacity, Place
 from maxhydra.decode.pending import PendingExperts, PendingTokens, PendingVerified, PrefillOutput, start_copy
 from maxhydra.decode.pooling import Pooler
@@ -131,7 +131,8 @@ class Runner:
         self._policy = None if self._drafting is None else make_policy(self._drafting, is_measured=not deterministic)
         # A recurrent state cannot be reset to before a rejected token.
         is_supported = self.multi_steps > 1 and self._drafting is None and not model.config.is_recurrent
-        self.mask_policy = MaskPolicy(self.multi_steps, is_supported=is_supported, is_measured=not deterministic)
+        num_steps = min(self.multi_steps, VERIFIED_STEPS)
+        self.mask_policy = MaskPolicy(num_steps, is_supported=is_supported, is_measured=not deterministic)
         self._cache, self._slot_state = self.programs.init_state()
         self._pooler = Pooler(self._layout, sharder)
         self._resident: ResidentInputs | None = None
@@ -144,7 +145,7 @@ class Runner:
         if is_decoding and self._drafting is not None:
             self._histories.warm_up()
         self._slot_state = set_last_tokens(self._slot_state, {})
-        return self.programs.warm_up(needed, self.multi_steps)
+        return self.programs.warm_up(needed, self.multi_steps, self.mask_policy.num_steps)
 
     @property
     def decodes_single_steps(self) -> bool:
@@ -264,8 +265,8 @@ class Runner:
     def decode_multi(self, sequences: list[Sequence]) -> PendingTokens | None:
         """Decode several tokens per sequence in one call; None if that program is being compiled, or masks are needed.
 
-        All calls have the same number of steps. Steps beyond a row's last token are masked, which costs less than a
-        program for every number of steps, and makes the calls a function of the requests alone.
+        All calls have the same number of steps, or `VERIFIED_STEPS` with a grammar. Steps beyond a row's last token
+        are masked, which costs less than a program for every number, and makes calls a function of the requests alone.
         """
         if not self.mask_policy.verifies(sequences):
             return None
@@ -273,10 +274,10 @@ class Runner:
             return self._decode_from_history(sequences, self._policy)
         if self.multi_steps == 1:
             return None
-        shape = self.buckets.decode_shape(sequences, lookahead=self.multi_steps - 1, extra_rows=0)
-        features, is_restarting = sampling_features(sequences), any(each.is_restarting for each in sequences)
-        needed = MultiStepKey(shape, features._replace(mask=is_restarting), self.multi_steps)
-        key = self.programs.choose_multi_step(needed)
+        features = sampling_features(sequences)
+        num_steps = self.mask_policy.num_steps if features.mask else self.multi_steps
+        shape = self.buckets.decode_shape(sequences, lookahead=num_steps - 1, extra_rows=0)
+        key = self.programs.choose_multi_step(MultiStepKey(shape, features, num_steps))
         if key is None:
             return None
         on_arrival = self.mask_policy.start(sequences, is_masked=False)

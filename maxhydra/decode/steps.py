@@ -54,7 +54,7 @@ RARE_FEATURES = (
     GREEDY._replace(random=True, filters=True),
     SamplingFeatures(random=True, filters=True, penalties=True, logprobs=True, bias=True),
 )
-# Multi-step calls have masks in their first step, for the longest context only, which shorter ones use too.
+# In multi-step calls masks are those of the first step; their programs have the longest context, for shorter ones too.
 MASKED_FEATURES = (COMMON_FEATURES[-1]._replace(mask=True), RARE_FEATURES[-1]._replace(mask=True))
 
 
@@ -95,6 +95,8 @@ class CompiledSteps:
         self.cache_axes = map_caches(lambda cache: cache.axes(), caches)
         self.cache_shardings = sharder.tree(self.cache_axes)
         self._abstract_caches = jax.tree.map(_abstract, caches, self.cache_shardings)
+        self._full_masks: dict[int, jax.Array] = {}
+        """Masks [B, W] that allow all tokens, by their number of rows."""
         self._forwards: CompileCache[StepShape] = CompileCache(self._compile_forward, deterministic=deterministic)
         self._samplers: CompileCache[SampleKey] = CompileCache(self._compile_sample, deterministic=deterministic)
         self._multi_steps: CompileCache[MultiStepKey] = CompileCache(
@@ -112,10 +114,11 @@ class CompiledSteps:
         zeros = [jax.device_put(np.zeros(leaf.shape, leaf.dtype), self.replicated) for leaf in self._abstract_slots()]
         return cache, SlotState(*zeros)
 
-    def warm_up(self, shapes: Iterable[StepShape], num_steps: int) -> list[Future[Program]]:
+    def warm_up(self, shapes: Iterable[StepShape], num_steps: int, verified_steps: int) -> list[Future[Program]]:
         """Start compiling the programs of these buckets, for bursts of `num_steps`; return one future per program.
 
-        Rarely used sampling features have programs for the largest batch only, which smaller ones use too.
+        `verified_steps`: of bursts whose tokens grammars verify. Rarely used sampling features have programs for the
+        largest batch only, which smaller ones use too.
         """
         shapes = list(shapes)
         decode_shapes, prefill_shapes = [s for s in shapes if not s.is_prefill], [s for s in shapes if s.is_prefill]
@@ -124,14 +127,15 @@ class CompiledSteps:
         decoded += [(shape, features) for shape in largest for features in RARE_FEATURES]
         sample_rows = {shape.rows for shape in prefill_shapes}
         drafting, most = self._drafting, max((shape.pages for shape in decode_shapes), default=0)
-        if drafting is None:
-            decoded += [(shape, MASKED_FEATURES[0]) for shape in decode_shapes if shape.pages == most]
-            decoded += [(shape, features) for shape in largest for features in MASKED_FEATURES[1:]]
+        masked = [(shape, MASKED_FEATURES[0]) for shape in decode_shapes if shape.pages == most]
+        masked += [(shape, features) for shape in largest for features in MASKED_FEATURES[1:]]
         verified = [] if drafting is None else [(replace(each, tokens=drafting.step_tokens), f) for each, f in decoded]
         if num_steps == 1:
             prefill_shapes += decode_shapes
             sample_rows |= {shape.rows for shape in decode_shapes}
             decoded = []
+        if num_steps == 1 or drafting is not None:
+            masked = []
         samplers = [
             SampleKey(rows, each)
             for rows in sorted(sample_rows)
@@ -139,6 +143,7 @@ class CompiledSteps:
         ]
         return [
             *self._multi_steps.warm_up(MultiStepKey(*each, num_steps) for each in decoded + verified),
+            *self._multi_steps.warm_up(MultiStepKey(*each, verified_steps) for each in masked),
             *self._forwards.warm_up(prefill_shapes),
             *self._samplers.warm_up(samplers),
         ]
@@ -214,10 +219,13 @@ class CompiledSteps:
     def _masks(
         self, features: SamplingFeatures, rows: int, mask_BW: np.ndarray | jax.Array | None
     ) -> list[np.ndarray | jax.Array]:
-        """The masks of a program, which allow all tokens if only others of its batches need some; empty without."""
+        """The masks of a program; None: all tokens are allowed. Empty if it takes none."""
         if not features.mask:
             return []
-        return [np.full(self._mask_shape(rows), ALL_TOKENS, np.uint32) if mask_BW is None else mask_BW]
+        if mask_BW is None and rows not in self._full_masks:
+            make = partial(jnp.full, self._mask_shape(rows), ALL_TOKENS, jnp.uint32)
+            self._full_masks[rows] = jax.jit(make, out_shardings=self.replicated)()
+        return [self._full_masks[rows] if mask_BW is None else mask_BW]
 
     def decode_from_history(
         self,

@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 from maxhydra.config.schema.decode import Engine as EngineConfig
+from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode import draft_policy, mask_policy
 from maxhydra.decode.engine import Engine
@@ -14,7 +16,7 @@ from maxhydra.decode.mask_policy import MaskPolicy
 from maxhydra.decode.openai_server.metrics import format_metrics
 from maxhydra.decode.request import Completion, Request
 from maxhydra.decode.sequence import Sequence
-from maxhydra.sharding import Sharder
+from maxhydra.sharding import Sharder, build_mesh
 from tests.decode.test_engine import EOS, make_request, shared_programs, start
 from tests.decode.test_speculation import check_equal
 from tests.rl.test_router_replay import moe_model, random_weights
@@ -23,7 +25,7 @@ from tests.support.polling import wait_for
 
 pytest.importorskip("llguidance", reason="needs the extra serve")
 __all__ = ["shared_programs"]
-NUM_STEPS = 8
+NUM_STEPS = 4
 # A random model mostly samples tokens that these reject.
 PATTERNS = (r"[\x00-\x7f]{0,60}", r"[^a]*a[^b]*b", "[ab]{5}c", r"[a-p]{3,9}[q-z]*", r"([0-9]{3}-){2}[a-f]+!")
 
@@ -178,7 +180,13 @@ def test_experts_are_those_of_accepted_tokens() -> None:
     for burst in (1, 4):
         settings = EngineConfig(max_batch=4, cache_tokens=512, page_size=8, burst=burst, deterministic=True)
         engine = Engine(
-            model, weights, ByteTokenizer(), settings, sharder=Sharder.single(), eos=(EOS,), records_experts=True
+            model,
+            weights,
+            ByteTokenizer(),
+            settings,
+            sharder=Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES),
+            eos=(EOS,),
+            records_experts=True,
         )
         try:
             found.append(complete(engine, requests))
@@ -223,7 +231,7 @@ def test_acceptance_decides(is_measured: bool, monkeypatch: pytest.MonkeyPatch) 
     decoding = Decoding(monkeypatch, is_measured=is_measured, cost=2.0)
     assert all(decoding.call([NUM_STEPS] * 4) for _ in range(100))
     rejected = [decoding.call([1] * 4) for _ in range(1000)]
-    assert rejected[0] and not any(rejected[20:400]) and 0 < sum(rejected[400:]) < 10
+    assert rejected[0] and not any(rejected[30:400]) and 0 < sum(rejected[400:]) < 10
     seconds = decoding.seconds
     assert seconds < 1.06 * (100 * NUM_STEPS + 2.0 * 1000) + 20 * NUM_STEPS
     accepted = [decoding.call([NUM_STEPS] * 4) for _ in range(600)]
@@ -233,16 +241,16 @@ def test_acceptance_decides(is_measured: bool, monkeypatch: pytest.MonkeyPatch) 
 def test_a_sequence_that_accepts_few_tokens_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the time per token of the batch is longer than with masks, also where new sequences take its place."""
     decoding = Decoding(monkeypatch, is_measured=False, cost=2.0, rows=16)
-    assert all(decoding.call([2] + 15 * [NUM_STEPS]) for _ in range(50))
-    few = [decoding.call(8 * [1] + 8 * [NUM_STEPS]) for _ in range(50)]
-    assert few[0] and not any(few[10:])
+    assert all(decoding.call([1] + 15 * [NUM_STEPS]) for _ in range(50))
+    few = [decoding.call(12 * [1] + 4 * [NUM_STEPS]) for _ in range(50)]
+    assert few[0] and not any(few[30:])
 
 
 def test_masks_that_cost_little_are_used_where_tokens_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large model hides the work of the host."""
     decoding = Decoding(monkeypatch, is_measured=True, cost=1.1)
-    calls = [decoding.call([5] * 4) for _ in range(200)]
+    calls = [decoding.call([3] * 4) for _ in range(200)]
     assert not any(calls[30:]), "the cost is measured"
     decoding = Decoding(monkeypatch, is_measured=True, cost=4.0)
-    calls = [decoding.call([5] * 4) for _ in range(200)]
+    calls = [decoding.call([3] * 4) for _ in range(200)]
     assert all(calls[30:]) and sum(not each for each in calls) == mask_policy.TRIAL_STEPS
