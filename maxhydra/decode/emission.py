@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from maxhydra.data import Tokenizer
-from maxhydra.decode.grammar import Constraint, GrammarCompiler, Verdict
+from maxhydra.decode.grammar import Constraint, GrammarCompiler, Verification
 from maxhydra.decode.mask_policy import MaskPolicy
 from maxhydra.decode.pending import PendingTokens, ReadTokens
 from maxhydra.decode.prompt_scores import token_logprob
@@ -116,12 +116,12 @@ class Emitter:
             self._grammars.advance(rows, read.tokens)
         return pending, read
 
-    def _follow(self, sequence: Sequence, verdict: Verdict) -> None:
+    def _follow(self, sequence: Sequence, verification: Verification) -> None:
         """Count the tokens of a call without masks, and let the sequence restart if one was rejected."""
-        self._mask_policy.record(sequence, verdict)
-        self.num_allowed += verdict.num_accepted
-        self.num_rejected += verdict.is_rejected
-        if verdict.is_rejected and not sequence.is_finished:
+        self._mask_policy.record(sequence, verification)
+        self.num_allowed += verification.num_accepted
+        self.num_rejected += verification.is_rejected
+        if verification.is_rejected and not sequence.is_finished:
             sequence.restart()
 
     def _emit(self, pending: PendingTokens, read: ReadTokens) -> None:
@@ -145,8 +145,8 @@ class Emitter:
                 sampled = sampled or _to_host(pending.sampled)
                 logprobs = [token_logprob(sampled, (step, row), top, pending.version) for step in steps]
             self.num_tokens += sequence.append(read.tokens[row], logprobs, tokenizer=self._tokenizer, eos=self._eos)
-            if read.verdicts is not None and (verdict := read.verdicts[row]) is not None:
-                self._follow(sequence, verdict)
+            if read.verifications is not None and (verification := read.verifications[row]) is not None:
+                self._follow(sequence, verification)
             if sequence.constraint is not None and not sequence.is_finished and (error := sequence.constraint.error):
                 sequence.fail(f"the grammar cannot be followed: {error[:500]}")
             if sequence.is_finished:

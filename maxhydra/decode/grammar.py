@@ -66,8 +66,8 @@ def _library() -> Any:
     return llguidance
 
 
-class Verdict(NamedTuple):
-    """What a grammar says about the tokens of a call without masks."""
+class Verification(NamedTuple):
+    """How many tokens of a call without masks a grammar accepts."""
 
     num_steps: int
     """Steps that the call took for them, except those after EOS."""
@@ -89,22 +89,22 @@ class Constraint:
         self.error = ""
         """Why a token or a mask failed, for example a limit of the parser; empty if nothing did."""
 
-    def verify(self, tokens: List[int], num_restarts: int, eos: Collection[int]) -> Verdict:
+    def verify(self, tokens: List[int], num_restarts: int, eos: Collection[int]) -> Verification:
         """Advance by tokens that were sampled without masks, up to EOS or the first that the grammar rejects.
 
         A negative token, of logits that are not finite, ends the sequence too. `num_restarts`: of the sequence when
         the call was dispatched; tokens that follow a rejected one are dropped.
         """
         if num_restarts < self.num_rejections:
-            return Verdict(len(tokens), 0, is_rejected=False)
+            return Verification(len(tokens), 0, is_rejected=False)
         end = next((index for index, token in enumerate(tokens) if token < 0 or token in eos), len(tokens))
         accepted = self.matcher.try_consume_tokens(tokens[:end])
         self.mask_W = None
         if accepted == end < len(tokens) and (tokens[end] < 0 or self.matcher.is_accepting()):
-            return Verdict(end + 1, end + 1, is_rejected=False)
+            return Verification(end + 1, end + 1, is_rejected=False)
         is_rejected = accepted < len(tokens)
         self.num_rejections += is_rejected
-        return Verdict(len(tokens), accepted, is_rejected)
+        return Verification(len(tokens), accepted, is_rejected)
 
     def allows(self, token: int) -> bool:
         """Whether the mask, which must be computed, has this token."""
@@ -188,16 +188,16 @@ class GrammarCompiler:
 
     def verify(
         self, rows: List[Constraint | None], tokens: List[List[int]], num_restarts: List[int]
-    ) -> list[Verdict | None]:
-        """Advance the grammars by tokens that were sampled without masks; compute the masks where one is rejected."""
-        verdicts = [
+    ) -> list[Verification | None]:
+        """Advance the grammars by tokens sampled without masks; compute the next masks of those that reject one."""
+        verifications = [
             None if each is None else each.verify(new, restarts, self._eos)
             for each, new, restarts in zip(rows, tokens, num_restarts, strict=True)
         ]
         rejected = [
-            (constraint, new[verdict.num_accepted])
-            for constraint, new, verdict in zip(rows, tokens, verdicts, strict=True)
-            if constraint is not None and verdict is not None and verdict.is_rejected
+            (constraint, new[verification.num_accepted])
+            for constraint, new, verification in zip(rows, tokens, verifications, strict=True)
+            if constraint is not None and verification is not None and verification.is_rejected
         ]
         self._latest = [], np.empty(0)
         if rejected:
@@ -205,7 +205,7 @@ class GrammarCompiler:
         for constraint, token in rejected:
             if not constraint.error and constraint.allows(token):
                 constraint.error = f"token {token} is rejected, although the mask allows it"
-        return verdicts
+        return verifications
 
     def _compute_masks(self, rows: List[Constraint | None]) -> np.ndarray:
         """Compute the masks [B, W] of the next tokens, of at least one grammar."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 
 from maxhydra.decode.draft_policy import CallTimes
-from maxhydra.decode.grammar import Verdict
+from maxhydra.decode.grammar import Verification
 from maxhydra.decode.sequence import Sequence
 
 # Steps of a call whose tokens grammars verify. With K steps a rejection loses (K - 1) / 2 + K on average; a call should
@@ -45,10 +45,10 @@ class Acceptance:
         self._averaged_steps = averaged_steps
         self._steps, self._tokens = float(PRIOR_STEPS), PRIOR_STEPS / steps_per_token
 
-    def add(self, verdict: Verdict) -> None:
-        weight = self._averaged_steps / (self._averaged_steps + verdict.num_steps)
-        self._steps = weight * self._steps + verdict.num_steps
-        self._tokens = weight * self._tokens + verdict.num_accepted
+    def add(self, verification: Verification) -> None:
+        weight = self._averaged_steps / (self._averaged_steps + verification.num_steps)
+        self._steps = weight * self._steps + verification.num_steps
+        self._tokens = weight * self._tokens + verification.num_accepted
 
     @property
     def steps_per_token(self) -> float:
@@ -86,11 +86,11 @@ class MaskPolicy:
             return None
         return self._times.start((_size(sequences), is_masked))
 
-    def record(self, sequence: Sequence, verdict: Verdict) -> None:
+    def record(self, sequence: Sequence, verification: Verification) -> None:
         """Count the tokens of a call without masks."""
         if sequence.number in self._sequences:
-            self._sequences[sequence.number].add(verdict)
-        self._all.add(verdict)
+            self._sequences[sequence.number].add(verification)
+        self._all.add(verification)
 
     def verifies(self, sequences: List[Sequence]) -> bool:
         """Whether the next call should sample without masks; called once per call."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from maxhydra.decode.grammar import Verdict
+from maxhydra.decode.grammar import Verification
 from maxhydra.decode.prompt_scores import PendingScores
 from maxhydra.decode.sampler import SampledTokens
 from maxhydra.decode.sequence import Sequence
@@ -114,17 +114,17 @@ class ReadTokens(NamedTuple):
     """Their steps."""
     drafts: list[RowDrafts] | None = None
     """Of a speculative call."""
-    verdicts: list[Verdict | None] | None = None
+    verifications: list[Verification | None] | None = None
     """Of a call without masks for rows with a grammar; None for the other rows."""
 
-    def truncate(self, verdicts: list[Verdict | None]) -> "ReadTokens":
+    def truncate(self, verifications: list[Verification | None]) -> "ReadTokens":
         """The tokens that the grammars accept."""
         counts = [
-            len(new) if verdict is None else verdict.num_accepted
-            for new, verdict in zip(self.tokens, verdicts, strict=True)
+            len(new) if verification is None else verification.num_accepted
+            for new, verification in zip(self.tokens, verifications, strict=True)
         ]
         tokens = [new[:count] for new, count in zip(self.tokens, counts, strict=True)]
-        return ReadTokens(tokens, [range(count) for count in counts], self.drafts, verdicts)
+        return ReadTokens(tokens, [range(count) for count in counts], self.drafts, verifications)
 
 
 def start_copy(rows: list[Sequence | None], sampled: SampledTokens, counts: list[int], version: int) -> PendingTokens:

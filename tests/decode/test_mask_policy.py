@@ -10,14 +10,16 @@ from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode import draft_policy, mask_policy
+from maxhydra.decode.adapters import AdapterLimits
 from maxhydra.decode.engine import Engine
-from maxhydra.decode.grammar import Constraint, Verdict, json_grammar, regex_grammar
+from maxhydra.decode.grammar import Constraint, Verification, json_grammar, regex_grammar
 from maxhydra.decode.mask_policy import MaskPolicy
 from maxhydra.decode.openai_server.metrics import format_metrics
 from maxhydra.decode.request import Completion, Request
 from maxhydra.decode.sequence import Sequence
+from maxhydra.model import split_trainable
 from maxhydra.sharding import Sharder, build_mesh
-from tests.decode.test_engine import EOS, make_request, shared_programs, start
+from tests.decode.test_engine import EOS, make_request, shared_programs, start, tiny
 from tests.decode.test_speculation import check_equal
 from tests.rl.test_router_replay import moe_model, random_weights
 from tests.support.json_schemas import random_schema
@@ -199,6 +201,39 @@ def test_experts_are_those_of_accepted_tokens() -> None:
         np.testing.assert_array_equal(masked.experts, verified.experts)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("never_masks")
+def test_rows_that_restart_keep_their_adapters() -> None:
+    model, params = tiny()
+    limits, rng = AdapterLimits(slots=2, rank=2, targets=("attention/",)), np.random.default_rng(0)
+    shapes = split_trainable(limits.model(model).shapes)[0]
+
+    def weights(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        """Of one slot; stacked layers are before the axis of slots."""
+        return rng.normal(size=np.delete(leaf.shape, int(path[0].key == "pattern"))).astype(np.float32)
+
+    found = []
+    adapters = {name: jax.tree_util.tree_map_with_path(weights, shapes) for name in ("one", "two")}
+    requests = [
+        make_request("more", max_tokens=30, adapter=name, grammar=regex_grammar(each))
+        for each in PATTERNS[1:4]
+        for name in (None, *adapters)
+    ]
+    sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)
+    for burst in (1, 4):
+        settings = EngineConfig(max_batch=16, cache_tokens=2048, page_size=8, burst=burst, deterministic=True)
+        engine = Engine(model, params, ByteTokenizer(), settings, sharder=sharder, eos=(EOS,), adapters=limits)
+        try:
+            for name, each in adapters.items():
+                engine.load_adapter(name, "", each)
+            found.append(complete(engine, requests))
+            num_rejected = engine.stats()["grammar_tokens_rejected"]
+        finally:
+            engine.close()
+    assert found[0] == found[1] and num_rejected > 20
+    assert len({each.tokens for each in found[0][:3]}) == 3, "the adapters have no effect"
+
+
 class Decoding:
     """A batch that is decoded by a policy, and a clock that the calls advance."""
 
@@ -221,7 +256,7 @@ class Decoding:
             on_arrival()
         if verifies:
             for sequence, count in zip(self.sequences, accepted, strict=True):
-                self.policy.record(sequence, Verdict(NUM_STEPS, count, is_rejected=count < NUM_STEPS))
+                self.policy.record(sequence, Verification(NUM_STEPS, count, is_rejected=count < NUM_STEPS))
         return verifies
 
 
