@@ -111,7 +111,7 @@ class EmptySteps(CompiledSteps):
                 if mask_BW is None:
                     return free[::-1]
                 masked = random_tokens(last_token_N, head_BC, mask_BW, vocab_size)
-                is_free_B = (number > 0) | (mask_BW == ALL_TOKENS).all(axis=1)
+                is_free_B = (number > 0) | (mask_BW == jnp.uint32(ALL_TOKENS)).all(axis=1)
                 token_B = jnp.where(is_free_B, free[0], masked[0])
                 slots_B = head_BC[:, TARGET].astype(jnp.int32)
                 return last_token_N.at[slots_B].set(token_B.astype(last_token_N.dtype)), token_B
