@@ -113,7 +113,7 @@ class Emitter:
             for sequence, new in zip(pending.sequences, read.tokens, strict=pending.sampled is not None)
         ]
         if any(rows):
-            self._grammars.advance(rows, read.tokens)
+            self._grammars.advance(rows, read.tokens, needs_masks=self._mask_policy.is_masking)
         return pending, read
 
     def _follow(self, sequence: Sequence, verification: Verification) -> None:

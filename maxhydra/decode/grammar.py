@@ -174,17 +174,21 @@ class GrammarCompiler:
             compiled = self._compile_cached(grammar)
         return compiled.constrain()
 
-    def advance(self, rows: List[Constraint | None], tokens: List[List[int]]) -> None:
+    def advance(self, rows: List[Constraint | None], tokens: List[List[int]], *, needs_masks: bool = True) -> None:
         """Advance the grammars of a batch by new tokens, and compute their next masks; in one thread at a time.
 
-        None is a row without a grammar.
+        None is a row without a grammar. `needs_masks`: otherwise `masks` computes them if they are used after all.
         """
         used = [(row, constraint) for row, constraint in enumerate(rows) if constraint is not None]
         for step in range(max(len(tokens[row]) for row, _ in used)):
             pairs = [(each.matcher, tokens[row][step]) for row, each in used if step < len(tokens[row])]
             self._executor.consume_token_par(pairs)
-        masks_BW = self._compute_masks(rows)
-        self._latest = [None if each is None else ref(each) for each in rows], self._upload(masks_BW)
+        self._latest = [], np.empty(0)
+        for _, constraint in used:
+            constraint.mask_W = None
+        if needs_masks:
+            masks_BW = self._compute_masks(rows)
+            self._latest = [None if each is None else ref(each) for each in rows], self._upload(masks_BW)
 
     def verify(
         self, rows: List[Constraint | None], tokens: List[List[int]], num_restarts: List[int]

@@ -63,6 +63,8 @@ class MaskPolicy:
         """`num_steps`: of a call without masks. `is_supported`: whether sequences can restart after an earlier token.
         `is_measured`: costs are measured; otherwise choices are a function of the sequences."""
         self.num_steps, self._is_supported = num_steps, is_supported
+        self.is_masking = not is_supported
+        """Whether the latest batch with grammars has masks in every step."""
         self._times = CallTimes() if is_measured else None
         self._all = Acceptance(ENGINE_STEPS)
         self._sequences: dict[int, Acceptance] = {}
@@ -95,8 +97,11 @@ class MaskPolicy:
     def verifies(self, sequences: List[Sequence]) -> bool:
         """Whether the next call should sample without masks; called once per call."""
         constrained = [sequence for sequence in sequences if sequence.constraint is not None]
-        if not constrained:
-            return True
+        if constrained:
+            self.is_masking = not self._chooses_verification(sequences, constrained)
+        return not (constrained and self.is_masking)
+
+    def _chooses_verification(self, sequences: List[Sequence], constrained: List[Sequence]) -> bool:
         if not self._is_supported or not all(sequence.is_verifiable for sequence in constrained):
             return False
         if self._num_masked >= MAX_MASKED_STEPS:
