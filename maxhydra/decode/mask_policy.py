@@ -8,7 +8,8 @@ rest of the call and the one that is in flight, so it pays only if grammars rare
 latest calls decides, compared with the measured cost of a step with masks. All such calls use a program that takes
 masks for its first step, so that a rejection needs no other program.
 
-Where the calls must be a function of the requests (deterministic=true, several processes), a fixed cost is used.
+Where the calls must be a function of the requests (deterministic=true, several processes), a fixed cost is used; with
+deterministic=true, the acceptance of earlier sequences has no effect.
 """
 
 from collections import Counter
@@ -59,10 +60,12 @@ class Acceptance:
 class MaskPolicy:
     """Chooses between calls with and without masks."""
 
-    def __init__(self, num_steps: int, *, is_supported: bool, is_measured: bool):
-        """`num_steps`: of a call without masks. `is_supported`: whether sequences can restart after an earlier token.
-        `is_measured`: costs are measured; otherwise choices are a function of the sequences."""
-        self.num_steps, self._is_supported = num_steps, is_supported
+    def __init__(self, multi_steps: int, *, is_supported: bool, is_measured: bool, is_deterministic: bool):
+        """`multi_steps`: of a call without grammars. `is_supported`: whether sequences can restart after an earlier
+        token. `is_measured`: the cost of masks is measured. `is_deterministic`: choices do not depend on sequences that
+        were decoded before."""
+        self.num_steps, self._is_supported = min(multi_steps, VERIFIED_STEPS), is_supported
+        self._is_deterministic = is_deterministic
         self.is_masking = not is_supported
         """Whether the latest batch with grammars has masks in every step."""
         self._times = CallTimes() if is_measured else None
@@ -104,7 +107,7 @@ class MaskPolicy:
     def _chooses_verification(self, sequences: List[Sequence], constrained: List[Sequence]) -> bool:
         if not self._is_supported or not all(sequence.is_verifiable for sequence in constrained):
             return False
-        if self._num_masked >= MAX_MASKED_STEPS:
+        if self._num_masked >= MAX_MASKED_STEPS and not self._is_deterministic:
             self._all, self._sequences, self._num_masked = Acceptance(ENGINE_STEPS), {}, 0
         steps, size = self._expected_steps(sequences, constrained), _size(sequences)
         is_trial = self._times is not None and steps > TRIAL_LOSS and self._trial_steps[size] < TRIAL_STEPS
@@ -116,7 +119,7 @@ class MaskPolicy:
 
     def _expected_steps(self, sequences: List[Sequence], constrained: List[Sequence]) -> float:
         """Mean steps per token over the sequences, of which those without a grammar use every token."""
-        known, prior = self._sequences, self._all.steps_per_token
+        known, prior = self._sequences, 1.0 if self._is_deterministic else self._all.steps_per_token
         self._sequences = {
             each.number: known.get(each.number) or Acceptance(SEQUENCE_STEPS, prior) for each in constrained
         }

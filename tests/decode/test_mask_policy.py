@@ -99,7 +99,7 @@ def test_completions_are_those_of_masked_single_steps(
     assert stats["pages_used"] == stats["running"] == stats["waiting"] == 0
     assert stats["tokens_written"] == sum(len(each.tokens) for batch in masked_completions for each in batch)
     if case == "chosen":
-        assert 0 < stats["grammar_tokens_accepted"] + stats["grammar_tokens_rejected"] < 60, stats
+        assert 0 < stats["grammar_tokens_accepted"] < stats["tokens_written"] / 4, stats
     else:
         assert min(stats["grammar_tokens_accepted"], stats["grammar_tokens_rejected"]) > 30, stats
 
@@ -241,7 +241,7 @@ class Decoding:
         """`cost`: of a step with masks relative to one without."""
         self.seconds = 0.0
         monkeypatch.setattr(draft_policy.time, "perf_counter", lambda: self.seconds)
-        self.policy = MaskPolicy(NUM_STEPS, is_supported=True, is_measured=is_measured)
+        self.policy = MaskPolicy(8, is_supported=True, is_measured=is_measured, is_deterministic=False)
         self.cost = cost
         self.sequences = [Sequence(make_request([1], max_tokens=10**6), budget=10**6) for _ in range(rows)]
         for number, sequence in enumerate(self.sequences):
@@ -279,6 +279,17 @@ def test_a_sequence_that_accepts_few_tokens_does_not_stop_the_others(monkeypatch
     assert all(decoding.call([1] + 15 * [NUM_STEPS]) for _ in range(50))
     few = [decoding.call(12 * [1] + 4 * [NUM_STEPS]) for _ in range(50)]
     assert few[0] and not any(few[30:])
+
+
+def test_deterministic_choices_do_not_depend_on_earlier_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = Decoding(monkeypatch, is_measured=False, cost=2.0)
+    decoding.policy = MaskPolicy(8, is_supported=True, is_measured=False, is_deterministic=True)
+    runs = []
+    for first in (0, 4, 8):
+        for number, sequence in enumerate(decoding.sequences, first):
+            sequence.number = number
+        runs.append([decoding.call([number % 2] * 4) for number in range(1500)])
+    assert runs[0] == runs[1] == runs[2] and 0 < sum(runs[0]) < 20
 
 
 def test_masks_that_cost_little_are_used_where_tokens_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
