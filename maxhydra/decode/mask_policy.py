@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as List
 
+from maxhydra.config.schema.decode import Engine as Config
+from maxhydra.config.schema.model import Model
 from maxhydra.decode.draft_policy import CallTimes
 from maxhydra.decode.grammar import Verification
 from maxhydra.decode.sequence import Sequence
@@ -130,6 +132,15 @@ class MaskPolicy:
         """Cost of a step with masks relative to one of a call without."""
         ratio = None if self._times is None else self._times.ratio((size, True), (size, False))
         return FIXED_COST if ratio is None else self.num_steps * ratio
+
+
+def make_mask_policy(config: Config, model: Model, multi_steps: int, *, is_measured: bool) -> MaskPolicy:
+    """The policy of an engine; see MaskPolicy."""
+    # A recurrent state cannot be reset to before a rejected token.
+    is_supported = multi_steps > 1 and config.speculation.method is None and not model.is_recurrent
+    return MaskPolicy(
+        multi_steps, is_supported=is_supported, is_measured=is_measured, is_deterministic=config.deterministic
+    )
 
 
 def _size(sequences: List[Sequence]) -> int:

@@ -21,7 +21,7 @@ from maxhydra.decode.compile_cache import Program
 from maxhydra.decode.draft_policy import DraftPolicy, make_policy
 from maxhydra.decode.drafting import Drafting
 from maxhydra.decode.grammar import join_masks
-from maxhydra.decode.mask_policy import MaskPolicy
+from maxhydra.decode.mask_policy import make_mask_policy
 from maxhydra.decode.page_pool import Capacity, Place
 from maxhydra.decode.pending import PendingExperts, PendingTokens, PendingVerified, PrefillOutput, start_copy
 from maxhydra.decode.pooling import Pooler
@@ -129,10 +129,7 @@ class Runner:
             drafting=self._drafting,
         )
         self._policy = None if self._drafting is None else make_policy(self._drafting, is_measured=not deterministic)
-        # A recurrent state cannot be reset to before a rejected token.
-        is_supported = self.multi_steps > 1 and self._drafting is None and not model.config.is_recurrent
-        flags = {"is_measured": not deterministic, "is_deterministic": config.deterministic}
-        self.mask_policy = MaskPolicy(self.multi_steps, is_supported=is_supported, **flags)
+        self.mask_policy = make_mask_policy(config, model.config, self.multi_steps, is_measured=not deterministic)
         self._cache, self._slot_state = self.programs.init_state()
         self._pooler = Pooler(self._layout, sharder)
         self._resident: ResidentInputs | None = None
