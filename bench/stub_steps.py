@@ -18,7 +18,7 @@ import numpy as np
 import random_weights
 
 from maxhydra.decode import runner
-from maxhydra.decode.sampler import SampledTokens
+from maxhydra.decode.sampler import ALL_TOKENS, SampledTokens
 from maxhydra.decode.step_functions import Forwarded
 from maxhydra.decode.step_inputs import HEAD, START, TARGET, advance, num_columns
 from maxhydra.decode.steps import CompiledSteps
@@ -71,9 +71,9 @@ class StubSteps(CompiledSteps):
     def choose_multi_step(self, key: Any) -> Any:
         return key
 
-    def decode_multi(self, key: Any, weights: Any, cache: Any, slot_state: Any, inputs_BC: Any) -> Any:
+    def decode_multi(self, key: Any, weights: Any, state: Any, inputs_BC: Any, mask_BW: Any) -> Any:
         tokens = self._sample((key.num_steps, key.shape.rows), key.num_steps)
-        return cache, slot_state, inputs_BC, tokens, None
+        return *state, inputs_BC, tokens, None
 
 
 class EmptySteps(CompiledSteps):
@@ -104,12 +104,17 @@ class EmptySteps(CompiledSteps):
     def _compile_multi_step(self, key: Any) -> Any:
         vocab_size = self._model.config.vocab_size
 
-        def decode(weights: Any, cache: Any, state: Any, inputs_BC: Any) -> Any:
+        def decode(weights: Any, cache: Any, state: Any, inputs_BC: Any, mask_BW: Any = None) -> Any:
             def step(last_token_N: Any, number: Any) -> Any:
-                token_B, last_token_N = random_tokens(
-                    last_token_N, inputs_BC.at[:, START].add(number), None, vocab_size
-                )
-                return last_token_N, token_B
+                head_BC = inputs_BC.at[:, START].add(number)
+                free = random_tokens(last_token_N, head_BC, None, vocab_size)
+                if mask_BW is None:
+                    return free[::-1]
+                masked = random_tokens(last_token_N, head_BC, mask_BW, vocab_size)
+                is_free_B = (number > 0) | (mask_BW == jnp.uint32(ALL_TOKENS)).all(axis=1)
+                token_B = jnp.where(is_free_B, free[0], masked[0])
+                slots_B = head_BC[:, TARGET].astype(jnp.int32)
+                return last_token_N.at[slots_B].set(token_B.astype(last_token_N.dtype)), token_B
 
             steps = jnp.arange(key.num_steps, dtype=jnp.uint32)
             last_token_N, token_SB = jax.lax.scan(step, state.last_token_N, steps)
@@ -117,7 +122,8 @@ class EmptySteps(CompiledSteps):
             return cache, state, advance(inputs_BC, key.num_steps), sampled(token_SB), None
 
         inputs = self._abstract_inputs(key.shape.rows, num_columns(key.shape))
-        arguments = self._abstract_weights, self._abstract_caches, self._abstract_slots(), inputs
+        masks = [self._abstract_inputs(*self._mask_shape(key.shape.rows))] if key.features.mask else []
+        arguments = self._abstract_weights, self._abstract_caches, self._abstract_slots(), inputs, *masks
         return jax.jit(decode, donate_argnums=(1, 2), keep_unused=True).lower(*arguments).compile()
 
 

@@ -13,7 +13,7 @@ Where the calls must be a function of the requests (deterministic=true, several 
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as List
 from functools import partial
 
@@ -102,7 +102,7 @@ class CallTimes:
     """Measured seconds per call of each program."""
 
     def __init__(self) -> None:
-        self._seconds: defaultdict[MultiStepKey, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_TIMES))
+        self._seconds: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_TIMES))
         self._last_arrival = 0.0
         self._is_consecutive = False
 
@@ -110,19 +110,19 @@ class CallTimes:
         """Do not time the next call: other work was dispatched before it."""
         self._is_consecutive = False
 
-    def start(self, key: MultiStepKey) -> Callable[[], None]:
+    def start(self, key: Hashable) -> Callable[[], None]:
         """Return a function to call once the tokens of this call, which is dispatched next, have arrived."""
         is_consecutive, self._is_consecutive = self._is_consecutive, True
         return partial(self._finish, key, is_consecutive)
 
-    def _finish(self, key: MultiStepKey, is_consecutive: bool) -> None:
+    def _finish(self, key: Hashable, is_consecutive: bool) -> None:
         now = time.perf_counter()
         if is_consecutive:
             # The device begins with a call when it has finished the one before.
             self._seconds[key].append(now - self._last_arrival)
         self._last_arrival = now
 
-    def ratio(self, key: MultiStepKey, other: MultiStepKey) -> float | None:
+    def ratio(self, key: Hashable, other: Hashable) -> float | None:
         """Cost of a call relative to the other's; None before both were timed often enough."""
         times = [self._seconds[each] for each in (key, other)]
         if min(map(len, times)) < MIN_TIMES:

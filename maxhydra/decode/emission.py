@@ -1,8 +1,10 @@
 """Sampled tokens on their way to clients: dispatched, read from the device, emitted to the handles of their sequences.
 
-Without grammars, tokens are read and emitted one iteration after they were dispatched. The masks of a grammar depend on
-all tokens before, so that a step with masks waits for everything that is pending. Another thread reads such tokens and
-computes the masks after them, while the engine's thread dispatches the next forward call and emits earlier tokens.
+Tokens are read and emitted one iteration after they were dispatched. Another thread reads those of sequences with a
+grammar, and verifies them if they were sampled without masks: from the first rejected token on, all that were sampled
+are dropped until the sequence restarts (mask_policy.py). A step with masks, which depend on all tokens before, waits
+for everything that is pending; the thread computes them while the engine's thread dispatches the next forward call and
+emits earlier tokens.
 """
 
 from collections import deque
@@ -12,35 +14,52 @@ import jax
 import numpy as np
 
 from maxhydra.data import Tokenizer
-from maxhydra.decode.grammar import Constraint, GrammarCompiler
+from maxhydra.decode.grammar import Constraint, GrammarCompiler, Verification
+from maxhydra.decode.mask_policy import MaskPolicy
 from maxhydra.decode.pending import PendingTokens, ReadTokens
 from maxhydra.decode.prompt_scores import token_logprob
 from maxhydra.decode.sampler import SampledTokens
 from maxhydra.decode.scheduler import Scheduler
 from maxhydra.decode.sequence import Sequence
 
+Read = tuple[PendingTokens, ReadTokens]
+
 
 class Emitter:
     """Reads and emits the tokens of an engine, in the order of their dispatch."""
 
     def __init__(
-        self, scheduler: Scheduler, grammars: GrammarCompiler, tokenizer: Tokenizer, *, eos: frozenset[int]
+        self,
+        scheduler: Scheduler,
+        grammars: GrammarCompiler,
+        mask_policy: MaskPolicy,
+        tokenizer: Tokenizer,
+        *,
+        eos: frozenset[int],
     ) -> None:
         self._scheduler, self._grammars, self._tokenizer, self._eos = scheduler, grammars, tokenizer, eos
-        self._pending: deque[tuple[PendingTokens, Future[ReadTokens] | None]] = deque()
+        self._mask_policy = mask_policy
+        self._pending: deque[tuple[PendingTokens, Future[Read] | None]] = deque()
         """Calls that were dispatched; with a future if another thread reads their tokens."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="decode-grammar")
-        self._read: deque[tuple[PendingTokens, ReadTokens]] = deque()
+        self._read: deque[Read] = deque()
         self._num_earlier = 0
         """Calls of earlier iterations whose tokens are not emitted."""
         self.num_tokens = 0
         """Tokens emitted so far."""
         self.num_drafted = self.num_accepted = 0
         """Tokens drafted and accepted by speculative decoding."""
+        self.num_allowed = self.num_rejected = 0
+        """Tokens that were sampled without masks, and that grammars accepted and rejected."""
 
     @property
     def is_idle(self) -> bool:
         return not (self._pending or self._read)
+
+    @property
+    def is_verifying(self) -> bool:
+        """Whether grammars have yet to verify tokens: sequences may restart."""
+        return any(pending.num_restarts is not None for pending, _ in self._pending)
 
     def close(self) -> None:
         """Wait for the thread that reads tokens."""
@@ -77,21 +96,33 @@ class Emitter:
         while self._read:
             self._emit(*self._read.popleft())
 
-    def _read_next(self) -> tuple[PendingTokens, ReadTokens]:
+    def _read_next(self) -> Read:
         """Wait for the tokens of the next call."""
         pending, future = self._pending.popleft()
-        return pending, pending.read() if future is None else future.result()
+        return (pending, pending.read()) if future is None else future.result()
 
-    def _advance_grammars(self, pending: PendingTokens) -> ReadTokens:
+    def _advance_grammars(self, pending: PendingTokens) -> Read:
         """Wait for the tokens of a call, and advance the grammars of its sequences by them."""
-        read = pending.read()
-        rows: list[Constraint | None] = [
+        read, rows = pending.read(), list[Constraint | None]()
+        if pending.num_restarts is not None:
+            rows = [None if each is None or each.is_finished else each.constraint for each in pending.sequences]
+            read = read.truncate(self._grammars.verify(rows, read.tokens, pending.num_restarts))
+            return pending.truncate([len(new) for new in read.tokens]), read
+        rows = [
             None if sequence is None or sequence.is_finished or min(new) < 0 else sequence.constraint
             for sequence, new in zip(pending.sequences, read.tokens, strict=pending.sampled is not None)
         ]
         if any(rows):
-            self._grammars.advance(rows, read.tokens)
-        return read
+            self._grammars.advance(rows, read.tokens, needs_masks=self._mask_policy.is_masking)
+        return pending, read
+
+    def _follow(self, sequence: Sequence, verification: Verification) -> None:
+        """Count the tokens of a call without masks, and let the sequence restart if one was rejected."""
+        self._mask_policy.record(sequence, verification)
+        self.num_allowed += verification.num_accepted
+        self.num_rejected += verification.is_rejected
+        if verification.is_rejected and not sequence.is_finished:
+            sequence.restart()
 
     def _emit(self, pending: PendingTokens, read: ReadTokens) -> None:
         """Send tokens to the handles of their sequences, and free the slots of sequences that end."""
@@ -114,6 +145,8 @@ class Emitter:
                 sampled = sampled or _to_host(pending.sampled)
                 logprobs = [token_logprob(sampled, (step, row), top, pending.version) for step in steps]
             self.num_tokens += sequence.append(read.tokens[row], logprobs, tokenizer=self._tokenizer, eos=self._eos)
+            if read.verifications is not None and (verification := read.verifications[row]) is not None:
+                self._follow(sequence, verification)
             if sequence.constraint is not None and not sequence.is_finished and (error := sequence.constraint.error):
                 sequence.fail(f"the grammar cannot be followed: {error[:500]}")
             if sequence.is_finished:

@@ -12,6 +12,7 @@ import itertools
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as List
+from concurrent.futures import as_completed
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.config.schema.decode import Pooling
+from maxhydra.config.schema.run import Progress
 from maxhydra.data import Tokenizer
 from maxhydra.decode.adapters import AdapterLimits, AdapterTable, LoadedAdapter
 from maxhydra.decode.audio_limits import AudioLimits
@@ -28,7 +30,7 @@ from maxhydra.decode.grammar import GrammarCompiler
 from maxhydra.decode.image_limits import ImageLimits
 from maxhydra.decode.inbox import Inbox
 from maxhydra.decode.request import Handle, Request, RequestRejectedError
-from maxhydra.decode.runner import Runner, compile_all
+from maxhydra.decode.runner import Runner
 from maxhydra.decode.sampler import MAX_LOGPROBS
 from maxhydra.decode.scheduler import PrefillChunk, Scheduler
 from maxhydra.decode.sequence import Sequence, find_problem
@@ -36,6 +38,7 @@ from maxhydra.decode.step_inputs import StepShape, sampling_features
 from maxhydra.decode.transfer import Transfer
 from maxhydra.model import ModelDef
 from maxhydra.runtime.profiler import Profiler
+from maxhydra.runtime.progress import open_item_progress
 from maxhydra.sharding import Sharder
 
 Tree = Any
@@ -89,7 +92,8 @@ class Engine:
         self._scheduler = Scheduler(*capacities, prefill_chunk=chunk, round_tokens=round_tokens)
         upload = self._runner.upload
         self._grammars = GrammarCompiler(tokenizer, eos=eos, vocab_size=self._vocab_size, upload=upload)
-        self._emitter = Emitter(self._scheduler, self._grammars, tokenizer, eos=frozenset(eos))
+        policy = self._runner.mask_policy
+        self._emitter = Emitter(self._scheduler, self._grammars, policy, tokenizer, eos=frozenset(eos))
         self._num_prefilled = 0
 
         self._inbox = Inbox(self._make_sequence)
@@ -97,7 +101,7 @@ class Engine:
         self._audio = AudioLimits(model.config, chunk)
         self._failure = ""
         if config.warm_up:
-            compile_all(self._runner, self._prefill_runner)
+            _compile_all(self._runner, self._prefill_runner)
             if self._transfer is not None:
                 self._transfer.warm_up()
         self._thread = threading.Thread(target=self._run, name="decode-engine", daemon=True)
@@ -139,6 +143,7 @@ class Engine:
     def stats(self) -> dict[str, float]:
         """Return counts of running and waiting sequences, used and cached pages, generated and prefilled tokens.
 
+        Of tokens that were sampled without the mask of a grammar, how many it accepted and rejected.
         With speculative decoding also of decode steps, those of them with drafts, drafted and accepted tokens.
         """
         scheduler, emitter, speculation = self._scheduler, self._emitter, self._runner.draft_steps or {}
@@ -152,6 +157,8 @@ class Engine:
             "pages_kept": scheduler.capacity.num_cached,
             "tokens_written": self._emitter.num_tokens,
             "prompt_tokens_read": self._num_prefilled,
+            "grammar_tokens_accepted": emitter.num_allowed,
+            "grammar_tokens_rejected": emitter.num_rejected,
             "programs_compiled": sum(runner.programs.num_programs for runner in self._runners),
             **speculation,
         }
@@ -306,10 +313,9 @@ class Engine:
         rows = self._scheduler.next_rows()
         if not rows:
             return
-        is_constrained = any(sequence.constraint is not None for sequence in rows)
-        pending = None if is_constrained else self._runner.decode_multi(rows)
-        if pending is None and any(sequence.num_uncertain for sequence in rows):
-            # The next single step begins where the speculative calls end, which is known once their tokens are read.
+        pending = self._runner.decode_multi(rows)
+        if pending is None and (self._emitter.is_verifying or any(sequence.num_uncertain for sequence in rows)):
+            # The next single step begins where calls end whose tokens are verified, which is known once they are read.
             self._emitter.emit_all()
             rows = self._scheduler.next_rows()
         if pending is None and rows:
@@ -340,3 +346,17 @@ class Engine:
         next_shape = self._runner.buckets.decode_shape(rows, lookahead=lookahead, extra_rows=0)
         if next_shape.pages > shape.pages:
             self._programs.precompile(next_shape, sampling_features(rows))
+
+
+def _compile_all(decoder: Runner, prefiller: Runner) -> None:
+    """Compile a program for every batch, with a progress bar; the two runners may be the same one."""
+    runners = {id(runner): runner for runner in (decoder, prefiller)}.values()
+    futures = [
+        future
+        for runner in runners
+        for future in runner.warm_up(is_prefilling=runner is prefiller, is_decoding=runner is decoder)
+    ]
+    with open_item_progress(Progress.auto, total=len(futures), start=0, verb="compiled") as progress:
+        for completed, future in enumerate(as_completed(futures), 1):
+            future.result()
+            progress.update(completed, 0)

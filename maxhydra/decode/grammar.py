@@ -1,8 +1,9 @@
 """Structured output: a grammar restricts the tokens of a completion, with masks that llguidance computes.
 
-A mask depends on all tokens before it. So a batch with such sequences is decoded in single steps: while the engine's
-thread dispatches the next forward call and the device runs it, another thread reads the tokens of the previous one and
-computes the masks, with several threads of llguidance, which needs no lock of Python there.
+A mask depends on all tokens before it. So most calls sample without masks, and another thread verifies their tokens and
+computes masks only where a token is rejected; see mask_policy.py. Where a batch is decoded in single steps with masks,
+this thread reads the tokens of the previous step and computes the masks while the engine's thread dispatches the next
+forward call and the device runs it, with several threads of llguidance, which needs no lock of Python there.
 
 B rows, W words of 32 bits, one bit per token of the vocabulary.
 """
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as List
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
 import jax
@@ -65,16 +66,50 @@ def _library() -> Any:
     return llguidance
 
 
+class Verification(NamedTuple):
+    """How many tokens of a call without masks a grammar accepts."""
+
+    num_steps: int
+    """Steps that the call took for them, except those after EOS."""
+    num_accepted: int
+    is_rejected: bool
+    """Whether the grammar rejects the token after the accepted ones."""
+
+
 class Constraint:
     """The grammar of one sequence, after the tokens that it has generated."""
 
     def __init__(self, matcher: Any, lexer: int, mask_W: np.ndarray):
         """`lexer`: its number; other constraints of the same grammar may use it too."""
         self.matcher, self.lexer = matcher, lexer
-        self.mask_W = mask_W
-        """The mask of the next token."""
+        self.mask_W: np.ndarray | None = mask_W
+        """The mask of the next token; None if it is not computed."""
+        self.num_rejections = 0
+        """Tokens without masks that the grammar rejected."""
         self.error = ""
         """Why a token or a mask failed, for example a limit of the parser; empty if nothing did."""
+
+    def verify(self, tokens: List[int], num_restarts: int, eos: Collection[int]) -> Verification:
+        """Advance by tokens that were sampled without masks, up to EOS or the first that the grammar rejects.
+
+        A negative token, of logits that are not finite, ends the sequence too. `num_restarts`: of the sequence when
+        the call was dispatched; tokens that follow a rejected one are dropped.
+        """
+        if num_restarts < self.num_rejections:
+            return Verification(len(tokens), 0, is_rejected=False)
+        end = next((index for index, token in enumerate(tokens) if token < 0 or token in eos), len(tokens))
+        accepted = self.matcher.try_consume_tokens(tokens[:end])
+        self.mask_W = None
+        if accepted == end < len(tokens) and (tokens[end] < 0 or self.matcher.is_accepting()):
+            return Verification(end + 1, end + 1, is_rejected=False)
+        is_rejected = accepted < len(tokens)
+        self.num_rejections += is_rejected
+        return Verification(len(tokens), accepted, is_rejected)
+
+    def allows(self, token: int) -> bool:
+        """Whether the mask, which must be computed, has this token."""
+        assert self.mask_W is not None
+        return bool(self.mask_W[token // 32] >> token % 32 & 1)
 
 
 class CompiledGrammar:
@@ -139,15 +174,46 @@ class GrammarCompiler:
             compiled = self._compile_cached(grammar)
         return compiled.constrain()
 
-    def advance(self, rows: List[Constraint | None], tokens: List[List[int]]) -> None:
+    def advance(self, rows: List[Constraint | None], tokens: List[List[int]], *, needs_masks: bool = True) -> None:
         """Advance the grammars of a batch by new tokens, and compute their next masks; in one thread at a time.
 
-        None is a row without a grammar.
+        None is a row without a grammar. `needs_masks`: otherwise `masks` computes them if they are used after all.
         """
         used = [(row, constraint) for row, constraint in enumerate(rows) if constraint is not None]
         for step in range(max(len(tokens[row]) for row, _ in used)):
             pairs = [(each.matcher, tokens[row][step]) for row, each in used if step < len(tokens[row])]
             self._executor.consume_token_par(pairs)
+        self._latest = [], np.empty(0)
+        for _, constraint in used:
+            constraint.mask_W = None
+        if needs_masks:
+            masks_BW = self._compute_masks(rows)
+            self._latest = [None if each is None else ref(each) for each in rows], self._upload(masks_BW)
+
+    def verify(
+        self, rows: List[Constraint | None], tokens: List[List[int]], num_restarts: List[int]
+    ) -> list[Verification | None]:
+        """Advance the grammars by tokens sampled without masks; compute the next masks of those that reject one."""
+        verifications = [
+            None if each is None else each.verify(new, restarts, self._eos)
+            for each, new, restarts in zip(rows, tokens, num_restarts, strict=True)
+        ]
+        rejected = [
+            (constraint, new[verification.num_accepted])
+            for constraint, new, verification in zip(rows, tokens, verifications, strict=True)
+            if constraint is not None and verification is not None and verification.is_rejected
+        ]
+        self._latest = [], np.empty(0)
+        if rejected:
+            self._compute_masks([constraint for constraint, _ in rejected])
+        for constraint, token in rejected:
+            if not constraint.error and constraint.allows(token):
+                constraint.error = f"token {token} is rejected, although the mask allows it"
+        return verifications
+
+    def _compute_masks(self, rows: List[Constraint | None]) -> np.ndarray:
+        """Compute the masks [B, W] of the next tokens, of at least one grammar."""
+        used = [(row, constraint) for row, constraint in enumerate(rows) if constraint is not None]
         masks_BW = np.empty((len(rows), self._mask_width), np.uint32)
         masks_BW[[row for row, constraint in enumerate(rows) if constraint is None]] = ALL_TOKENS
         # Threads take consecutive entries, so that few of them wait for the same lexer.
@@ -158,10 +224,12 @@ class GrammarCompiler:
             constraint.mask_W = masks_BW[row]
             if constraint.matcher.is_error():
                 constraint.error = str(constraint.matcher.get_error())
-        self._latest = [None if each is None else ref(each) for each in rows], self._upload(masks_BW)
+        return masks_BW
 
     def masks(self, rows: List[Constraint | None]) -> np.ndarray | jax.Array:
         """Return the masks [B, W] of the next tokens, on the device if the batch is the one that advanced last."""
+        if missing := [each for each in rows if each is not None and each.mask_W is None]:
+            self._compute_masks(missing)
         latest, latest_BW = self._latest
         if len(rows) == len(latest) and all(map(operator.is_, rows, (each and each() for each in latest))):
             return latest_BW
@@ -199,6 +267,7 @@ def join_masks(rows: List[Constraint | None], width: int) -> np.ndarray:
     masks_BW = np.full((len(rows), width), ALL_TOKENS, np.uint32)
     for row, constraint in enumerate(rows):
         if constraint is not None:
+            assert constraint.mask_W is not None
             masks_BW[row] = constraint.mask_W
     return masks_BW
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from maxhydra.decode.grammar import Verification
 from maxhydra.decode.prompt_scores import PendingScores
 from maxhydra.decode.sampler import SampledTokens
 from maxhydra.decode.sequence import Sequence
@@ -56,8 +57,17 @@ class PendingTokens(NamedTuple):
     """What else the call computed for its sequences."""
     verified: PendingVerified | None = None
     """None if the host knows the counts."""
+    num_restarts: list[int] | None = None
+    """Of a call without masks for rows with a grammar: `Sequence.num_restarts` of each row when it is dispatched."""
     on_arrival: Callable[[], None] | None = None
     """Called when the tokens have arrived."""
+
+    def truncate(self, counts: list[int]) -> "PendingTokens":
+        """The call with fewer valid tokens in some rows."""
+        records = tuple(
+            each._replace(counts=counts) if isinstance(each, PendingExperts) else each for each in self.records
+        )
+        return self._replace(counts=counts, records=records)
 
     def read(self) -> "ReadTokens":
         """Wait for the tokens, and correct the counts of the sequences if the host did not know them; once per call."""
@@ -80,6 +90,14 @@ class PendingTokens(NamedTuple):
         return ReadTokens(tokens, used, drafts or None)
 
 
+class PrefillOutput(NamedTuple):
+    """Results of a prefill call, on the devices."""
+
+    first_tokens: PendingTokens | None
+    """Of the prompts that are complete; None if there are none."""
+    logits_BV: jax.Array
+
+
 class RowDrafts(NamedTuple):
     """Numbers of tokens that were drafted for a row, and accepted."""
 
@@ -96,6 +114,17 @@ class ReadTokens(NamedTuple):
     """Their steps."""
     drafts: list[RowDrafts] | None = None
     """Of a speculative call."""
+    verifications: list[Verification | None] | None = None
+    """Of a call without masks for rows with a grammar; None for the other rows."""
+
+    def truncate(self, verifications: list[Verification | None]) -> "ReadTokens":
+        """The tokens that the grammars accept."""
+        counts = [
+            len(new) if verification is None else verification.num_accepted
+            for new, verification in zip(self.tokens, verifications, strict=True)
+        ]
+        tokens = [new[:count] for new, count in zip(self.tokens, counts, strict=True)]
+        return ReadTokens(tokens, [range(count) for count in counts], self.drafts, verifications)
 
 
 def start_copy(rows: list[Sequence | None], sampled: SampledTokens, counts: list[int], version: int) -> PendingTokens:

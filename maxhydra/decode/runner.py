@@ -6,7 +6,7 @@ the other, which decodes.
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -16,19 +16,19 @@ import numpy as np
 
 from maxhydra.config.schema.decode import CacheDtype, Pooling
 from maxhydra.config.schema.decode import Engine as Config
-from maxhydra.config.schema.run import Progress
 from maxhydra.decode.adapters import AdapterLimits, AdapterStacks, StepWeights
 from maxhydra.decode.compile_cache import Program
 from maxhydra.decode.draft_policy import DraftPolicy, make_policy
 from maxhydra.decode.drafting import Drafting
 from maxhydra.decode.grammar import join_masks
+from maxhydra.decode.mask_policy import make_mask_policy
 from maxhydra.decode.page_pool import Capacity, Place
-from maxhydra.decode.pending import PendingExperts, PendingTokens, PendingVerified, start_copy
+from maxhydra.decode.pending import PendingExperts, PendingTokens, PendingVerified, PrefillOutput, start_copy
 from maxhydra.decode.pooling import Pooler
 from maxhydra.decode.prompt_scores import PendingScores
 from maxhydra.decode.scheduler import PrefillChunk
 from maxhydra.decode.sequence import Sequence
-from maxhydra.decode.slot_state import SlotState, set_controls
+from maxhydra.decode.slot_state import SlotState, set_controls, set_last_tokens
 from maxhydra.decode.speculation import Histories
 from maxhydra.decode.step_functions import Forwarded, MultiStepKey
 from maxhydra.decode.step_inputs import (
@@ -44,7 +44,6 @@ from maxhydra.decode.steps import CompiledSteps
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.layers import PagedCacheSpec
 from maxhydra.model import ModelDef
-from maxhydra.runtime.progress import open_item_progress
 from maxhydra.sharding import Sharder
 
 Tree = Any
@@ -61,14 +60,6 @@ CACHE_DTYPES = {
 MULTI_STEPS = 8
 # Default maximum number of tokens per prefill call, on a CPU and on an accelerator.
 PREFILL_CHUNK = {True: 256, False: 1024}
-
-
-class PrefillOutput(NamedTuple):
-    """Results of a prefill call, on the devices."""
-
-    first_tokens: PendingTokens | None
-    """Of the prompts that are complete; None if there are none."""
-    logits_BV: jax.Array
 
 
 class ResidentInputs(NamedTuple):
@@ -138,6 +129,7 @@ class Runner:
             drafting=self._drafting,
         )
         self._policy = None if self._drafting is None else make_policy(self._drafting, is_measured=not deterministic)
+        self.mask_policy = make_mask_policy(config, model.config, self.multi_steps, is_measured=not deterministic)
         self._cache, self._slot_state = self.programs.init_state()
         self._pooler = Pooler(self._layout, sharder)
         self._resident: ResidentInputs | None = None
@@ -149,7 +141,8 @@ class Runner:
         needed = [shape for shape in shapes if (is_prefilling if shape.is_prefill else is_decoding)]
         if is_decoding and self._drafting is not None:
             self._histories.warm_up()
-        return self.programs.warm_up(needed, self.multi_steps)
+        self._slot_state = set_last_tokens(self._slot_state, {})
+        return self.programs.warm_up(needed, self.multi_steps, self.mask_policy.num_steps)
 
     @property
     def decodes_single_steps(self) -> bool:
@@ -203,6 +196,7 @@ class Runner:
 
     def prefill(self, chunks: List[PrefillChunk]) -> PrefillOutput:
         """Prefill prompt chunks, and sample the first token of each prompt that is complete with its chunk."""
+        self.mask_policy.interrupt()
         if self._policy is not None:
             self._policy.interrupt()
         self._assign_adapters((chunk.place, chunk.sequence) for chunk in chunks)
@@ -217,7 +211,7 @@ class Runner:
         output = self._forward(shape, inputs_BC, image_inputs(rows, shape), audio_inputs(rows, shape))
         first_tokens = None
         if any(completed):
-            first_tokens = self._sample(completed, output, self._first_masks)
+            first_tokens = self._sample(completed, output, self._known_masks)
         records: list[PendingExperts | PendingScores] = []
         if output.experts_BTLK is not None:
             sequences = [None if chunk is None else chunk.sequence for chunk in rows]
@@ -246,12 +240,14 @@ class Runner:
 
     def decode(self, sequences: list[Sequence], shape: StepShape, next_masks: MaskMaker) -> PendingTokens:
         """Decode one token per sequence. `next_masks`: called while the model runs, if a sequence has a grammar."""
-        on_arrival = None
         if self._policy is not None:
             self._histories.forget(sequences)
             on_arrival = self._policy.start(1, is_speculative=False)
+        else:
+            on_arrival = self.mask_policy.start(sequences, is_masked=True)
         self._assign_adapters((sequence.place, sequence) for sequence in sequences)
         rows, inputs_BC = self._decode_inputs(shape, shape, sequences)
+        self._restart(rows)
         output = self._forward(shape, inputs_BC)
         for sequence in sequences:
             sequence.num_computed += 1
@@ -262,23 +258,29 @@ class Runner:
         return pending if ids is None else pending._replace(records=(PendingExperts(rows, pending.counts, ids),))
 
     def decode_multi(self, sequences: list[Sequence]) -> PendingTokens | None:
-        """Decode several tokens per sequence in one call; None while that program is being compiled.
+        """Decode several tokens per sequence in one call; None if that program is being compiled, or masks are needed.
 
-        All calls have the same number of steps. Steps beyond a row's last token are masked, which costs less than a
-        program for every number of steps, and makes the calls a function of the requests alone.
+        All calls have the same number of steps, or `VERIFIED_STEPS` with a grammar. Steps beyond a row's last token
+        are masked, which costs less than a program for every number, and makes calls a function of the requests alone.
         """
+        if not self.mask_policy.verifies(sequences):
+            return None
         if self._policy is not None:
             return self._decode_from_history(sequences, self._policy)
         if self.multi_steps == 1:
             return None
-        shape = self.buckets.decode_shape(sequences, lookahead=self.multi_steps - 1, extra_rows=0)
-        key = self.programs.choose_multi_step(MultiStepKey(shape, sampling_features(sequences), self.multi_steps))
+        features = sampling_features(sequences)
+        num_steps = self.mask_policy.num_steps if features.mask else self.multi_steps
+        shape = self.buckets.decode_shape(sequences, lookahead=num_steps - 1, extra_rows=0)
+        key = self.programs.choose_multi_step(MultiStepKey(shape, features, num_steps))
         if key is None:
             return None
+        on_arrival = self.mask_policy.start(sequences, is_masked=False)
         self._assign_adapters((sequence.place, sequence) for sequence in sequences)
         rows, inputs_BC = self._decode_inputs(key, key.shape, sequences)
+        mask_BW = self._restart(rows)
         self._cache, self._slot_state, inputs_BC, sampled, ids = self.programs.decode_multi(
-            key, self._weights, self._cache, self._slot_state, inputs_BC
+            key, self._weights, (self._cache, self._slot_state), inputs_BC, mask_BW
         )
         counts = [0 if sequence is None else min(key.num_steps, sequence.remaining) for sequence in rows]
         for sequence, count in zip(rows, counts, strict=True):
@@ -286,7 +288,21 @@ class Runner:
                 sequence.num_computed += count
         self._keep_inputs(key, sequences, inputs_BC)
         records = () if ids is None else (PendingExperts(rows, counts, ids),)
-        return start_copy(rows, sampled, counts, self.version)._replace(records=records)
+        num_restarts = [0 if each is None else each.num_restarts for each in rows] if features.mask else None
+        pending = start_copy(rows, sampled, counts, self.version)
+        return pending._replace(records=records, num_restarts=num_restarts, on_arrival=on_arrival)
+
+    def _restart(self, rows: list[Sequence | None]) -> np.ndarray | None:
+        """Let the next call continue after the last known tokens of rows that restart; return their next masks."""
+        restarting = [each if each is not None and each.is_restarting else None for each in rows]
+        tokens: dict[int, int] = {}
+        for each in filter(None, restarting):
+            assert each.place is not None
+            tokens[each.place.slot], each.is_restarting = each.tokens[-1], False
+        if not tokens:
+            return None
+        self._slot_state = set_last_tokens(self._slot_state, tokens)
+        return self._known_masks(restarting)
 
     def _decode_from_history(self, sequences: list[Sequence], policy: DraftPolicy) -> PendingTokens | None:
         """Decode with or without drafts; None for a plain single step, or while the programs are being compiled.
@@ -369,7 +385,7 @@ class Runner:
         self._cache = output.cache
         return output
 
-    def _first_masks(self, rows: list[Sequence | None]) -> np.ndarray:
+    def _known_masks(self, rows: list[Sequence | None]) -> np.ndarray:
         return join_masks([None if each is None else each.constraint for each in rows], self._num_mask_words)
 
     def _sample(self, rows: list[Sequence | None], output: Forwarded, make_masks: MaskMaker) -> PendingTokens:
@@ -377,17 +393,3 @@ class Runner:
         mask_BW = make_masks(rows) if features.mask else None
         self._slot_state, sampled = self.programs.sample(self._slot_state, output, features, mask_BW)
         return start_copy(rows, sampled, [int(sequence is not None) for sequence in rows], self.version)
-
-
-def compile_all(decoder: Runner, prefiller: Runner) -> None:
-    """Compile a program for every batch, with a progress bar; the two runners may be the same one."""
-    runners = {id(runner): runner for runner in (decoder, prefiller)}.values()
-    futures = [
-        future
-        for runner in runners
-        for future in runner.warm_up(is_prefilling=runner is prefiller, is_decoding=runner is decoder)
-    ]
-    with open_item_progress(Progress.auto, total=len(futures), start=0, verb="compiled") as progress:
-        for completed, future in enumerate(as_completed(futures), 1):
-            future.result()
-            progress.update(completed, 0)

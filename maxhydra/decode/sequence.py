@@ -49,6 +49,9 @@ class Sequence:
         """Tokens that speculative calls in flight may compute and generate in addition to those that are counted."""
         self.num_drafted = self.num_accepted = 0
         """Tokens that speculative calls drafted for it, and those of them that were accepted."""
+        self.is_restarting = False
+        """Whether the next call continues after the last known token, with a mask: the grammar rejected the next."""
+        self.num_restarts = 0
         self.is_finished = False
         self.place: Place | None = None
         """Slot and pages for decoding; None while it waits."""
@@ -108,6 +111,14 @@ class Sequence:
         request = self.request
         return bool(request.repetition_penalty != 1 or request.frequency_penalty or request.presence_penalty)
 
+    @property
+    def is_verifiable(self) -> bool:
+        """Whether a token that its grammar accepts is the same without the mask.
+
+        Filters choose among the tokens that the mask allows, and penalties count tokens that were rejected.
+        """
+        return not (self.features.filters or self.features.penalties)
+
     @cached_property
     def features(self) -> SamplingFeatures:
         """What sampling its tokens needs; used from its first step on."""
@@ -143,6 +154,13 @@ class Sequence:
         self.num_computed += count - counted
         self.num_scheduled += count - counted
         self.num_uncertain -= most - counted
+
+    def restart(self) -> None:
+        """Continue after the last known token: calls in flight continue with one that the grammar rejects."""
+        self.num_computed = len(self.tokens) - 1
+        self.num_scheduled = len(self.tokens) - len(self.request.prompt)
+        self.num_restarts += 1
+        self.is_restarting = True
 
     def append(
         self, tokens: List[int], logprobs: List[TokenLogprob], *, tokenizer: Tokenizer, eos: frozenset[int]
@@ -207,7 +225,7 @@ class Sequence:
     def _cut(self, tokens: List[int], eos: frozenset[int]) -> List[int]:
         """Cut new tokens after EOS, before an invalid token, or at the maximum."""
         tokens = tokens[: self._max_tokens - len(self.tokens)]
-        if min(tokens) < 0 or not eos.isdisjoint(tokens):
+        if min(tokens, default=0) < 0 or not eos.isdisjoint(tokens):
             last = next(index for index, token in enumerate(tokens) if token < 0 or token in eos)
             tokens = tokens[: last + (tokens[last] >= 0)]
         return tokens

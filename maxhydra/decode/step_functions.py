@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from maxhydra.decode.adapters import StepWeights
 from maxhydra.decode.prompt_scores import score_prompts
-from maxhydra.decode.sampler import SampledTokens, SamplingFeatures, greedy_tokens
+from maxhydra.decode.sampler import ALL_TOKENS, SampledTokens, SamplingFeatures, greedy_tokens
 from maxhydra.decode.slot_state import SlotState, sample_slots
 from maxhydra.decode.step_inputs import HEAD, StepInputs, StepShape, advance
 from maxhydra.decode.weight_layout import WeightLayout
@@ -167,11 +167,18 @@ def make_sample(features: SamplingFeatures) -> Callable[..., tuple[SlotState, Sa
 def make_multi_step(
     layout: WeightLayout, sharder: Sharder, key: MultiStepKey, hidden: Callable[..., Any], *, padding_slot: int
 ) -> Callable[..., tuple[Tree, SlotState, jax.Array, SampledTokens, jax.Array | None]]:
-    """Return a scan over decode steps: tokens are fed back in the carry, and stored in the slot state at the end."""
+    """Return a scan over decode steps: tokens are fed back in the carry, and stored in the slot state at the end.
+
+    Masks are those of the first step.
+    """
     model = layout.model
 
     def decode(
-        stored: StepWeights, cache: Tree, slot_state: SlotState, inputs_BC: jax.Array
+        stored: StepWeights,
+        cache: Tree,
+        slot_state: SlotState,
+        inputs_BC: jax.Array,
+        mask_BW: jax.Array | None = None,
     ) -> tuple[Tree, SlotState, jax.Array, SampledTokens, jax.Array | None]:
         inputs = StepInputs.unpack(inputs_BC, pages=key.shape.pages)
         table_BW, slots_B = inputs.rows
@@ -192,7 +199,8 @@ def make_multi_step(
             logits_BV = model.logits(weights, hidden_B1D, sharder)[:, 0]
             sampling = inputs.sampling._replace(position_B=inputs.start_B + number + 1)
             state = slot_state._replace(usage_NV=usage_NV)
-            usage_NV, sampled = sample_slots(key.features, state, logits_BV, active_B, sampling)
+            masks = None if mask_BW is None else jnp.where(number == 0, mask_BW, jnp.uint32(ALL_TOKENS))
+            usage_NV, sampled = sample_slots(key.features, state, logits_BV, active_B, sampling, masks)
             return (cache, usage_NV, jnp.maximum(sampled.token_B, 0)), (sampled, experts)
 
         initial = cache, slot_state.usage_NV, slot_state.last_token_N[slots_B]

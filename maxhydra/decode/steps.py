@@ -54,7 +54,7 @@ RARE_FEATURES = (
     GREEDY._replace(random=True, filters=True),
     SamplingFeatures(random=True, filters=True, penalties=True, logprobs=True, bias=True),
 )
-# Masks come from the host for every token, so that only single steps have them.
+# In multi-step calls masks are those of the first step; their programs have the longest context, for shorter ones too.
 MASKED_FEATURES = (COMMON_FEATURES[-1]._replace(mask=True), RARE_FEATURES[-1]._replace(mask=True))
 
 
@@ -95,6 +95,8 @@ class CompiledSteps:
         self.cache_axes = map_caches(lambda cache: cache.axes(), caches)
         self.cache_shardings = sharder.tree(self.cache_axes)
         self._abstract_caches = jax.tree.map(_abstract, caches, self.cache_shardings)
+        self._full_masks: dict[int, jax.Array] = {}
+        """Masks [B, W] that allow all tokens, by their number of rows."""
         self._forwards: CompileCache[StepShape] = CompileCache(self._compile_forward, deterministic=deterministic)
         self._samplers: CompileCache[SampleKey] = CompileCache(self._compile_sample, deterministic=deterministic)
         self._multi_steps: CompileCache[MultiStepKey] = CompileCache(
@@ -112,10 +114,11 @@ class CompiledSteps:
         zeros = [jax.device_put(np.zeros(leaf.shape, leaf.dtype), self.replicated) for leaf in self._abstract_slots()]
         return cache, SlotState(*zeros)
 
-    def warm_up(self, shapes: Iterable[StepShape], num_steps: int) -> list[Future[Program]]:
+    def warm_up(self, shapes: Iterable[StepShape], num_steps: int, verified_steps: int) -> list[Future[Program]]:
         """Start compiling the programs of these buckets, for bursts of `num_steps`; return one future per program.
 
-        Rarely used sampling features have programs for the largest batch only, which smaller ones use too.
+        `verified_steps`: of bursts whose tokens grammars verify. Rarely used sampling features have programs for the
+        largest batch only, which smaller ones use too.
         """
         shapes = list(shapes)
         decode_shapes, prefill_shapes = [s for s in shapes if not s.is_prefill], [s for s in shapes if s.is_prefill]
@@ -123,12 +126,16 @@ class CompiledSteps:
         decoded = [(shape, features) for shape in decode_shapes for features in COMMON_FEATURES]
         decoded += [(shape, features) for shape in largest for features in RARE_FEATURES]
         sample_rows = {shape.rows for shape in prefill_shapes}
-        drafting = self._drafting
+        drafting, most = self._drafting, max((shape.pages for shape in decode_shapes), default=0)
+        masked = [(shape, MASKED_FEATURES[0]) for shape in decode_shapes if shape.pages == most]
+        masked += [(shape, features) for shape in largest for features in MASKED_FEATURES[1:]]
         verified = [] if drafting is None else [(replace(each, tokens=drafting.step_tokens), f) for each, f in decoded]
         if num_steps == 1:
             prefill_shapes += decode_shapes
             sample_rows |= {shape.rows for shape in decode_shapes}
             decoded = []
+        if num_steps == 1 or drafting is not None:
+            masked = []
         samplers = [
             SampleKey(rows, each)
             for rows in sorted(sample_rows)
@@ -136,6 +143,7 @@ class CompiledSteps:
         ]
         return [
             *self._multi_steps.warm_up(MultiStepKey(*each, num_steps) for each in decoded + verified),
+            *self._multi_steps.warm_up(MultiStepKey(*each, verified_steps) for each in masked),
             *self._forwards.warm_up(prefill_shapes),
             *self._samplers.warm_up(samplers),
         ]
@@ -181,9 +189,7 @@ class CompiledSteps:
         logits_BV, head_BC = output.logits_BV, output.head_BC
         key = SampleKey(logits_BV.shape[0], features)
         chosen = self._samplers.choose(key, eventual=key)
-        masks: list[np.ndarray | jax.Array] = []
-        if chosen.features.mask:
-            masks = [np.full(self._mask_shape(key.rows), ALL_TOKENS, np.uint32) if mask_BW is None else mask_BW]
+        masks = self._masks(chosen.features, key.rows, mask_BW)
         slot_state, sampled = self._samplers.get(chosen)(slot_state, logits_BV, head_BC, *masks)
         return slot_state, sampled
 
@@ -197,16 +203,29 @@ class CompiledSteps:
         self,
         key: MultiStepKey,
         weights: StepWeights,
-        cache: Tree,
-        slot_state: SlotState,
+        state: tuple[Tree, SlotState],
         inputs_BC: np.ndarray | jax.Array,
+        mask_BW: np.ndarray | None,
     ) -> tuple[Tree, SlotState, jax.Array, SampledTokens, jax.Array | None]:
         """Decode `key.num_steps` tokens per row; return them as [num_steps, B], with the inputs of the next call.
 
-        Entries beyond a row's remaining tokens are undefined. Experts are [B, num_steps, L, K].
+        Entries beyond a row's remaining tokens are undefined. Experts are [B, num_steps, L, K]. `mask_BW`: of the
+        first step.
         """
-        cache, slot_state, next_BC, sampled, experts = self._multi_steps.get(key)(weights, cache, slot_state, inputs_BC)
+        masks = self._masks(key.features, key.shape.rows, mask_BW)
+        cache, slot_state, next_BC, sampled, experts = self._multi_steps.get(key)(weights, *state, inputs_BC, *masks)
         return cache, slot_state, next_BC, sampled, experts
+
+    def _masks(
+        self, features: SamplingFeatures, rows: int, mask_BW: np.ndarray | jax.Array | None
+    ) -> list[np.ndarray | jax.Array]:
+        """The masks of a program; None: all tokens are allowed. Empty if it takes none."""
+        if not features.mask:
+            return []
+        if mask_BW is None and rows not in self._full_masks:
+            make = partial(jnp.full, self._mask_shape(rows), ALL_TOKENS, jnp.uint32)
+            self._full_masks[rows] = jax.jit(make, out_shardings=self.replicated)()
+        return [self._full_masks[rows] if mask_BW is None else mask_BW]
 
     def decode_from_history(
         self,
@@ -286,7 +305,8 @@ class CompiledSteps:
         shardings = (self.cache_shardings, *4 * (self.replicated,))
         donated = tuple(range(1, 1 + len(state)))
         jitted = jax.jit(decode, donate_argnums=donated, out_shardings=shardings)
-        return jitted.lower(self._abstract_weights, *state, inputs).compile()
+        masks = [self._abstract_inputs(*self._mask_shape(key.shape.rows))] if key.features.mask else []
+        return jitted.lower(self._abstract_weights, *state, inputs, *masks).compile()
 
     def _abstract_history(self, context: int) -> TokenHistory:
         """Return a TokenHistory of ShapeDtypeStructs."""

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.decode.page_pool import PageLease, Place
-from maxhydra.decode.pending import PendingTokens
-from maxhydra.decode.runner import PrefillOutput, Runner
+from maxhydra.decode.pending import PendingTokens, PrefillOutput
+from maxhydra.decode.runner import Runner
 from maxhydra.decode.sequence import Sequence
 from maxhydra.decode.slot_state import COMPLETION, SlotState
 from maxhydra.decode.steps import map_caches
