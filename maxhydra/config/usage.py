@@ -109,6 +109,7 @@ CONDITIONS = (
         lambda c: c.train.spike.sigmas is not None,
         "train.spike.sigmas",
     ),
+    Condition(("train.steps",), lambda c: c.train.epochs is None, "train.epochs=null, which otherwise gives the steps"),
     Condition(
         ("train.early_stop.min_delta",),
         lambda c: c.train.early_stop.patience is not None,

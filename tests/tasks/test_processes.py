@@ -8,6 +8,8 @@ import re
 import signal
 import sys
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +290,35 @@ def test_a_server_of_two_processes_completes_as_task_decode(folder: Path) -> Non
     for process in reversed(processes):
         process.signal(signal.SIGTERM)
     assert [process.wait(240) for process in processes] == [0, 0]
+
+
+@pytest.mark.exhaustive
+def test_grammars_restart_the_same_rows_in_both_processes(folder: Path) -> None:
+    """Tokens that grammars verify are those of masks in every step."""
+    command = ["task=serve", *LOADED, LOAD, *ENGINE, *MESH, "task.port=0"]
+    texts, rejected, console = [], [], folder / "console.0"
+    for burst in (1, 4):
+        processes = start_processes(2, *command, f"task.engine.burst={burst}", cwd=folder)
+        wait_for(lambda: "serving" in console.read_text())
+        url = re.findall(r"http://\S+", console.read_text())[0]
+        with ThreadPoolExecutor(6) as threads:
+            texts.append(list(threads.map(partial(constrained_text, url), range(12))))
+        with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=60) as reply:
+            rejected.append(re.findall(r"grammar_tokens_rejected\S* (\d+)", reply.read().decode())[0])
+        for process in reversed(processes):
+            process.signal(signal.SIGTERM)
+        assert [process.wait(240) for process in processes] == [0, 0]
+    assert texts[1] == texts[0] and all(re.fullmatch("[a-z ,.]{12}", text) for text in texts[0])
+    assert rejected[0] == "0" and int(rejected[1]) > 0
+
+
+def constrained_text(url: str, seed: int) -> str:
+    body = {"prompt": "To be", "max_tokens": 16, "temperature": 1, "seed": seed, "guided_regex": "[a-z ,.]{12}"}
+    request = urllib.request.Request(
+        f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=240) as reply:
+        return json.load(reply)["choices"][0]["text"]
 
 
 @pytest.mark.exhaustive

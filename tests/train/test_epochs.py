@@ -89,9 +89,10 @@ def test_unknown_sizes_are_rejected(overrides, message):
     [
         (["task=bench"], "train.epochs"),
         (["train.elastic=true"], "train.elastic"),
+        (["train.steps=5"], "train.steps"),
     ],
 )
-def test_tasks_without_epochs_are_rejected(overrides, path):
+def test_keys_that_contradict_epochs_are_rejected(overrides, path):
     with pytest.raises(ConfigError) as error:
         compose([*SMALL, *overrides, "train.epochs=1"])
     assert path in [problem.path for problem in error.value.problems]

@@ -226,7 +226,7 @@ class Train(Schema):
     steps: int = option(1000, ge=1, le=2**31 - 1)
     """Optimizer steps."""
     epochs: float | None = option(None, gt=0)
-    """Epochs of the training data, from which steps follows, whatever its value. Needs data whose size is known."""
+    """Epochs of the training data, which replace train.steps. Needs data whose size is known."""
     seq_len: int = option(1024, ge=1, le=MAX_CONTEXT)
     """Tokens per sequence."""
     per_device_batch_size: float = option(8, gt=0)
