@@ -167,7 +167,7 @@ def test_completions_end_at_a_stop_string_eos_or_the_maximum_or_are_cancelled(me
         plain.close()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("never_masks")
 def test_experts_are_those_of_accepted_tokens() -> None:
     model = moe_model()
@@ -201,7 +201,7 @@ def test_experts_are_those_of_accepted_tokens() -> None:
         np.testing.assert_array_equal(masked.experts, verified.experts)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("never_masks")
 def test_rows_that_restart_keep_their_adapters() -> None:
     model, params = tiny()

@@ -258,8 +258,7 @@ def trained_on_pattern() -> dict:
     return params
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("2-0.5")
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("always_drafts")
 @pytest.mark.parametrize(("tokens", "least"), [(1, 0.95), (2, 0.5)])
 def test_drafts_of_a_trained_layer_are_accepted(tokens: int, least: float) -> None:

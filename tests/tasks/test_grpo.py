@@ -211,7 +211,7 @@ def environment_of(name: str) -> list[str]:
     return [*ENVIRONMENT, f"environment.function=environment_functions:{name}"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_failing_environments_are_counted_and_training_proceeds(tmp_path: Path) -> None:
     """Of 64 environments 4 hang, 4 crash and 4 return invalid messages; the engine is not deterministic."""
     arguments = [*environment_of("TwelveOf64"), "environment.timeout=15", "train.per_device_batch_size=64"]

@@ -63,7 +63,7 @@ def test_it_ends_early_by_its_eval_loss_and_keeps_its_best_checkpoint(trained: P
     assert stored == {1 + errors.index(min(errors)), 3}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_reward_models_score_completions_of_grpo(trained: Path) -> None:
     """One with full weights, and one with an adapter that was trained on two devices, next to another term."""
     adapter = ["adapter=lora", "mesh=fsdp", "train.per_device_batch_size=4", "train.steps=2", "run.name=adapter"]

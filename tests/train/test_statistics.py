@@ -195,7 +195,7 @@ def test_the_step_with_statistics_takes_the_same_update() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain.params, after.params)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_adapters_and_experts() -> None:
     states, config = plan("adapter=lora", "adapter.rank=2")
     values, _ = record(states, config)

@@ -179,7 +179,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_search_survives_crashes_and_a_kill_and_its_experiment_runs(tmp_path: Path) -> None:
     space = "task.space=['train.per_device_batch_size=2,1','hardware.xla_flags=[],[\\'--xla_no_such_flag=1\\']']"
     given = ["task=tune", *SMALL, space, "task.steps=1", "task.finalists=1", "run.name=it", "task.save_as=fast"]
