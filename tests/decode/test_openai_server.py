@@ -5,6 +5,8 @@ import base64
 import contextlib
 import io
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -573,10 +575,12 @@ def test_large_bodies_give_the_same_completions(server: RunningServer) -> None:
 
 @pytest.mark.slow
 def test_a_body_that_takes_too_long_to_parse(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.post({"prompt": "1", **LARGE}, TEXT)[0] == 200
+    os.kill(server.service._parser._process.pid, signal.SIGSTOP)
     with monkeypatch.context() as patch:
-        patch.setattr(parser_process, "PARSE_SECONDS", 0.0)
-        status, body = server.post({"prompt": "word " * 10**5}, TEXT)
-        assert status == 400 and "was not parsed within 0 s" in body["error"]["message"]
+        patch.setattr(parser_process, "PARSE_SECONDS", 0.1)
+        status, body = server.post({"prompt": "1", **LARGE}, TEXT)
+        assert status == 400 and "was not parsed within 0.1 s" in body["error"]["message"]
     assert server.post({"prompt": "1", **LARGE}, TEXT)[0] == 200
 
 
