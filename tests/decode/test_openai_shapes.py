@@ -63,6 +63,7 @@ def test_a_streamed_response_with_text(server: RunningServer) -> None:  # noqa: 
     tail = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
     assert kinds[:4] == head and kinds[-4:] == tail and {*kinds[4:-4]} == {"output_text.delta"}
     assert events[-1].response.incomplete_details.reason == "max_output_tokens"
+    assert events[-2].item.status == complete.output[0].status == "incomplete"
     assert len(text.split()) == len(complete.output_text.split()) == 3
     for body in ({"input": "hello"}, {"input": "hello", "max_output_tokens": 2}):
         for _, event in events_of(server, "/v1/responses", body):

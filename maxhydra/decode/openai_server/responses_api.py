@@ -99,25 +99,29 @@ def _to_tool(path: str, tool: Any) -> dict[str, Any]:
 def to_response(completion: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a chat completion to a response."""
     (choice,), id = completion["choices"], completion["id"].removeprefix("chatcmpl-")
-    message = choice["message"]
+    message, status = choice["message"], status_after(choice["finish_reason"])
     output: list[dict[str, Any]] = []
     if reasoning := message.get("reasoning_content"):
         output.append(text_item(id, "reasoning", reasoning))
     if message["content"] or not message.get("tool_calls"):
-        output.append(text_item(id, "message", message["content"] or ""))
+        output.append(text_item(id, "message", message["content"] or "", status=status))
     output += [call_item(id, number, call) for number, call in enumerate(message.get("tool_calls", []))]
-    status = "incomplete" if choice["finish_reason"] == "length" else "completed"
     usage, created = completion["usage"], completion["created"]
     return response_of(id, created, completion["model"], output, status=status, usage=usage)
 
 
-def text_item(id: str, kind: str, text: str | None) -> dict[str, Any]:
+def status_after(finish: str | None) -> str:
+    """The status of a response, and of its message, whose completion ended for this reason."""
+    return "incomplete" if finish == "length" else "completed"
+
+
+def text_item(id: str, kind: str, text: str | None, *, status: str = "completed") -> dict[str, Any]:
     """The message or the reasoning of a response; without a text, the item that a stream starts with."""
     if kind == "reasoning":
         content: list[Any] = [] if text is None else [{"type": "reasoning_text", "text": text}]
         return {"id": f"rs_{id}", "type": "reasoning", "summary": [], "content": content}
     content = [] if text is None else [{"type": "output_text", "text": text, "annotations": []}]
-    status = "in_progress" if text is None else "completed"
+    status = "in_progress" if text is None else status
     return {"id": f"msg_{id}", "type": "message", "role": "assistant", "status": status, "content": content}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from maxhydra.decode.openai_server.http11 import HttpError
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder
-from maxhydra.decode.openai_server.responses_api import call_item, response_of, text_item
+from maxhydra.decode.openai_server.responses_api import call_item, response_of, status_after, text_item
 from maxhydra.decode.request import Delta
 
 Event = dict[str, Any]
@@ -55,7 +55,7 @@ class ResponseStream:
         """Return the events after the last token."""
         # A response without any text has an empty message.
         events = list(self._close()) if self._open or self._output else [*self._extend("content", ""), *self._close()]
-        status = "incomplete" if self._finish == "length" else "completed"
+        status = status_after(self._finish)
         return [*events, self._event(f"response.{status}", response=self._response(status, num_tokens))]
 
     def failure(self, error: HttpError) -> Event:
@@ -89,7 +89,7 @@ class ResponseStream:
         item_kind, part_kind, prefix = KINDS[self._open.kind]
         yield self._event(f"{prefix}.done", **self._place(), text=self._open.text, **EXTRA[self._open.kind])
         yield self._part("response.content_part.done", part_kind)
-        item = text_item(self._builder.id, item_kind, self._open.text)
+        item = text_item(self._builder.id, item_kind, self._open.text, status=status_after(self._finish))
         self._output.append(item)
         yield self._event("response.output_item.done", output_index=self._open.index, item=item)
         self._open = None
