@@ -28,6 +28,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
+    if args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         writer, seconds = RolloutWriter(folder, "train", keep=2 * args.completions), []
         for step in range(args.completions // args.batch):
