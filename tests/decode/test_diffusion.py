@@ -21,7 +21,7 @@ from maxhydra.sharding import Sharder
 from maxhydra.train import likelihood_loss
 
 TEXT, EOS, MASK = "to be, or not to be?", ByteTokenizer.eos, 259
-STEPS, ROWS = 200, 8
+STEPS, ROWS = 200, 4
 MODEL = ["model=micro", "model.num_layers=1", "model.diffusion.block_size=4", f"model.diffusion.mask_token={MASK}"]
 
 pytestmark = pytest.mark.slow

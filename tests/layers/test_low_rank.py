@@ -40,8 +40,7 @@ def mixture(**changes: Any) -> config.Model:
     return model_config(kinds={"layer": kind}, head=config.Head.separate)
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("tied")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MESHES)
 def test_training_on_a_mesh_equals_one_device(name: str) -> None:
     """Losses of three steps and the first gradients, of factors that are not zero."""
@@ -68,6 +67,7 @@ def logits_of(model: ModelDef, params: Any, *, is_adapted: bool = True) -> np.nd
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("dropless")
 @pytest.mark.parametrize("moe", [{}, {"capacity_factor": 1.0}], ids=["dropless", "capacity"])
 def test_merged_weights_give_the_same_logits(moe: dict[str, Any]) -> None:
     model = build(mixture(**moe), lora(targets=["attention/"], parameters=PARAMETERS, init=AdapterInit.pissa))

@@ -119,7 +119,7 @@ def test_bias_of_a_frozen_router_does_not_change():
     assert np.any(layer["attention"]["out"]["kernel"] != before["attention"]["out"]["kernel"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_padding_is_not_counted_in_unpacked_rows():
     """Rows of packing=none, preference pairs and completions mark padding by positions only."""
     model = model_of(config.Moe(experts=EXPERTS, top_k=2, dim=8, router=ROUTER, balance_weight=0.5))

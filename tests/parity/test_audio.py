@@ -136,6 +136,7 @@ def test_export_is_bit_identical(folder: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(expected_logits(tmp_path, tokens, clips()), expected_logits(folder, tokens, clips()))
 
 
+@pytest.mark.exhaustive
 def test_cached_decoding_equals_one_forward_pass(folder: Path) -> None:
     """Prefill takes the clips, decode steps read the cache."""
     model, params = load_float32(folder)

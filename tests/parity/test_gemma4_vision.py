@@ -163,7 +163,7 @@ def test_logits_with_images_and_a_video_equal_transformers(reference: Reference)
     assert (vision.bidirectional, vision.layers.clipped) == (reference.is_large, not reference.is_large)
 
 
-@pytest.mark.default_cases("small")
+@pytest.mark.exhaustive
 def test_cached_decoding_equals_one_forward_pass(reference: Reference) -> None:
     model, params = load(reference)
     tokens, images = inputs_of(model)

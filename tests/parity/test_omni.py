@@ -156,7 +156,7 @@ def test_each_encoder_is_an_option_and_both_are(folder: Path) -> None:
     assert find_family(build(images), None).model_type == "qwen3_omni_moe_thinker"
 
 
-@pytest.mark.default_cases("audio in video")
+@pytest.mark.exhaustive
 def test_cached_decoding_equals_one_forward_pass(folder: Path, prompt: Prompt) -> None:
     """Prefill takes all media; decode steps continue at positions that are not the slots of the cache."""
     model, params = load(folder, is_heard=prompt.is_heard)

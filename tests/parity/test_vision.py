@@ -219,6 +219,7 @@ def test_export_is_bit_identical(reference: Reference, folder: Path, tmp_path: P
     np.testing.assert_array_equal(exported_logits, expected_logits(reference, TOKENS, PIXELS))
 
 
+@pytest.mark.exhaustive
 def test_cached_decoding_equals_one_forward_pass(folder: Path) -> None:
     """Prefill takes the images, decode steps read the cache."""
     model, params = load(folder)

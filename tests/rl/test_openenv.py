@@ -94,7 +94,7 @@ def test_a_missing_field_or_server_is_named(url: str) -> None:
         OpenEnvEnvironment(config("http://127.0.0.1:9")).reset(RECORD)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_keys_of_other_environments_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"environment.url=localhost: is not an HTTP address"):
         compose(["environment=openenv", "environment.url=localhost"])

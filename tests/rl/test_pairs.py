@@ -46,7 +46,7 @@ def test_a_pair_is_the_best_and_the_worst_completion() -> None:
     assert choose_pair(group(9.0, 1.0, finish="length"), DPO) is None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_loss_is_that_of_trl() -> None:
     """OnlineDPOTrainer.training_step in NumPy, from the log-probs of policy and reference of every token."""
     config = compose(SMALL).config

@@ -15,7 +15,7 @@ from maxhydra.rl.environment_pool import EnvironmentPool, Failure
 from tests.support.skips import import_optional
 
 import_optional("verifiers", extra="verifiers")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 GAMES = '''
 import verifiers as vf

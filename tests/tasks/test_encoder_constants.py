@@ -28,7 +28,7 @@ def stored(folder: Path, step: int) -> dict[str, np.ndarray]:
     return {"/".join(path): np.asarray(leaf) for path, leaf in ocp.tree.to_flat_dict(params).items()}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("data", "encoder"), [("shapes", "vision"), pytest.param("tones", "audio", marks=pytest.mark.exhaustive)]
 )

@@ -224,7 +224,7 @@ def test_a_killed_command_gives_the_same_table(folder: Path, tmp_path: Path) -> 
     assert f"{metrics['eval/cloze/acc']:.3f}"[:4] in listed.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_several_checkpoints_of_a_run(tmp_path: Path) -> None:
     train = [*SMALL, "train.steps=2", "checkpoint.every=1", "optimizer.schedule.warmup_steps=0", "run.name=base"]
     run_ok(*train, cwd=tmp_path)

@@ -91,7 +91,7 @@ def run_experiment(name: str, here: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("shakespeare", "smollm2_lora")
+@pytest.mark.default_cases("shakespeare")
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_runs(name: str, here: Path) -> None:
     run = facts(run_experiment(name, here))
@@ -99,8 +99,7 @@ def test_every_experiment_runs(name: str, here: Path) -> None:
     assert run["choices"]["experiment"] == name
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("dump")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_every_overlay_runs(name: str, tmp_path: Path) -> None:
     run_ok(*SIZES, "train.steps=3", f"debug={name}", "run.name=it", cwd=tmp_path)

@@ -92,7 +92,7 @@ def test_an_adapter_on_a_mesh_in_bfloat16(tmp_path: Path) -> None:
     assert facts(folder)["trained_parameters"] < facts(folder)["parameters"] / 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rewards_that_are_all_equal_change_nothing(tmp_path: Path) -> None:
     """As with a reward that always raises; the error is logged and counted, and the run continues."""
     arguments = [

@@ -54,16 +54,25 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cwd / "outputs"
 
 
+def repeat(arguments: list[str], cwd: Path) -> None:
+    """Run a command that has finished, and assert that it changes no record."""
+    files = [*cwd.glob("outputs/**/run.json"), *cwd.glob("outputs/**/metrics.jsonl")]
+    before = {path: path.read_bytes() for path in files}
+    run_ok(*arguments, cwd=cwd)
+    assert before and {path: path.read_bytes() for path in files} == before
+
+
 @pytest.mark.slow
-def test_the_same_command_on_a_finished_run_or_sweep_changes_nothing(finished: Path, tmp_path: Path) -> None:
+def test_the_same_command_on_a_finished_run_changes_nothing(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "outputs")
+    repeat([*RUN, *SAMPLE], tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_the_same_command_on_a_finished_sweep_changes_nothing(tmp_path: Path) -> None:
     sweep = [*RUN, "-m", "run.name=sweep", "train.steps=2", "run.seed=1,2"]
     run_ok(*sweep, cwd=tmp_path)
-    for arguments in ([*RUN, *SAMPLE], sweep):
-        files = [*tmp_path.glob("outputs/**/run.json"), *tmp_path.glob("outputs/**/metrics.jsonl")]
-        before = {path: path.read_bytes() for path in files}
-        run_ok(*arguments, cwd=tmp_path)
-        assert {path: path.read_bytes() for path in files} == before
+    repeat(sweep, tmp_path)
     status = run_ok("sweep", "status", "sweep", cwd=tmp_path).stdout
     assert status.count("finished  eval/loss") == 2, status
 
@@ -89,8 +98,7 @@ def test_samples_of_evaluations_are_rollouts(finished: Path) -> None:
 EARLY_STOP = ["train.early_stop.patience=2", "train.early_stop.min_delta=100"]
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("end0")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("end", [EARLY_STOP, ["train.target_eval_loss=1000"]])
 def test_a_run_that_ended_early_does_not_train_on(tmp_path: Path, end: list[str]) -> None:
     """The first kill, of the run that counts evaluations, is after that of step 0; the second after the last save."""
@@ -179,7 +187,7 @@ def test_random_kills(tmp_path: Path) -> None:
     assert not trial.differences, trial
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_signal_to_one_of_two_processes_ends_both_with_a_checkpoint(tmp_path: Path) -> None:
     """Process 1 gets it and process 0 writes run.json. The same commands resume."""
     arguments = [*RUN, "train.steps=3000", "train.eval_every=0", "train.eval_batches=0", "checkpoint.every=100000"]

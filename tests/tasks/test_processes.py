@@ -112,10 +112,7 @@ def run(processes: int, *commands: list[str], cwd: Path, devices: int) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Inputs of all tasks, random weights, and the results of one process and of two.
-
-    task=teacher_logits and task=eval, which score and decode in the same way, are left to the exhaustive tests.
-    """
+    """Inputs of all tasks, random weights, and the scores and completions of one process and of two."""
     folder = tmp_path_factory.mktemp("inputs")
     model = build(compose(MODEL).config.model)
     with ocp.StandardCheckpointer() as writer:
@@ -129,15 +126,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "prompts.jsonl", prompts)
     write_lines(folder / "text.jsonl", [{"text": line} for line in text])
     for processes, name in enumerate(NAMES, start=1):
-        commands = [score(f"{name}.scores.jsonl"), decode(f"{name}.texts.jsonl"), grpo(name)]
+        commands = [score(f"{name}.scores.jsonl"), decode(f"{name}.texts.jsonl")]
         run(processes, *[[*command, *MESH] for command in commands], cwd=folder, devices=2 // processes)
     return folder
 
 
 @pytest.fixture(scope="module")
 def more_results(folder: Path) -> Path:
+    """The results of task=grpo, which scores and decodes in the same way, and of tasks that use its checkpoints."""
     for processes, name in enumerate(NAMES, start=1):
-        commands = [[*command, *MESH] for command in (teacher_logits(name), evaluate(name))]
+        commands = [[*command, *MESH] for command in (grpo(name), teacher_logits(name), evaluate(name))]
         run(processes, *commands, cwd=folder, devices=2 // processes)
     return folder
 
@@ -237,12 +235,12 @@ def test_teacher_logits_of_two_processes_are_those_of_one(more_results: Path) ->
     assert len(one) > 50
 
 
-@pytest.mark.slow
-def test_grpo_in_two_processes_learns_as_in_one(folder: Path) -> None:
+@pytest.mark.exhaustive
+def test_grpo_in_two_processes_learns_as_in_one(more_results: Path) -> None:
     for key in ("reward/mean", "answers/tokens", "loss", "eval/reward"):
-        one, two = (metrics(folder / "outputs" / name, key) for name in NAMES)
+        one, two = (metrics(more_results / "outputs" / name, key) for name in NAMES)
         np.testing.assert_allclose(two, one, atol=1e-5)
-    assert len(set(metrics(folder / "outputs" / "two", "loss"))) == 3
+    assert len(set(metrics(more_results / "outputs" / "two", "loss"))) == 3
 
 
 @pytest.mark.exhaustive

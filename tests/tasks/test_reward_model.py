@@ -84,7 +84,7 @@ def test_reward_models_score_completions_of_grpo(trained: Path) -> None:
     assert refused.returncode and "task=decode needs a language model" in refused.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_exported_reward_model_gives_the_same_scores(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trained)
     source = ["model.head=score", "checkpoint.load_parameters=outputs/it", "task.output=classifier"]

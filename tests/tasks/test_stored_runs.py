@@ -246,7 +246,7 @@ def test_a_mixture_gives_the_stored_scores(stored: Path) -> None:
     np.testing.assert_allclose(scores(stored / "mixture.jsonl"), scores(stored / "scores/mixture.jsonl"), atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_new_run_starts_from_the_weights(stored: Path) -> None:
     """The loss of its first step is not that of fresh weights."""
     name, new = "float8", "after_float8"
@@ -261,7 +261,7 @@ def test_a_new_run_starts_from_the_weights(stored: Path) -> None:
 # Sweeps
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sweeps_are_resumed(own: Path) -> None:
     shutil.rmtree(own / "outputs" / RATES[1])
     before = facts(own / "outputs" / RATES[0])
@@ -294,7 +294,7 @@ def test_shards_are_complete_and_training_reads_them(stored: Path) -> None:
     assert list(losses(stored / "outputs" / "on_shards")) == [1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_student_learns_from_stored_logits(stored: Path) -> None:
     given = ["task=distill", "data=grain", "data.path=shards/logits", f"{RECORD_TYPE}=teacher", "train.steps=1"]
     given += ["checkpoint=none", "train.eval_batches=0", "run.name=student"]

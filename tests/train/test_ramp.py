@@ -40,7 +40,7 @@ def test_sizes_that_do_not_fit_the_mesh() -> None:
         plan("train.per_device_batch_size=8", "train.ramp.start=8")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_ramped_run_resumes_at_its_batch_size(tmp_path: Path) -> None:
     ramp = ["train.ramp.start=2", "train.ramp.increment=3", "train.ramp.sequences=16", "train.eval_batches=0"]
     arguments = [*SMALL, *ramp, "optimizer/schedule=constant", "checkpoint.every=5", "train.steps=9"]
