@@ -121,6 +121,9 @@ def to_model_values(key: str, location: str, table: Table, settings: Settings) -
 
 def to_values(table: Table, settings: Settings) -> dict[str, Any]:
     """Values of the `model` section; a sequence classifier has a score head, and must have one label."""
+    # "vision": tokens of the same image attend to each other.
+    if (direction := settings.get("use_bidirectional_attention")) not in (None, False, "vision"):
+        raise UnsupportedError(f"unsupported use_bidirectional_attention={direction} (supported: false, vision)")
     values = table.to_model(settings)
     if not (settings.get("architectures") or [""])[0].endswith(CLASSIFIER):
         return values
@@ -193,7 +196,10 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu": "relu",
     "relu2": "relu_squared",
+    "sigmoid": "sigmoid",
+    "swish": "silu",
 }
 # Default base of the RoPE wavelengths (Su et al., 2021).
 THETA = 10000.0
@@ -250,16 +256,23 @@ def activation_setting(value: config.Activation) -> str:
     return next(hf_name for hf_name, name in ACTIVATIONS.items() if name == value.value)
 
 
-def rope(settings: Settings) -> dict[str, Any]:
-    """RoPE of a model whose layers all share one."""
-    return rope_from(settings.get("rope_parameters") or settings.get("rope_scaling") or {}, settings)
+def rope(settings: Settings, *, is_partial: bool = False) -> dict[str, Any]:
+    """RoPE of a model whose layers all share one; see `rope_from`."""
+    parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    return rope_from(parameters, settings, is_partial=is_partial)
 
 
-def rope_from(parameters: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """RoPE from rope_parameters, or from rope_scaling with the top-level rope_theta of older files."""
+def rope_from(parameters: Mapping[str, Any], settings: Settings, *, is_partial: bool = False) -> dict[str, Any]:
+    """RoPE from rope_parameters, or from rope_scaling with the top-level rope_theta of older files.
+
+    `is_partial`: whether layers of this family rotate a part of each head; transformers ignores
+    partial_rotary_factor in the others.
+    """
     theta = parameters.get("rope_theta") or settings.get("rope_theta") or THETA
     values: dict[str, Any] = {"theta": float(theta)}
     share = parameters.get("partial_rotary_factor") or settings.get("partial_rotary_factor")
+    if share not in (None, 1) and not is_partial:
+        raise UnsupportedError(f"unsupported partial_rotary_factor={share} (supported: 1)")
     values |= {} if share is None else {"share": float(share)}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":

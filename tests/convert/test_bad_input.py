@@ -11,6 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from maxhydra.cli import main
+from maxhydra.config import ConfigError
+from maxhydra.convert.hf import hf_source
 from tests.support.golden_models import tensors_of
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
@@ -123,3 +125,23 @@ def test_a_tied_head_that_is_also_stored_is_accepted(tmp_path: Path) -> None:
     args = ["task=convert", "model=from_hf", f"model.path={folder}", f"task.output={tmp_path / 'out'}"]
     assert main.run([*args, "train.seq_len=64"]) == 0
     assert "lm_head.weight" not in tensors_of(tmp_path / "out" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma3", {"use_bidirectional_attention": True}, "unsupported use_bidirectional_attention=True"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, r"unsupported attn_logit_softcapping=50.0 \(supported: null\)"),
+        ("llama", {"partial_rotary_factor": 0.5}, r"unsupported partial_rotary_factor=0.5 \(supported: 1\)"),
+        ("llama4_text", {"layer_types": ["full_attention"] * 4}, "unsupported layer_types"),
+        ("llama4_text", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "unsupported rope_type=yarn"),
+        ("qwen3_next", {"hidden_act": "gelu"}, "unsupported hidden_act=gelu of linear_attention layers"),
+    ],
+)
+def test_settings_that_the_family_ignores_or_lacks_are_rejected(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(GOLDEN / family, tmp_path / "in")
+    edit_settings(folder, **changes)
+    with pytest.raises(ConfigError, match=message):
+        hf_source("model.path", str(folder), folder)

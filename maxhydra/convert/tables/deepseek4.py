@@ -132,7 +132,7 @@ def rotations(settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
     for each in (main, entries):
         is_yarn = (each.get("rope_type") or each.get("type")) == "yarn"
         factor = {"attention_factor": 1.0} if is_yarn else {}
-        values = rope_from({"partial_rotary_factor": share, **factor, **each}, settings)
+        values = rope_from({"partial_rotary_factor": share, **factor, **each}, settings, is_partial=True)
         both.append({**values, "pairs": "neighbours"})
     return both[0], both[1]
 

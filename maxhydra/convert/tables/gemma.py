@@ -26,7 +26,7 @@ from maxhydra.convert.hf_config import (
     window_settings,
     windowed_layers,
 )
-from maxhydra.convert.name_table import Settings, Table, Weight
+from maxhydra.convert.name_table import Settings, Table, UnsupportedError, Weight
 from maxhydra.convert.tables import llama
 
 GEMMA_SHARED = {"norm": "rms_plus_one", "embedding": {"scale": "root_dim"}}
@@ -145,6 +145,8 @@ GEMMA3_DEFAULTS = {
 
 def gemma3_to_model(settings: Settings) -> dict[str, Any]:
     settings = {**GEMMA3_DEFAULTS, **settings}
+    if (softcap := settings.get("attn_logit_softcapping")) is not None:
+        raise UnsupportedError(f"unsupported attn_logit_softcapping={softcap} (supported: null)")
     ropes = settings.get("rope_parameters") or {FULL: settings.get("rope_scaling")}
     layer = layer_values(settings)
     attention = {**layer["attention"], "qk_norm": "head"}

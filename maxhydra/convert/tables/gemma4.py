@@ -119,10 +119,8 @@ def kinds(settings: Settings, types: list[str]) -> dict[str, Any]:
 
 def to_model(settings: Settings) -> dict[str, Any]:
     settings = {**DEFAULTS, **settings}
-    if settings.get("attention_bias") or settings.get("use_bidirectional_attention") == "all":
-        raise UnsupportedError(
-            "unsupported attention_bias or use_bidirectional_attention=all, which no published model uses"
-        )
+    if settings.get("attention_bias"):
+        raise UnsupportedError("unsupported attention_bias, which no published model uses")
     per_layer_dim = settings.get("hidden_size_per_layer_input") or None
     if per_layer_dim and settings.get("vocab_size_per_layer_input", settings["vocab_size"]) != settings["vocab_size"]:
         raise UnsupportedError("unsupported vocab_size_per_layer_input (supported: vocab_size)")

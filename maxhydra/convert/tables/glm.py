@@ -29,7 +29,7 @@ def glm4_moe_to_model(settings: Settings) -> dict[str, Any]:
     attention = {
         "bias": "qkv" if settings.get("attention_bias") else "none",
         "qk_norm": "head" if settings.get("use_qk_norm") else "none",
-        "rope": {"share": 0.5, **rope(settings)},
+        "rope": {"share": 0.5, **rope(settings, is_partial=True)},
     }
     layers = deepseek.expert_layers(settings, {"attention": attention}, deepseek.router(settings))
     return {**sizes(settings), "head": head(settings, tied=False), **layers}

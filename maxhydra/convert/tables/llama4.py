@@ -23,6 +23,7 @@ HF = llama.HF
 FEED_FORWARD = HF + "feed_forward."
 LAYER = (
     *llama.MIXER,
+    *llama.BIASES,
     Weight("mlp/gate/kernel", FEED_FORWARD + "gate_proj.weight"),
     Weight("mlp/up/kernel", FEED_FORWARD + "up_proj.weight"),
     Weight("mlp/down/kernel", FEED_FORWARD + "down_proj.weight"),
@@ -43,10 +44,11 @@ NAMES = {**SIZES, "mlp_dim": "intermediate_size_mlp"}
 
 
 def to_model(settings: Settings) -> dict[str, Any]:
-    if settings.get("attention_bias"):
-        raise UnsupportedError("unsupported attention_bias, which no published model uses")
     layers = range(settings["num_hidden_layers"])
     has_rope, step = rotated_layers(settings), settings.get("interleave_moe_layer_step", 1)
+    types = _layer_types(has_rope)
+    if (settings.get("layer_types") or types) != types:
+        raise UnsupportedError("unsupported layer_types (supported: chunked_attention in the layers with RoPE)")
     mixtures = settings.get("moe_layers")
     mixtures = [i for i in layers if (i + 1) % step == 0] if mixtures is None else mixtures
     names = [f"{'local' if has_rope[i] else 'global'}{'' if i in mixtures else '_dense'}" for i in layers]
@@ -59,11 +61,18 @@ def to_model(settings: Settings) -> dict[str, Any]:
     }
 
 
+def _layer_types(has_rope: list[bool]) -> list[str]:
+    return ["chunked_attention" if is_rotated else "full_attention" for is_rotated in has_rope]
+
+
 def _kind(settings: Settings, name: str) -> dict[str, Any]:
     function = activation(settings["hidden_act"])
     if name.startswith("local"):
         qk_norm = "head_plain" if settings.get("use_qk_norm", True) else "none"
         rope_values = {**rope(settings), "pairs": "neighbours"}
+        if rope_values.get("kind") == "yarn":
+            # Norms after the rotation would undo its attention factor.
+            raise UnsupportedError("unsupported rope_type=yarn (supported: default, linear, llama3)")
         attention: dict[str, Any] = {
             "chunk": settings.get("attention_chunk_size", 8192),
             "qk_norm": qk_norm,
@@ -74,6 +83,7 @@ def _kind(settings: Settings, name: str) -> dict[str, Any]:
         if settings.get("attn_temperature_tuning", True):
             scale, floor = settings.get("attn_scale", 0.1), settings.get("floor_scale", 8192)
             attention["temperature"] = {"floor": floor, "scale": scale}
+    attention["bias"] = "all" if settings.get("attention_bias") else "none"
     if name.endswith("dense"):
         return {"attention": attention, "mlp": {"activation": function}}
     moe = {
@@ -102,8 +112,9 @@ def to_settings(model: config.Model) -> Settings | None:
         "hidden_act": activation_setting(mixture.activation),
         "tie_word_embeddings": model.head is config.Head.tied,
         "no_rope_layers": [int(has_rope) for has_rope in uses_rope],
-        "layer_types": ["chunked_attention" if has_rope else "full_attention" for has_rope in uses_rope],
+        "layer_types": _layer_types(uses_rope),
         "moe_layers": [index for index, is_moe in enumerate(is_mixture) if is_moe],
+        "attention_bias": local.bias is config.AttentionBias.all,
         "use_qk_norm": local.qk_norm is config.QkNorm.head_plain,
         "attention_chunk_size": local.chunk,
         "attn_temperature_tuning": bool(temperatures),

@@ -24,7 +24,7 @@ def to_model(settings: Settings) -> dict[str, Any]:
         raise UnsupportedError("unsupported shared_intermediate_size, which no published model uses (supported: 0)")
     model_sizes = sizes(settings)
     share = (settings.get("rotary_dim") or model_sizes["head_dim"]) / model_sizes["head_dim"]
-    rope_values = {"share": share, **rope({"rope_theta": 5_000_000.0, **settings})}
+    rope_values = {"share": share, **rope({"rope_theta": 5_000_000.0, **settings}, is_partial=True)}
     attention = {"qk_norm": "whole", "rope": rope_values}
     moe = {
         "experts": settings["num_local_experts"],

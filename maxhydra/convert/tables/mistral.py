@@ -98,7 +98,8 @@ def mistral4_to_model(settings: Settings) -> dict[str, Any]:
     parameters = {**(settings.get("rope_parameters") or settings.get("rope_scaling") or MISTRAL4_ROPE)}
     parameters.pop("partial_rotary_factor", None)
     mla = deepseek.mla_values(
-        {**settings, "rope_parameters": parameters}, interleaved_rope=settings.get("rope_interleave", True)
+        {**settings, "rope_parameters": parameters, "partial_rotary_factor": None},
+        interleaved_rope=settings.get("rope_interleave", True),
     )
     mla["temperature"] = {
         "floor": parameters["original_max_position_embeddings"],

@@ -23,7 +23,7 @@ from maxhydra.convert.hf_config import (
     window_settings,
     windowed_layers,
 )
-from maxhydra.convert.name_table import Gguf, Settings, Table, UnsupportedError, Weight
+from maxhydra.convert.name_table import Gguf, Settings, Table, Weight
 from maxhydra.convert.tables import llama
 
 # GGUF files of Qwen do not reorder queries and keys for RoPE on adjacent pairs.
@@ -96,12 +96,10 @@ QWEN3 = Table(
 )
 
 
-QWEN3_MOE_LAYER = (*llama.LAYER, *llama.QK_NORMS, *llama.EXPERTS)
+QWEN3_MOE_LAYER = (*llama.LAYER, *llama.BIASES, *llama.QK_NORMS, *llama.EXPERTS)
 
 
 def qwen3_moe_to_model(settings: Settings) -> dict[str, Any]:
-    if settings.get("attention_bias") or settings.get("use_sliding_window"):
-        raise UnsupportedError("unsupported attention_bias or use_sliding_window, which no published model uses")
     dense, step = settings.get("mlp_only_layers") or (), settings.get("decoder_sparse_step", 1)
     function = activation(settings["hidden_act"])
     moe = {
@@ -111,7 +109,12 @@ def qwen3_moe_to_model(settings: Settings) -> dict[str, Any]:
         "activation": function,
         "router": {"normalize": settings.get("norm_topk_prob", False)},
     }
-    attention = {"qk_norm": "head", "rope": rope(settings)}
+    attention = {
+        "qk_norm": "head",
+        "rope": rope(settings),
+        "bias": "all" if settings.get("attention_bias") else "none",
+        "window": settings.get("sliding_window") if settings.get("use_sliding_window") else None,
+    }
     kinds = {
         "layer": {"attention": attention, "feed_forward": "moe", "moe": moe},
         "dense": {"attention": attention, "mlp": {"activation": function}},
@@ -134,6 +137,9 @@ def qwen3_moe_to_settings(model: config.Model) -> Settings | None:
     return {
         **size_settings(model),
         **rope_settings(mixture.attention.rope),
+        "attention_bias": mixture.attention.bias is config.AttentionBias.all,
+        "use_sliding_window": mixture.attention.window is not None,
+        "sliding_window": mixture.attention.window,
         "hidden_act": activation_setting(mixture.moe.activation),
         "tie_word_embeddings": model.head is config.Head.tied,
         "num_experts": mixture.moe.experts,
@@ -167,7 +173,7 @@ STACKED_EXPERTS = (
 )
 QWEN3_VL_MOE = dataclasses.replace(
     QWEN3_MOE,
-    layer=(*llama.LAYER, *llama.QK_NORMS, *STACKED_EXPERTS),
+    layer=(*llama.LAYER, *llama.BIASES, *llama.QK_NORMS, *STACKED_EXPERTS),
     to_model=lambda settings: qwen3_moe_to_model({**settings, "norm_topk_prob": True}),
 )
 
