@@ -189,8 +189,8 @@ def router(settings: Settings) -> dict[str, Any]:
         "scores": "sigmoid",
         "normalize": settings.get("norm_topk_prob", True),
         "scale": float(settings.get("routed_scaling_factor", 1.0)),
-        "groups": settings.get("n_group") or 1,
-        "top_groups": settings.get("topk_group") or 1,
+        "groups": 1 if settings.get("n_group") is None else settings["n_group"],
+        "top_groups": 1 if settings.get("topk_group") is None else settings["topk_group"],
         "group_score": "top2_sum",
         "bias_rate": 0.001,
     }
