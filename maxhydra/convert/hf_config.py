@@ -251,6 +251,12 @@ def activation(name: str) -> str:
     return ACTIVATIONS[name]
 
 
+def require_silu(settings: Settings, key: str = "hidden_act") -> None:
+    """Reject other activations of linear attention layers."""
+    if (name := settings.get(key, "silu")) != "silu":
+        raise UnsupportedError(f"unsupported {key}={name} of linear_attention layers (supported: silu)")
+
+
 def activation_setting(value: config.Activation) -> str:
     """Inverse of `activation`: the first hidden_act of that meaning."""
     return next(hf_name for hf_name, name in ACTIVATIONS.items() if name == value.value)

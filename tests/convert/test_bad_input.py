@@ -135,6 +135,7 @@ def test_a_tied_head_that_is_also_stored_is_accepted(tmp_path: Path) -> None:
         ("llama", {"partial_rotary_factor": 0.5}, r"unsupported partial_rotary_factor=0.5 \(supported: 1\)"),
         ("llama4_text", {"layer_types": ["full_attention"] * 4}, "unsupported layer_types"),
         ("llama4_text", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "unsupported rope_type=yarn"),
+        ("olmo_hybrid", {"hidden_act": "gelu"}, "unsupported hidden_act=gelu of linear_attention layers"),
         ("qwen3_next", {"hidden_act": "gelu"}, "unsupported hidden_act=gelu of linear_attention layers"),
     ],
 )

@@ -10,6 +10,7 @@ from maxhydra.convert.hf_config import (
     head,
     layer_kinds,
     pattern_of,
+    require_silu,
     rope,
     rope_parameters,
     size_settings,
@@ -79,6 +80,8 @@ def to_model(settings: Settings) -> dict[str, Any]:
     types = filled["layer_types"]
     if unknown := [name for name in types if name not in NAMES]:
         raise UnsupportedError(f"unsupported layer_types {unknown[0]} (supported: {', '.join(NAMES)})")
+    if RECURRENT in types:
+        require_silu(settings)
     # A rope_theta of null is a model without RoPE; files without rope_parameters have the default.
     parameters = settings.get("rope_parameters") or {"rope_theta": settings.get("rope_theta", 10000.0)}
     has_rope = parameters.get("rope_theta", 10000.0) is not None

@@ -14,12 +14,13 @@ from maxhydra.convert.hf_config import (
     head,
     layer_kinds,
     pattern_of,
+    require_silu,
     rope,
     rope_settings,
     size_settings,
     sizes,
 )
-from maxhydra.convert.name_table import Join, Settings, Table, UnsupportedError, Weight
+from maxhydra.convert.name_table import Join, Settings, Table, Weight
 from maxhydra.convert.tables import llama
 
 HF = llama.HF
@@ -93,8 +94,7 @@ def mixers(settings: Settings) -> list[str]:
 def kind(settings: Settings, mixer: str, feed_forward: dict[str, Any]) -> dict[str, Any]:
     """Values of a layer kind with this mixer and feed-forward."""
     if MIXERS[mixer] == "delta":
-        if (name := settings["hidden_act"]) != "silu":
-            raise UnsupportedError(f"unsupported hidden_act={name} of linear_attention layers (supported: silu)")
+        require_silu(settings)
         delta = {key: settings[hf_key] for key, hf_key in DELTA_SIZES.items()}
         return {"mixer": "delta", "delta": delta, **feed_forward}
     rope_values = {"share": 0.25, **rope(settings, is_partial=True)}

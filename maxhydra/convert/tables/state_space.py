@@ -18,6 +18,7 @@ from maxhydra.convert.hf_config import (
     head,
     layer_kinds,
     pattern_of,
+    require_silu,
     rope,
     rope_settings,
     size_settings,
@@ -63,12 +64,6 @@ def first_kind(kinds: list[config.Kind], mixer: config.Mixer) -> config.Kind:
     return next((kind for kind in kinds if kind.mixer is mixer), kinds[0])
 
 
-def silu(settings: Settings, key: str) -> None:
-    """Reject activations of a Mamba-2 layer other than SiLU."""
-    if (name := settings.get(key, "silu")) != "silu":
-        raise UnsupportedError(f"unsupported {key}={name} of linear_attention layers (supported: silu)")
-
-
 HF = llama.HF
 MOE, SHARED = HF + "block_sparse_moe.", HF + "shared_mlp."
 GATE_UP = "mlp/gate/kernel", "mlp/up/kernel"
@@ -101,7 +96,7 @@ MULTIPLIERS = {
 
 def granite_ssm(settings: Settings) -> dict[str, Any]:
     """Values of `model.kinds.*.ssm`."""
-    silu(settings, "hidden_act")
+    require_silu(settings, "hidden_act")
     limits = settings.get("time_step_limit") or (0.0, math.inf)
     # JSON has no infinity: files hold {"__float__": "Infinity"}, the word, or no value.
     highest = limits[1].get("__float__") if isinstance(limits[1], dict) else limits[1]
@@ -276,7 +271,7 @@ def nemotron_to_model(settings: Settings) -> dict[str, Any]:
     types = layer_types(list(given or (LETTERS.get(letter, letter) for letter in pattern)), tuple(NEMOTRON_KINDS))
     if not types:
         raise KeyError("layers_block_type")
-    silu(settings, "mamba_hidden_act")
+    require_silu(settings, "mamba_hidden_act")
     ssm = {key: settings[hf_key] for key, hf_key in NEMOTRON_SSM.items() if settings.get(hf_key) is not None}
     function = activation(settings.get("mlp_hidden_act", "relu2"))
     mlp = {"kind": "plain", "activation": function, "bias": bool(settings.get("mlp_bias"))}
