@@ -3,9 +3,11 @@
     python bench/speculation.py model=smollm2-135m-instruct model.dtypes.compute=float32 batch=1,8
     python bench/speculation.py model=llama3.2-1b batch=1,8,64 prompt=512 new=512 tokens=4    # on a GPU
     python bench/speculation.py model=smollm2-135m-instruct model.mtp.depth=1 method=mtp batch=1,8
+    python bench/speculation.py model=llama3.1-8b method=model draft=llama3.2-1b batch=1,8,64
 
-The weights are random, except that layers add nothing to the residual stream and the head is the embedding: a token is
-most likely repeated, and the MTP layer predicts that. They cost as much as any others. Three texts:
+`draft`: model option of the draft model. All weights are random, except that layers add nothing to the residual stream
+and the head is the embedding: a token is most likely repeated, and the MTP layer and the draft model predict that. They
+cost as much as any others. Three texts, of which a draft model drafts every token, since it samples with the same seeds:
 
 - repeating: greedy, so that every drafted token is accepted;
 - random: tokens sampled uniformly from the vocabulary, in which no n-gram occurs twice and nothing can be drafted, and
@@ -31,9 +33,11 @@ import numpy as np
 from arguments import split_arguments
 from target import open_target
 
+from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.decode import Speculation, SpeculationMethod
 from maxhydra.config.schema.tasks.analysis import BenchTask
 from maxhydra.data import load_tokenizer
+from maxhydra.decode.draft_model import DraftModel
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.open import build_model
 from maxhydra.decode.request import Request
@@ -41,7 +45,7 @@ from maxhydra.measure.decoding import MAX_WARMUP_CALLS, random_params
 from maxhydra.measure.record import BenchTarget
 
 SIZES = {"batch": "1,8", "prompt": "64", "new": "128", "repeats": "3"}
-DEFAULTS = {**SIZES, "method": "ngram", "tokens": "4", "min_ngram": "2"}
+DEFAULTS = {**SIZES, "method": "ngram", "tokens": "4", "min_ngram": "2", "draft": ""}
 GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 # A temperature that makes all tokens equally likely, and a bias that leaves only some: 50 after the division.
 HOT, LARGE = {**GREEDY, "temperature": 1e6}, 5e7
@@ -73,11 +77,17 @@ def open_engine(target: BenchTarget, task: BenchTask, own: dict[str, str], *, is
     model, sharder = build_model(target.config)
     params = repeating_weights(random_params(target.config, model, sharder))
     max_batch, length = max(map(int, own["batch"].split(","))), int(own["prompt"]) + int(own["new"])
-    method = SpeculationMethod(own["method"]) if is_speculative else None
+    method, draft_model = SpeculationMethod(own["method"]) if is_speculative else None, None
     speculation = Speculation(method=method, tokens=int(own["tokens"]), min_ngram=int(own["min_ngram"]))
+    if method is SpeculationMethod.model:
+        draft = compose([f"model={own['draft']}", f"model.dtypes.compute={target.config.model.dtypes.compute.value}"])
+        decoder, _ = build_model(draft.config)
+        weights = repeating_weights(random_params(draft.config, decoder, sharder))
+        draft_model = DraftModel(decoder, weights)
     sizes = {"max_batch": max_batch, "cache_tokens": 2 * max_batch * length, "max_context": length}
     settings = dataclasses.replace(task.engine, **sizes, speculation=speculation, prefix_cache=False)
-    return Engine(model, params, load_tokenizer(target.config.data), settings, sharder=sharder, eos=())
+    tokenizer = load_tokenizer(target.config.data)
+    return Engine(model, params, tokenizer, settings, sharder=sharder, eos=(), draft_model=draft_model)
 
 
 def measure(engines: tuple[Engine, Engine], requests: list[Request], *, repeats: int) -> dict[str, float]:

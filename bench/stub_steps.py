@@ -86,7 +86,7 @@ class EmptySteps(CompiledSteps):
             return Forwarded(inputs_BC[:, :1], cache, head_BC, None, None, next_BC)
 
         inputs = self._abstract_inputs(shape.rows, num_columns(shape))
-        arguments = self._abstract_weights, self._abstract_caches, self._abstract_slots().last_token_N, inputs
+        arguments = self._abstract_weights, self.cache.abstract, self._abstract_slots().last_token_N, inputs
         return jax.jit(forward, donate_argnums=1, keep_unused=True).lower(*arguments).compile()
 
     def _compile_sample(self, key: Any) -> Any:
@@ -123,7 +123,7 @@ class EmptySteps(CompiledSteps):
 
         inputs = self._abstract_inputs(key.shape.rows, num_columns(key.shape))
         masks = [self._abstract_inputs(*self._mask_shape(key.shape.rows))] if key.features.mask else []
-        arguments = self._abstract_weights, self._abstract_caches, self._abstract_slots(), inputs, *masks
+        arguments = self._abstract_weights, self.cache.abstract, self._abstract_slots(), inputs, *masks
         return jax.jit(decode, donate_argnums=(1, 2), keep_unused=True).lower(*arguments).compile()
 
 

@@ -40,6 +40,8 @@ class StepWeights(NamedTuple):
     """Matrices of all adapters, in the structure of the layout's model."""
     adapter_N: jax.Array | None = None
     """Adapter of the sequence in each batch slot."""
+    draft: Tree = None
+    """Weights of the draft model, in its own layout."""
 
     def used(self, layout: WeightLayout) -> Tree:
         """The weights that the layout's model takes; called inside a program."""

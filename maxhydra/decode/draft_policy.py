@@ -3,9 +3,9 @@
 A step of T positions per row takes longer than a step of one, so it pays only if it generates enough tokens. How many
 it would generate is known without running it: tokens are the same with and without drafts (speculation.py), so the host
 replays drafting and verification over the tokens that it has read. Text without accepted drafts is therefore decoded by
-plain steps alone. Drafts of the model's own layer cannot be replayed: the acceptance of the latest speculative calls is
-used, and one is tried now and then. The cost of a step is measured, by the time between the tokens of consecutive
-calls.
+plain steps alone. Drafts of the model's own layer or of a draft model cannot be replayed: the acceptance of the latest
+speculative calls is used, and one is tried now and then. The cost of a step is measured, by the time between the tokens
+of consecutive calls; calls that fill the cache of a draft model are not part of it.
 
 Where the calls must be a function of the requests (deterministic=true, several processes), a fixed cost is used.
 """
@@ -19,6 +19,7 @@ from functools import partial
 
 import numpy as np
 
+from maxhydra.config.schema.decode import SpeculationMethod
 from maxhydra.decode.drafting import Drafting
 from maxhydra.decode.sequence import Sequence
 from maxhydra.decode.step_functions import MultiStepKey
@@ -244,5 +245,5 @@ class AcceptancePolicy(DraftPolicy):
 
 def make_policy(drafting: Drafting, *, is_measured: bool) -> DraftPolicy:
     """The policy of a drafting method; see DraftPolicy."""
-    policy = AcceptancePolicy if drafting.uses_mtp else DraftPolicy
+    policy = DraftPolicy if drafting.method is SpeculationMethod.ngram else AcceptancePolicy
     return policy(drafting, is_measured=is_measured)

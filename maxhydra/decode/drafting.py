@@ -1,17 +1,21 @@
-"""Drafts of speculative decoding: the token history on the device, and drafts from it by n-gram lookup.
+"""Drafts of speculative decoding: the interface of drafters, the token history on the device, and n-gram lookup.
 
-B rows, K drafts, N slots or rows, S tokens of context, T tokens per row and step.
+B rows, K drafts, N slots or rows, S tokens of context, T tokens per row and step, D model width.
 """
 
 import dataclasses
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 
 from maxhydra.config.schema.decode import Speculation as Config
 from maxhydra.config.schema.decode import SpeculationMethod
+from maxhydra.decode.sampler import SamplingArrays
+from maxhydra.decode.slot_state import SlotState
+from maxhydra.layers import PageTable
 
+Tree = Any
 # Marks tokens that the host has not read yet, and rows without a draft. Never equal to a sampled token.
 UNKNOWN = -1
 
@@ -26,16 +30,14 @@ class Drafting:
     min_ngram: int
     context: int
     """Tokens of the longest sequence, S."""
-    uses_mtp: bool = False
-    """Whether drafts come from the model's MTP layer instead of the history."""
+    method: SpeculationMethod = SpeculationMethod.ngram
 
     @classmethod
     def of(cls, config: Config, context: int) -> "Drafting | None":
         """None without speculative decoding."""
         if config.method is None:
             return None
-        uses_mtp = config.method is SpeculationMethod.mtp
-        return cls(config.tokens, config.max_ngram, config.min_ngram, context, uses_mtp)
+        return cls(config.tokens, config.max_ngram, config.min_ngram, context, config.method)
 
     @property
     def step_tokens(self) -> int:
@@ -92,11 +94,83 @@ class TokenHistory(NamedTuple):
         return TokenHistory(tokens_NS, self.last_N + count_N, self.remaining_N - count_N)
 
 
-def draft_tokens(history: TokenHistory, drafting: Drafting) -> tuple[jax.Array, jax.Array]:
-    """Draft the tokens [B, K] that followed the latest earlier occurrence of the longest possible n-gram.
+class DraftCaches(NamedTuple):
+    """KV caches that a step reads and updates."""
 
-    Also returns which rows have an occurrence [B]. Behind the last known token the draft repeats: an occurrence that is
-    p tokens earlier continues with period p.
+    model: Tree
+    draft: Tree
+    """Of the draft model; None without one."""
+
+
+class DraftState(NamedTuple):
+    """What speculative decoding has on the device between calls."""
+
+    history: TokenHistory
+    draft_cache: Tree
+    """KV cache of the draft model; None without one."""
+
+
+class DraftInputs(NamedTuple):
+    """The rows of a step before its tokens are drafted."""
+
+    history: TokenHistory
+    rows: PageTable
+    adapters_B: jax.Array | None
+    sampling: SamplingArrays
+    """Sampling parameters of the first drafted token."""
+    slot_state: SlotState
+
+
+class DraftWeights(NamedTuple):
+    """Weights that a step reads."""
+
+    model: Tree
+    draft: Tree
+    """Of the draft model; None without one."""
+
+
+class Drafts(NamedTuple):
+    """Drafted tokens."""
+
+    tokens_BK: jax.Array
+    is_drafted_B: jax.Array
+    """Which rows have drafts."""
+
+
+class Drafter(Protocol):
+    """Drafts tokens inside a program."""
+
+    def draft(self, weights: DraftWeights, caches: DraftCaches, inputs: DraftInputs) -> tuple[Drafts, DraftCaches]:
+        """The drafts of every row, and the updated caches.
+
+        The caches' entries of drafted tokens are approximate until the step that verifies the drafts overwrites them.
+        """
+        ...
+
+    def keep(
+        self, caches: DraftCaches, hidden_BTD: jax.Array, positions_BT: jax.Array, last_B: jax.Array, rows: PageTable
+    ) -> DraftCaches:
+        """The caches after verification. `last_B`: index of the last accepted input, with its hidden state."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class NgramDrafter:
+    """Drafts from the history."""
+
+    drafting: Drafting
+
+    def draft(self, weights: DraftWeights, caches: DraftCaches, inputs: DraftInputs) -> tuple[Drafts, DraftCaches]:
+        return draft_tokens(inputs.history, self.drafting), caches
+
+    def keep(self, caches: DraftCaches, *_: Any) -> DraftCaches:
+        return caches
+
+
+def draft_tokens(history: TokenHistory, drafting: Drafting) -> Drafts:
+    """Draft the tokens that followed the latest earlier occurrence of the longest possible n-gram, if there is one.
+
+    Behind the last known token the draft repeats: an occurrence that is p tokens earlier continues with period p.
     """
     tokens_BS, last_B1 = history.tokens_NS, history.last_N[:, None]
     position_S = jnp.arange(tokens_BS.shape[1])
@@ -111,4 +185,4 @@ def draft_tokens(history: TokenHistory, drafting: Drafting) -> tuple[jax.Array, 
     has_draft_B = jnp.max(score_BS, axis=1) >= 0
     offset_BK = jnp.arange(drafting.tokens) % jnp.maximum(last_B1 - found_B1, 1)
     draft_BK = jnp.take_along_axis(tokens_BS, found_B1 + 1 + offset_BK, axis=1, mode="clip")
-    return jnp.where(has_draft_B[:, None], draft_BK, UNKNOWN), has_draft_B
+    return Drafts(jnp.where(has_draft_B[:, None], draft_BK, UNKNOWN), has_draft_B)

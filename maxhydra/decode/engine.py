@@ -25,6 +25,7 @@ from maxhydra.config.schema.run import Progress
 from maxhydra.data import Tokenizer
 from maxhydra.decode.adapters import AdapterLimits, AdapterTable, LoadedAdapter
 from maxhydra.decode.audio_limits import AudioLimits
+from maxhydra.decode.draft_model import DraftModel
 from maxhydra.decode.emission import Emitter
 from maxhydra.decode.grammar import GrammarCompiler
 from maxhydra.decode.image_limits import ImageLimits
@@ -63,11 +64,13 @@ class Engine:
         version: int = 0,
         records_experts: bool = False,
         adapters: AdapterLimits | None = None,
+        draft_model: DraftModel | None = None,
     ):
         """`eos`: token ids that end a completion. `prefill_sharder`: of separate devices that prefill prompts; None if
         all devices do both. `profiler`: profiles iterations, counted from 1. `version`: of the weights; see
         `update_params`. `records_experts`: completions contain the experts of their tokens, and prompts are not taken
-        from a prefix cache. `adapters`: of the adapters that requests may name; None: requests have no adapter."""
+        from a prefix cache. `adapters`: of the adapters that requests may name; None: requests have no adapter.
+        `draft_model`: on the mesh of `sharder`, with speculation.method=model."""
         self._adapters, self._adapter_lock = AdapterTable(adapters.slots if adapters else 0), threading.Lock()
         self._profiler = profiler
         self._vocab_size, self._max_batch = model.config.vocab_size, config.max_batch
@@ -78,6 +81,7 @@ class Engine:
             sharder=sharder,
             prefix_cache=prefix_cache and prefill_sharder is None and not records_experts,
             records_experts=records_experts,
+            draft_model=draft_model,
         )
         self._runner.version = version
         self._runners = [self._runner]

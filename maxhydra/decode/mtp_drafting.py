@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxhydra.decode.drafting import Drafting, TokenHistory
+from maxhydra.decode.drafting import DraftCaches, Drafting, DraftInputs, Drafts, DraftWeights
 from maxhydra.layers import Context, PageTable
 from maxhydra.model import ModelDef
-from maxhydra.model.mtp_cache import last_hidden
+from maxhydra.model.mtp_cache import keep_hidden, last_hidden
 from maxhydra.sharding import Sharder
 
 Tree = Any
@@ -26,15 +26,10 @@ class MtpDrafter:
     def __init__(self, model: ModelDef, drafting: Drafting, sharder: Sharder):
         self._model, self._num_drafts, self._sharder = model, drafting.tokens, sharder
 
-    def __call__(
-        self, weights: Tree, cache: Tree, history: TokenHistory, rows: PageTable, adapters_B: jax.Array | None
-    ) -> tuple[tuple[jax.Array, jax.Array], Tree]:
-        """Draft tokens [B, K]; also return which rows have drafts [B], and the cache.
+    def draft(self, weights: DraftWeights, caches: DraftCaches, inputs: DraftInputs) -> tuple[Drafts, DraftCaches]:
+        history, rows, adapters_B = inputs.history, inputs.rows, inputs.adapters_B
 
-        The cache's entries of drafted tokens are approximate, and overwritten by the step that verifies the drafts.
-        """
-
-        def draft(carry: tuple[Tree, Any], number: jax.Array) -> tuple[tuple[Tree, Any], jax.Array]:
+        def draft_next(carry: tuple[Tree, Any], number: jax.Array) -> tuple[tuple[Tree, Any], jax.Array]:
             cache, (hidden_B1D, token_B) = carry
             has_draft_B = number + 1 < history.remaining_N
             position_B1 = jnp.where(has_draft_B, history.last_N - 1 + number, -1)[:, None]
@@ -47,10 +42,16 @@ class MtpDrafter:
                 rows=rows,
                 adapters_B=adapters_B,
             )
-            hidden_B1D, cache = self._model.run_mtp_layer(weights, hidden_B1D, token_B[:, None], ctx)
-            _, token_B = self._model.largest_logit(weights, hidden_B1D[:, 0], self._sharder)
+            hidden_B1D, cache = self._model.run_mtp_layer(weights.model, hidden_B1D, token_B[:, None], ctx)
+            _, token_B = self._model.largest_logit(weights.model, hidden_B1D[:, 0], self._sharder)
             return (cache, (hidden_B1D, token_B)), token_B
 
-        initial = cache, (last_hidden(cache, rows), history.last_token_N)
-        (cache, _), draft_KB = jax.lax.scan(draft, initial, jnp.arange(self._num_drafts))
-        return (draft_KB.T, history.remaining_N > 1), cache
+        initial = caches.model, (last_hidden(caches.model, rows), history.last_token_N)
+        (cache, _), draft_KB = jax.lax.scan(draft_next, initial, jnp.arange(self._num_drafts))
+        return Drafts(draft_KB.T, history.remaining_N > 1), caches._replace(model=cache)
+
+    def keep(
+        self, caches: DraftCaches, hidden_BTD: jax.Array, positions_BT: jax.Array, last_B: jax.Array, rows: PageTable
+    ) -> DraftCaches:
+        """Keep the hidden state of the last accepted token for the next draft."""
+        return caches._replace(model=keep_hidden(caches.model, hidden_BTD, positions_BT, last_B, rows))

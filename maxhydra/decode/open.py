@@ -30,6 +30,7 @@ from maxhydra.convert.load import load_weights, stored_format
 from maxhydra.convert.peft import is_peft_folder
 from maxhydra.decode.adapters import AdapterLimits, AdapterReader
 from maxhydra.decode.engine import Engine
+from maxhydra.decode.open_draft import open_draft_model
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.model import ModelDef
 from maxhydra.modelfiles import locate
@@ -208,6 +209,7 @@ def open_engine(
         sizes = f"the {len(prefill_devices)} devices that prefill and the {len(decode_devices)} that decode"
         hint = f"task.engine.prefill_devices={len(prefill_devices)}: the section mesh describes both {sizes}"
         raise ConfigError([dataclasses.replace(problem, hint=hint) for problem in error.problems]) from None
+    draft_model = open_draft_model(config, engine, sharder)
     params = load_params(config, decoder, sharder)
     if keep_params is not None:
         keep_params(decoder, params)
@@ -221,6 +223,7 @@ def open_engine(
         prefill_sharder=prefill_sharder,
         profiler=profiler,
         adapters=adapters,
+        draft_model=draft_model,
     )
 
 

@@ -11,16 +11,18 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.config.schema.decode import CacheDtype, Pooling
 from maxhydra.config.schema.decode import Engine as Config
+from maxhydra.config.schema.decode import Pooling
 from maxhydra.decode.adapters import AdapterLimits, AdapterStacks, StepWeights
+from maxhydra.decode.cache_arrays import make_cache_spec
 from maxhydra.decode.compile_cache import Program
+from maxhydra.decode.draft_model import DraftModel, place_draft_model
 from maxhydra.decode.draft_policy import DraftPolicy, make_policy
 from maxhydra.decode.drafting import Drafting
 from maxhydra.decode.grammar import join_masks
+from maxhydra.decode.histories import Histories
 from maxhydra.decode.mask_policy import make_mask_policy
 from maxhydra.decode.page_pool import Capacity, Place
 from maxhydra.decode.pending import PendingExperts, PendingTokens, PendingVerified, PrefillOutput, start_copy
@@ -29,7 +31,6 @@ from maxhydra.decode.prompt_scores import PendingScores
 from maxhydra.decode.scheduler import PrefillChunk
 from maxhydra.decode.sequence import Sequence
 from maxhydra.decode.slot_state import SlotState, set_controls, set_last_tokens
-from maxhydra.decode.speculation import Histories
 from maxhydra.decode.step_functions import Forwarded, MultiStepKey
 from maxhydra.decode.step_inputs import (
     Buckets,
@@ -42,19 +43,11 @@ from maxhydra.decode.step_inputs import (
 )
 from maxhydra.decode.steps import CompiledSteps
 from maxhydra.decode.weight_layout import choose_weight_layout
-from maxhydra.layers import PagedCacheSpec
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 
 Tree = Any
 MaskMaker = Callable[[list[Sequence | None]], np.ndarray | jax.Array]
-CACHE_DTYPES = {
-    CacheDtype.auto: None,
-    CacheDtype.float32: jnp.dtype(jnp.float32),
-    CacheDtype.bfloat16: jnp.dtype(jnp.bfloat16),
-    CacheDtype.int8: jnp.dtype(jnp.int8),
-    CacheDtype.float8: jnp.dtype(jnp.float8_e4m3fn),
-}
 # Default number of steps per multi-step call on an accelerator, where a single step takes less time than the host's
 # work for it.
 MULTI_STEPS = 8
@@ -84,20 +77,18 @@ class Runner:
         prefix_cache: bool,
         records_experts: bool = False,
         adapters: AdapterLimits | None = None,
+        draft_model: DraftModel | None = None,
     ):
-        """`params`: in the standard layout. `adapters`: None if sequences have no adapters."""
+        """`params`: in the standard layout. `adapters`: None if sequences have no adapters. `draft_model`: of a runner
+        that decodes with speculation.method=model."""
         is_cpu, groups = jax.default_backend() == "cpu", sharder.num_shards("act_batch")
         self.multi_steps = config.burst or (1 if is_cpu else MULTI_STEPS)
         pages = -(-config.cache_tokens // config.page_size)
         longest = -(-(config.max_context or model.config.context_length) // config.page_size)
-        self.capacity = Capacity(
-            groups,
-            slots=config.max_batch,
-            # A sequence is in one group: on several groups it may be as long as on one.
-            pages=max(pages, groups * min(pages, longest)),
-            page_size=config.page_size,
-            prefix_cache=prefix_cache,
-        )
+        # A sequence is in one group: on several groups it may be as long as on one.
+        pages = max(pages, groups * min(pages, longest))
+        sizes = {"slots": config.max_batch, "pages": pages, "page_size": config.page_size}
+        self.capacity = Capacity(groups, **sizes, prefix_cache=prefix_cache)
         self.buckets = Buckets(
             groups,
             config.page_size,
@@ -105,10 +96,7 @@ class Runner:
             prefill_chunk=config.prefill_chunk or PREFILL_CHUNK[is_cpu],
             is_coarse=bool(config.warm_up) or not is_cpu,
         )
-        storage = CACHE_DTYPES[config.cache_dtype]
-        cache_spec = PagedCacheSpec(
-            self.capacity.num_pages, config.page_size, slots=self.capacity.num_slots, storage=storage, groups=groups
-        )
+        cache_spec = make_cache_spec(config, self.capacity, groups)
         self.sharder, self._shardings = sharder, sharder.tree(model.axes)
         self._layout = choose_weight_layout(model, sharder, jax.default_backend())
         self._params, self.version = self.prepare_params(params), 0
@@ -116,6 +104,7 @@ class Runner:
         if adapters is not None:
             self.adapters = AdapterStacks(adapters, self._layout, sharder, num_slots=self.capacity.num_slots)
             self._layout = self.adapters.layout
+        self._draft_layout, self._draft_params = place_draft_model(draft_model, cache_spec, sharder)
         self._drafting = Drafting.of(config.speculation, self.buckets.max_pages * config.page_size)
         # Which programs are ready differs between processes.
         deterministic = config.deterministic or jax.process_count() > 1
@@ -127,6 +116,7 @@ class Runner:
             deterministic=deterministic,
             records_experts=records_experts,
             drafting=self._drafting,
+            draft_layout=self._draft_layout,
         )
         self._policy = None if self._drafting is None else make_policy(self._drafting, is_measured=not deterministic)
         self.mask_policy = make_mask_policy(config, model.config, self.multi_steps, is_measured=not deterministic)
@@ -157,7 +147,8 @@ class Runner:
     @cached_property
     def _histories(self) -> Histories:
         assert self._drafting is not None
-        return Histories(self.capacity.num_slots + 1, self._drafting.context, self.programs.replicated)
+        cache = None if self._draft_layout is None else self._draft_layout.cache
+        return Histories(self.programs, self.buckets, self._drafting.context, draft_cache=cache)
 
     def prepare_params(self, params: Tree) -> Tree:
         """Convert weights of the standard layout, possibly on other devices, to those that `set_params` takes."""
@@ -184,8 +175,8 @@ class Runner:
     @property
     def _weights(self) -> StepWeights:
         if self.adapters is None:
-            return StepWeights(self._params)
-        return StepWeights(self._params, self.adapters.stacks, self.adapters.adapter_N)
+            return StepWeights(self._params, draft=self._draft_params)
+        return StepWeights(self._params, self.adapters.stacks, self.adapters.adapter_N, self._draft_params)
 
     def _assign_adapters(self, sequences: Iterable[tuple[Place | None, Sequence]]) -> None:
         """Let the next calls use the adapters of these sequences in their slots."""
@@ -241,6 +232,7 @@ class Runner:
     def decode(self, sequences: list[Sequence], shape: StepShape, next_masks: MaskMaker) -> PendingTokens:
         """Decode one token per sequence. `next_masks`: called while the model runs, if a sequence has a grammar."""
         if self._policy is not None:
+            self._histories.pause_drafts(sequences)
             self._histories.forget(sequences)
             on_arrival = self._policy.start(1, is_speculative=False)
         else:
@@ -319,6 +311,8 @@ class Runner:
         key = None
         if policy.is_worthwhile(sequences, make_key):
             key = self.programs.choose_multi_step(make_key(policy.drafting.step_tokens))
+            if key is not None and not self._histories.fill(sequences, self._weights, policy.interrupt):
+                key = None
         if key is None and steps > 1:
             key = self.programs.choose_multi_step(make_key(1))
         if key is None:
@@ -326,6 +320,8 @@ class Runner:
         is_speculative = key.shape.tokens > 1
         self._assign_adapters((sequence.place, sequence) for sequence in sequences)
         self._histories.add(sequences)
+        if not is_speculative:
+            self._histories.pause_drafts(sequences)
         rows, inputs_BC = self._decode_inputs(key, key.shape, sequences)
         state = self._cache, self._slot_state, self._histories.arrays
         state, inputs_BC, verified = self.programs.decode_from_history(key, self._weights, state, inputs_BC)

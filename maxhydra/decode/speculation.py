@@ -6,33 +6,38 @@ from the sampled token, which is the next token itself. The tokens are those of 
 programs of different shapes. Keys and values of rejected drafts are overwritten by the next step, before any query
 sees them.
 
-Drafts come from the tokens of the sequence itself (drafting.py) or from a layer of the model (mtp_drafting.py). Tokens
-and progress of each slot are on the device, so that a call has several steps, and the next call is dispatched before
-the host knows how many tokens this one generates. Calls without drafts (see draft_policy.py) read and extend the same
-history, so that the host may choose either kind for each call.
+Drafts come from the tokens of the sequence itself (drafting.py), from a layer of the model (mtp_drafting.py) or from a
+smaller model (draft_model.py). Tokens and progress of each slot are on the device, so that a call has several steps,
+and the next call is dispatched before the host knows how many tokens this one generates. Calls without drafts (see
+draft_policy.py) read and extend the same history, so that the host may choose either kind for each call.
 
 B rows, T tokens per row (the last one and K drafts), N slots, S tokens of context, V vocabulary, P = B * T.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from maxhydra.decode.adapters import StepWeights
-from maxhydra.decode.drafting import UNKNOWN, Drafting, TokenHistory, draft_tokens
-from maxhydra.decode.mtp_drafting import MtpDrafter
+from maxhydra.decode.drafting import (
+    UNKNOWN,
+    DraftCaches,
+    Drafter,
+    DraftInputs,
+    Drafts,
+    DraftState,
+    DraftWeights,
+    TokenHistory,
+)
 from maxhydra.decode.sampler import SampledTokens, SamplingArrays, SamplingFeatures, greedy_tokens
-from maxhydra.decode.sequence import Sequence
 from maxhydra.decode.slot_state import SlotState, sample_slots
 from maxhydra.decode.step_functions import MultiStepKey
 from maxhydra.decode.step_inputs import REMAINING, SLOT, START, StepInputs
 from maxhydra.decode.weight_layout import WeightLayout
 from maxhydra.layers import PageTable
-from maxhydra.model.mtp_cache import keep_hidden
 from maxhydra.sharding import Sharder
 
 Tree = Any
@@ -63,10 +68,7 @@ class StepTokens(NamedTuple):
     """The padding slot for rows that are complete."""
 
     @classmethod
-    def of(
-        cls, history: TokenHistory, slots_B: jax.Array, drafts: tuple[jax.Array, jax.Array], *, padding_slot: int
-    ) -> "StepTokens":
-        """`drafts`: the drafted tokens [B, K], and which rows have them [B]."""
+    def of(cls, history: TokenHistory, slots_B: jax.Array, drafts: Drafts, *, padding_slot: int) -> "StepTokens":
         draft_BK, has_draft_B = drafts
         T = draft_BK.shape[1] + 1
         count_B = jnp.minimum(jnp.where(has_draft_B, T, 1), history.remaining_N)
@@ -94,70 +96,72 @@ def make_verify_steps(
     key: MultiStepKey,
     hidden: Callable[..., Any],
     *,
-    drafting: Drafting,
+    drafter: Drafter,
     page_size: int,
-) -> Callable[..., tuple[Tree, SlotState, TokenHistory, jax.Array, Verified]]:
+) -> Callable[..., tuple[Tree, SlotState, DraftState, jax.Array, Verified]]:
     """Return a scan over steps that draft and verify tokens.
 
     The inputs' columns for the position and the remaining tokens are not used: the history has both.
     """
-    model, mtp_drafter = layout.model, MtpDrafter(layout.model, drafting, sharder)
+    model = layout.model
 
     def decode(
-        stored: StepWeights, cache: Tree, slot_state: SlotState, history: TokenHistory, inputs_BC: jax.Array
-    ) -> tuple[Tree, SlotState, TokenHistory, jax.Array, Verified]:
+        stored: StepWeights, cache: Tree, slot_state: SlotState, draft_state: DraftState, inputs_BC: jax.Array
+    ) -> tuple[Tree, SlotState, DraftState, jax.Array, Verified]:
+        history = draft_state.history
         inputs = StepInputs.unpack(inputs_BC, pages=key.shape.pages)
         table_BW, slots_B = inputs.rows
         adapters_B, padding_slot = stored.adapters_of(slots_B), history.last_N.shape[0] - 1
 
-        def step(carry: tuple[Tree, jax.Array, TokenHistory], _: None) -> tuple[Any, Any]:
-            (cache, usage_NV, rows), weights = carry, stored.used(layout)
-            if drafting.uses_mtp:
-                drafts, cache = mtp_drafter(weights, cache, rows, PageTable(table_BW, slots_B), adapters_B)
-            else:
-                drafts = draft_tokens(rows, drafting)
+        def step(carry: tuple[DraftCaches, jax.Array, TokenHistory], _: None) -> tuple[Any, Any]:
+            (caches, usage_NV, rows), weights = carry, stored.used(layout)
+            sampling = inputs.sampling._replace(position_B=rows.last_N + 1)
+            state = slot_state._replace(usage_NV=usage_NV)
+            draft_inputs = DraftInputs(rows, PageTable(table_BW, slots_B), adapters_B, sampling, state)
+            drafts, caches = drafter.draft(DraftWeights(weights, stored.draft), caches, draft_inputs)
             step_tokens = StepTokens.of(rows, slots_B, drafts, padding_slot=padding_slot)
             row_inputs = PageTable(table_BW, step_tokens.slots_B), inputs.lag_B, adapters_B
             tokens_BT = jnp.maximum(step_tokens.tokens_BT, 0)
-            hidden_BTD, cache, experts = hidden(weights, cache, tokens_BT, step_tokens.positions_BT, *row_inputs)
+            positions_BT = step_tokens.positions_BT
+            hidden_BTD, cache, experts = hidden(weights, caches.model, tokens_BT, positions_BT, *row_inputs)
+            caches = caches._replace(model=cache)
             if key.features.is_greedy:
                 largest = model.largest_logit(weights, hidden_BTD.reshape(-1, hidden_BTD.shape[2]), sharder)
                 sampled = _split_rows(greedy_tokens(*largest), tokens_BT.shape)
             else:
                 logits_BTV = model.logits(weights, hidden_BTD, sharder)
-                sampling = inputs.sampling._replace(position_B=rows.last_N + 1)
-                state = slot_state._replace(usage_NV=usage_NV)
                 sample = _sample_in_order if key.features.penalties else _sample_flat
                 usage_NV, sampled = sample(key.features, state, logits_BTV, step_tokens, sampling)
             is_used_BT = step_tokens.find_used(sampled.token_B.T)
-            if drafting.uses_mtp:
-                last_B = jnp.maximum(jnp.sum(is_used_BT, axis=1) - 1, 0)
-                cache = keep_hidden(cache, hidden_BTD, step_tokens.positions_BT, last_B, row_inputs[0])
+            last_B = jnp.maximum(jnp.sum(is_used_BT, axis=1) - 1, 0)
+            caches = drafter.keep(caches, hidden_BTD, positions_BT, last_B, row_inputs[0])
             rows = rows.append(jnp.maximum(sampled.token_B.T, 0), is_used_BT)
             drafted_B, accepted_B = (jnp.sum(each[:, 1:], axis=1) for each in (step_tokens.is_input_BT, is_used_BT))
-            return (cache, usage_NV, rows), Verified(sampled, is_used_BT.T, drafted_B, accepted_B, experts)
+            return (caches, usage_NV, rows), Verified(sampled, is_used_BT.T, drafted_B, accepted_B, experts)
 
         rows = history.take(slots_B, key.shape.pages * page_size).with_last_token(slot_state.last_token_N[slots_B])
-        initial = cache, slot_state.usage_NV, rows
-        (cache, usage_NV, rows), verified = jax.lax.scan(step, initial, None, length=key.num_steps)
+        initial = DraftCaches(cache, draft_state.draft_cache), slot_state.usage_NV, rows
+        (caches, usage_NV, rows), verified = jax.lax.scan(step, initial, None, length=key.num_steps)
         last_token_N = slot_state.last_token_N.at[slots_B].set(rows.last_token_N)
         slot_state = slot_state._replace(last_token_N=last_token_N, usage_NV=usage_NV)
-        return cache, slot_state, history.put(rows, slots_B), inputs_BC, _join_steps(verified)
+        draft_state = DraftState(history.put(rows, slots_B), caches.draft)
+        return caches.model, slot_state, draft_state, inputs_BC, _join_steps(verified)
 
     return decode
 
 
 def make_plain_steps(
     decode: Callable[..., tuple[Tree, SlotState, jax.Array, SampledTokens, jax.Array | None]], key: MultiStepKey
-) -> Callable[..., tuple[Tree, SlotState, TokenHistory, jax.Array, Verified]]:
+) -> Callable[..., tuple[Tree, SlotState, DraftState, jax.Array, Verified]]:
     """Return the multi-step function `decode` with positions from the history, to which it appends its tokens.
 
     Same arguments and results as the scan over steps that verify drafts.
     """
 
     def decode_from_history(
-        stored: StepWeights, cache: Tree, slot_state: SlotState, history: TokenHistory, inputs_BC: jax.Array
-    ) -> tuple[Tree, SlotState, TokenHistory, jax.Array, Verified]:
+        stored: StepWeights, cache: Tree, slot_state: SlotState, draft_state: DraftState, inputs_BC: jax.Array
+    ) -> tuple[Tree, SlotState, DraftState, jax.Array, Verified]:
+        history, draft_cache = draft_state
         slots_B = inputs_BC[:, SLOT].astype(jnp.int32)
         last_B, remaining_B = history.last_N[slots_B], history.remaining_N[slots_B]
         last_token_B1 = slot_state.last_token_N[slots_B][:, None]
@@ -175,7 +179,8 @@ def make_plain_steps(
             history.last_N.at[slots_B].add(count_B),
             history.remaining_N.at[slots_B].add(-count_B),
         )
-        return cache, slot_state, history, inputs_BC, Verified(sampled, is_used_SB, None, None, experts)
+        draft_state = DraftState(history, draft_cache)
+        return cache, slot_state, draft_state, inputs_BC, Verified(sampled, is_used_SB, None, None, experts)
 
     return decode_from_history
 
@@ -243,51 +248,3 @@ def _join_steps(verified: Verified) -> Verified:
         # [steps, B, T, L, K] as [B, steps * T, L, K].
         experts = jnp.moveaxis(join(jnp.moveaxis(experts, 2, 1)), 1, 0)
     return Verified(sampled, is_used, drafted_B, accepted_B, experts)
-
-
-class Histories:
-    """The token history of a runner, and which sequence each slot of it belongs to."""
-
-    def __init__(self, slots: int, length: int, sharding: jax.sharding.Sharding):
-        """`slots`: including the padding slot. `length`: tokens of the longest sequence."""
-        self.arrays = jax.jit(lambda: TokenHistory.empty(slots, length), out_shardings=sharding)()
-        self._length = length
-        self._owners: dict[int, int] = {}
-        """Slot -> number of its sequence."""
-        self._set = jax.jit(_set_row, donate_argnums=0, out_shardings=sharding)
-
-    def warm_up(self) -> None:
-        """Compile the program that sets a row, by setting that of the padding slot."""
-        padding_slot = self.arrays.last_N.shape[0] - 1
-        self._set_row(padding_slot, np.zeros(self._length, np.int32), 0, 0)
-
-    def add(self, sequences: Iterable[Sequence]) -> None:
-        """Set the rows of sequences whose last step was not a speculative one."""
-        for sequence in sequences:
-            assert sequence.place is not None
-            slot = sequence.place.slot
-            if self._owners.get(slot) == sequence.number:
-                continue
-            tokens_S = np.full(self._length, UNKNOWN, np.int32)
-            tokens_S[: len(sequence.tokens)] = sequence.tokens
-            self._set_row(slot, tokens_S, sequence.num_computed, sequence.remaining)
-            self._owners[slot] = sequence.number
-
-    def forget(self, sequences: Iterable[Sequence]) -> None:
-        """Set the rows of these sequences again before their next speculative step."""
-        for sequence in sequences:
-            assert sequence.place is not None
-            self._owners.pop(sequence.place.slot, None)
-
-    def _set_row(self, slot: int, tokens_S: np.ndarray, last: int, remaining: int) -> None:
-        self.arrays = self._set(self.arrays, tokens_S, np.array([slot, last, remaining], np.int32))
-
-
-def _set_row(history: TokenHistory, tokens_S: jax.Array, numbers: jax.Array) -> TokenHistory:
-    """`numbers`: slot, position of the last token, and remaining tokens."""
-    slot, last, remaining = numbers
-    return TokenHistory(
-        history.tokens_NS.at[slot].set(tokens_S),
-        history.last_N.at[slot].set(last),
-        history.remaining_N.at[slot].set(remaining),
-    )

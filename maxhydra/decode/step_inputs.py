@@ -170,13 +170,23 @@ class Buckets:
         text = [chunk for chunk in chunks if not chunk.sequence.has_media] if with_media else chunks
         return [*(self._split_text(text) if text else ()), *([with_media] if with_media else ())]
 
+    def split_fill(self, chunks: List[PrefillChunk]) -> Iterator[tuple[StepShape, List[PrefillChunk]]]:
+        """Yield the calls that add these tokens to the draft model's cache, each with its bucket."""
+        for offset in range(0, max((chunk.length for chunk in chunks), default=0), self.prefill_chunk):
+            starts = [(chunk, chunk.start + offset) for chunk in chunks if chunk.length > offset]
+            parts = [c._replace(start=at, stop=min(at + self.prefill_chunk, c.stop)) for c, at in starts]
+            rows = max(self.prefill_chunk // self.round_tokens(max(part.length for part in parts)), 1)
+            if self.is_coarse:
+                rows = min(rows, self._cached_rows(self.round_pages(max(part.stop for part in parts))))
+            for call in _split_rows(parts, rows, self.groups):
+                shape = self.prefill_shape(call)
+                yield StepShape(shape.rows, shape.tokens, shape.pages, is_prefill=True), call
+
     def _split_text(self, chunks: List[PrefillChunk]) -> list[List[PrefillChunk]]:
         if not self.is_coarse or all(chunk.start == 0 for chunk in chunks):
             return [chunks]
         rows = self._cached_rows(self.round_pages(max(chunk.stop for chunk in chunks)))
-        groups = [[chunk for chunk in chunks if _group(chunk) == number] for number in range(self.groups)]
-        starts = range(0, max(map(len, groups)), rows)
-        return [[chunk for group in groups for chunk in group[start : start + rows]] for start in starts]
+        return _split_rows(chunks, rows, self.groups)
 
     def _prefill_rows(self, tokens: int) -> list[int]:
         """Row counts of coarse prefill buckets with `tokens` tokens per row."""
@@ -216,6 +226,13 @@ class Buckets:
         longest = max(min(each.num_computed + each.num_uncertain + lookahead, each.cache_tokens) for each in sequences)
         rows = self.round_rows(self._fullest_group(sequences))
         return StepShape(rows, step_tokens, self.round_pages(longest), is_prefill=False)
+
+
+def _split_rows(chunks: List[PrefillChunk], rows: int, groups: int) -> list[List[PrefillChunk]]:
+    """Split chunks into calls of up to `rows` rows per group."""
+    by_group = [[chunk for chunk in chunks if _group(chunk) == number] for number in range(groups)]
+    starts = range(0, max(map(len, by_group)), rows)
+    return [[chunk for group in by_group for chunk in group[start : start + rows]] for start in starts]
 
 
 def _group(item: PrefillChunk | Sequence) -> int:
@@ -303,6 +320,16 @@ def prefill_inputs(rows: List[PrefillChunk | None], shape: StepShape, padding_sl
         head = _pack_head(chunk.sequence, chunk.place, (target, chunk.start, chunk.length), shape)
         tokens = array("I", chunk.sequence.request.prompt[chunk.start : chunk.stop + shape.is_scored])
         return head + tokens.tobytes().ljust(4 * (shape.tokens + shape.is_scored), b"\0")
+
+    return _join_rows([None if chunk is None else pack(chunk) for chunk in rows], shape, padding_slot)
+
+
+def fill_inputs(rows: List[PrefillChunk | None], shape: StepShape, padding_slot: int) -> np.ndarray:
+    """Pack chunks whose tokens are in the histories."""
+    shape = dataclasses.replace(shape, is_prefill=False)
+
+    def pack(chunk: PrefillChunk) -> bytes:
+        return _pack_head(chunk.sequence, chunk.place, (padding_slot, chunk.start, chunk.length), shape)
 
     return _join_rows([None if chunk is None else pack(chunk) for chunk in rows], shape, padding_slot)
 

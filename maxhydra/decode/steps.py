@@ -21,9 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxhydra.config.schema.decode import SpeculationMethod
 from maxhydra.decode.adapters import StepWeights
+from maxhydra.decode.cache_arrays import CacheArrays, abstract_array
 from maxhydra.decode.compile_cache import CompileCache, Program
-from maxhydra.decode.drafting import Drafting, TokenHistory
+from maxhydra.decode.draft_model import DraftLayout, ModelDrafter, make_fill
+from maxhydra.decode.drafting import Drafter, Drafting, DraftState, NgramDrafter, TokenHistory
+from maxhydra.decode.mtp_drafting import MtpDrafter
 from maxhydra.decode.sampler import ALL_TOKENS, SampledTokens, SamplingFeatures
 from maxhydra.decode.slot_state import SlotState
 from maxhydra.decode.speculation import Verified, make_plain_steps, make_verify_steps
@@ -58,11 +62,6 @@ RARE_FEATURES = (
 MASKED_FEATURES = (COMMON_FEATURES[-1]._replace(mask=True), RARE_FEATURES[-1]._replace(mask=True))
 
 
-def map_caches(function: Callable[..., Any], *caches: Tree) -> Tree:
-    """Apply a function to the caches of all blocks."""
-    return jax.tree.map(function, *caches, is_leaf=lambda node: not isinstance(node, (dict, list)))
-
-
 class CompiledSteps:
     """Compiles and calls the steps in every shape that comes up."""
 
@@ -76,25 +75,23 @@ class CompiledSteps:
         deterministic: bool,
         records_experts: bool = False,
         drafting: Drafting | None = None,
+        draft_layout: DraftLayout | None = None,
     ):
         """`weights`: used for their shapes and shardings only. `drafting`: multi-step programs use the token history.
+        `draft_layout`: of the draft model, if there is one.
 
         `deterministic`: never substitute a larger program for the exact one, and wait for its compilation.
         `records_experts`: return the experts of all tokens, [B, T, L, K].
         """
-        self._records_experts, self._drafting = records_experts, drafting
+        self._records_experts, self._drafting, self._draft_layout = records_experts, drafting, draft_layout
         model = layout.model
         self._layout, self._model, self._cache_spec, self._sharder = layout, model, cache_spec, sharder
         self._deterministic = deterministic
-        self._abstract_weights = jax.tree.map(lambda leaf: _abstract(leaf, leaf.sharding), weights)
+        self._abstract_weights = jax.tree.map(lambda leaf: abstract_array(leaf, leaf.sharding), weights)
         self.replicated = sharder.sharding(())
         self._logits_sharding = sharder.sharding(("act_batch", "act_vocab"))
-        has_mtp = drafting is not None and drafting.uses_mtp
-        self._empty_cache = partial(model.empty_cache, cache_spec, has_mtp=has_mtp)
-        caches = jax.eval_shape(self._empty_cache)
-        self.cache_axes = map_caches(lambda cache: cache.axes(), caches)
-        self.cache_shardings = sharder.tree(self.cache_axes)
-        self._abstract_caches = jax.tree.map(_abstract, caches, self.cache_shardings)
+        has_mtp = drafting is not None and drafting.method is SpeculationMethod.mtp
+        self.cache = CacheArrays(partial(model.empty_cache, has_mtp=has_mtp), cache_spec, sharder)
         self._full_masks: dict[int, jax.Array] = {}
         """Masks [B, W] that allow all tokens, by their number of rows."""
         self._forwards: CompileCache[StepShape] = CompileCache(self._compile_forward, deterministic=deterministic)
@@ -102,6 +99,8 @@ class CompiledSteps:
         self._multi_steps: CompileCache[MultiStepKey] = CompileCache(
             self._compile_multi_step, deterministic=deterministic
         )
+        self._fills: CompileCache[StepShape] = CompileCache(self._compile_fill, deterministic=deterministic)
+        self._all: tuple[CompileCache[Any], ...] = (self._forwards, self._samplers, self._multi_steps, self._fills)
 
     @property
     def padding_slot(self) -> int:
@@ -110,9 +109,8 @@ class CompiledSteps:
 
     def init_state(self) -> tuple[Tree, SlotState]:
         """Allocate an empty KV cache and slot state on the device."""
-        cache = jax.jit(self._empty_cache, out_shardings=self.cache_shardings)()
         zeros = [jax.device_put(np.zeros(leaf.shape, leaf.dtype), self.replicated) for leaf in self._abstract_slots()]
-        return cache, SlotState(*zeros)
+        return self.cache.empty(), SlotState(*zeros)
 
     def warm_up(self, shapes: Iterable[StepShape], num_steps: int, verified_steps: int) -> list[Future[Program]]:
         """Start compiling the programs of these buckets, for bursts of `num_steps`; return one future per program.
@@ -130,6 +128,7 @@ class CompiledSteps:
         masked = [(shape, MASKED_FEATURES[0]) for shape in decode_shapes if shape.pages == most]
         masked += [(shape, features) for shape in largest for features in MASKED_FEATURES[1:]]
         verified = [] if drafting is None else [(replace(each, tokens=drafting.step_tokens), f) for each, f in decoded]
+        fills = [shape for shape in prefill_shapes if not shape.is_fresh] if self._draft_layout is not None else []
         if num_steps == 1:
             prefill_shapes += decode_shapes
             sample_rows |= {shape.rows for shape in decode_shapes}
@@ -146,12 +145,13 @@ class CompiledSteps:
             *self._multi_steps.warm_up(MultiStepKey(*each, verified_steps) for each in masked),
             *self._forwards.warm_up(prefill_shapes),
             *self._samplers.warm_up(samplers),
+            *self._fills.warm_up(fills),
         ]
 
     @property
     def num_programs(self) -> int:
         """Programs that were compiled so far or are being compiled."""
-        return self._forwards.num_programs + self._samplers.num_programs + self._multi_steps.num_programs
+        return sum(cache.num_programs for cache in self._all)
 
     def choose_shape(self, shape: StepShape, *, eventual: StepShape) -> StepShape:
         """Return the shape itself or that of a compiled larger program; `eventual` is the shape it will soon have."""
@@ -231,38 +231,44 @@ class CompiledSteps:
         self,
         key: MultiStepKey,
         weights: StepWeights,
-        state: tuple[Tree, SlotState, TokenHistory],
+        state: tuple[Tree, SlotState, DraftState],
         inputs_BC: np.ndarray | jax.Array,
-    ) -> tuple[tuple[Tree, SlotState, TokenHistory], jax.Array, Verified]:
+    ) -> tuple[tuple[Tree, SlotState, DraftState], jax.Array, Verified]:
         """Decode up to `key.num_steps * key.shape.tokens` tokens per row, with drafts if it has several tokens.
 
-        `state`: KV cache, slots and histories. Returns the updated state, the inputs of the next call, and the tokens.
+        `state`: KV cache, slots and drafts. Returns the updated state, the inputs of the next call, and the tokens.
         """
-        cache, slot_state, history, next_BC, verified = self._multi_steps.get(key)(weights, *state, inputs_BC)
-        return (cache, slot_state, history), next_BC, verified
+        cache, slot_state, draft_state, next_BC, verified = self._multi_steps.get(key)(weights, *state, inputs_BC)
+        return (cache, slot_state, draft_state), next_BC, verified
+
+    def choose_fill(self, shape: StepShape) -> StepShape | None:
+        """Return the program that fills the draft model's cache; None while it is compiled, unless deterministic."""
+        chosen = self._fills.choose(shape, eventual=shape)
+        self._fills.start(chosen)
+        return chosen if self._deterministic or self._fills.is_ready(chosen) else None
+
+    def fill(self, shape: StepShape, weights: StepWeights, state: DraftState, inputs_BC: np.ndarray) -> DraftState:
+        """Add tokens of the histories to the draft model's cache."""
+        filled: DraftState = self._fills.get(shape)(weights, state, inputs_BC)
+        return filled
 
     def wait_for_compiles(self) -> int:
         """Wait for all compilations; return the sum of `CompileCache.wait_for_compiles` over all programs."""
-        return (
-            self._forwards.wait_for_compiles()
-            + self._samplers.wait_for_compiles()
-            + self._multi_steps.wait_for_compiles()
-        )
+        return sum(cache.wait_for_compiles() for cache in self._all)
 
     def close(self) -> None:
-        self._forwards.close()
-        self._samplers.close()
-        self._multi_steps.close()
+        for cache in self._all:
+            cache.close()
 
     def _compile_forward(self, shape: StepShape) -> Program:
         forward = make_forward(self._layout, self._sharder, shape, records_experts=self._records_experts)
-        shardings: tuple[Any, ...] = (self._logits_sharding, self.cache_shardings, *4 * (self.replicated,))
+        shardings: tuple[Any, ...] = (self._logits_sharding, self.cache.shardings, *4 * (self.replicated,))
         jitted = jax.jit(forward, donate_argnums=1, out_shardings=Forwarded(*shardings))
         is_long = self._sharder.platform == "gpu" and shape.rows * shape.tokens >= COMMAND_BUFFER_LIMIT
         options: dict[str, str | bool] | None = {"xla_gpu_enable_command_buffer": ""} if is_long else None
         inputs = self._abstract_inputs(shape.rows, num_columns(shape))
         last_token = self._abstract_slots().last_token_N
-        lowered = jitted.lower(self._abstract_weights, self._abstract_caches, last_token, inputs, *self._media(shape))
+        lowered = jitted.lower(self._abstract_weights, self.cache.abstract, last_token, inputs, *self._media(shape))
         return lowered.compile(compiler_options=options)
 
     def _media(self, shape: StepShape) -> tuple[Any, ...]:
@@ -291,28 +297,49 @@ class CompiledSteps:
     def _compile_multi_step(self, key: MultiStepKey) -> Program:
         hidden = make_hidden(self._layout, self._sharder, key.shape, records_experts=self._records_experts)
         inputs = self._abstract_inputs(key.shape.rows, num_columns(key.shape))
-        state: tuple[Any, ...] = self._abstract_caches, self._abstract_slots()
+        state: tuple[Any, ...] = self.cache.abstract, self._abstract_slots()
+        shardings: tuple[Any, ...] = self.cache.shardings, self.replicated
         drafting = self._drafting
         decode: Callable[..., Any]
         if drafting is not None:
-            state = *state, self._abstract_history(drafting.context)
+            state, shardings = (*state, self._abstract_drafts(drafting.context)), (*shardings, self._draft_shardings)
         if drafting is not None and key.shape.tokens > 1:
-            size = self._cache_spec.page_size
-            decode = make_verify_steps(self._layout, self._sharder, key, hidden, drafting=drafting, page_size=size)
+            size, drafter = self._cache_spec.page_size, self._make_drafter(drafting, key)
+            decode = make_verify_steps(self._layout, self._sharder, key, hidden, drafter=drafter, page_size=size)
         else:
             plain = make_multi_step(self._layout, self._sharder, key, hidden, padding_slot=self.padding_slot)
             decode = plain if drafting is None else make_plain_steps(plain, key)
-        shardings = (self.cache_shardings, *4 * (self.replicated,))
+        shardings = *shardings, *(5 - len(shardings)) * (self.replicated,)
         donated = tuple(range(1, 1 + len(state)))
         jitted = jax.jit(decode, donate_argnums=donated, out_shardings=shardings)
         masks = [self._abstract_inputs(*self._mask_shape(key.shape.rows))] if key.features.mask else []
         return jitted.lower(self._abstract_weights, *state, inputs, *masks).compile()
 
-    def _abstract_history(self, context: int) -> TokenHistory:
-        """Return a TokenHistory of ShapeDtypeStructs."""
+    def _make_drafter(self, drafting: Drafting, key: MultiStepKey) -> Drafter:
+        if drafting.method is SpeculationMethod.mtp:
+            return MtpDrafter(self._model, drafting, self._sharder)
+        if (layout := self._draft_layout) is None:
+            return NgramDrafter(drafting)
+        return ModelDrafter(layout.weights, self._sharder, key.shape, drafting=drafting, features=key.features)
+
+    def _compile_fill(self, shape: StepShape) -> Program:
+        assert self._draft_layout is not None and self._drafting is not None
+        fill = make_fill(self._draft_layout.weights, self._sharder, shape)
+        jitted = jax.jit(fill, donate_argnums=1, out_shardings=self._draft_shardings)
+        inputs = self._abstract_inputs(shape.rows, HEAD + shape.pages)
+        return jitted.lower(self._abstract_weights, self._abstract_drafts(self._drafting.context), inputs).compile()
+
+    @property
+    def _draft_shardings(self) -> Any:
+        """A DraftState of shardings."""
+        layout, history = self._draft_layout, TokenHistory(*3 * (self.replicated,))  # type: ignore[arg-type]
+        return DraftState(history, None if layout is None else layout.cache.shardings)
+
+    def _abstract_drafts(self, context: int) -> DraftState:
+        """Return a DraftState of ShapeDtypeStructs."""
         history = jax.eval_shape(lambda: TokenHistory.empty(self._cache_spec.slots + 1, context))
-        abstract: TokenHistory = jax.tree.map(lambda leaf: _abstract(leaf, self.replicated), history)
-        return abstract
+        abstract: TokenHistory = jax.tree.map(lambda leaf: abstract_array(leaf, self.replicated), history)
+        return DraftState(abstract, None if self._draft_layout is None else self._draft_layout.cache.abstract)
 
     def _abstract_inputs(self, rows: int, columns: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, columns), jnp.uint32, sharding=self.replicated)
@@ -321,8 +348,4 @@ class CompiledSteps:
         """Return a SlotState of ShapeDtypeStructs."""
         slots, vocab = self._cache_spec.slots + 1, self._model.config.vocab_size
         state = jax.eval_shape(lambda: SlotState.empty(slots, vocab))
-        return jax.tree.map(lambda leaf: _abstract(leaf, self.replicated), state)
-
-
-def _abstract(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.tree.map(lambda leaf: abstract_array(leaf, self.replicated), state)

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxhydra.decode.cache_arrays import map_caches
 from maxhydra.decode.page_pool import PageLease, Place
 from maxhydra.decode.pending import PendingTokens, PrefillOutput
 from maxhydra.decode.runner import Runner
 from maxhydra.decode.sequence import Sequence
 from maxhydra.decode.slot_state import COMPLETION, SlotState
-from maxhydra.decode.steps import map_caches
 from maxhydra.layers import SequenceIndex
 from maxhydra.sharding import LogicalAxes, is_axes
 
@@ -55,12 +55,12 @@ class Transfer:
         # A copy goes directly from device to device if both runners shard the heads in the same way.
         runners = source, target
         is_alike = len({runner.sharder.num_shards("act_kv_heads") for runner in runners}) == 1
-        axes = target.programs.cache_axes
+        axes = target.programs.cache.axes
         taken, self._copied = (_sequence_shardings(axes, runner, is_sharded=is_alike) for runner in runners)
         self._take = jax.jit(
             partial(_take, sizes={name: len(caches) for name, caches in axes.items()}), out_shardings=taken
         )
-        state = (target.programs.cache_shardings, target.programs.replicated)
+        state = (target.programs.cache.shardings, target.programs.replicated)
         self._put = jax.jit(_put, donate_argnums=(0, 1), out_shardings=state)
 
     @property

@@ -3,34 +3,25 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
 
 from maxhydra import model
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.errors import show
 from maxhydra.config.schema.data import Data, Packing
-from maxhydra.config.schema.data import Tokenizer as TokenizerConfig
 from maxhydra.config.schema.hardware import Mesh as MeshConfig
-from maxhydra.config.schema.model import Model
 from maxhydra.config.schema.tasks.distill import Teacher
-from maxhydra.config.serialize import from_yaml
-from maxhydra.convert.adapter_lineage import run_folder
-from maxhydra.convert.compatibility import changes_from_run
 from maxhydra.convert.load import load_weights
 from maxhydra.data import BatchSpec, Tokenizer, make_batch
 from maxhydra.data.packing import plan_rows
 from maxhydra.data.rows import Document, pack_rows
-from maxhydra.data.tokenizers import load_tokenizer, smallest_id_dtype
+from maxhydra.data.tokenizers import smallest_id_dtype
+from maxhydra.decode.second_model import SecondModel
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
-from maxhydra.modelfiles import model_path
-from maxhydra.modelfiles.hub import is_hub_id
 from maxhydra.runtime.channel import broadcast
 from maxhydra.sharding import Sharder, build_mesh, remeshed
 from maxhydra.train import map_sequence_chunks
@@ -71,7 +62,7 @@ def plan_teacher(
 
     It is sharded over its own `devices`, or without any over those of the student.
     """
-    teacher_model, mesh = _resolve(teacher)
+    teacher_model, mesh = second_model(teacher).resolve()
     if teacher_model.vocab_size != config.model.vocab_size and not teacher.align:
         reason = f"has a vocabulary of {teacher_model.vocab_size}, but the student's is {config.model.vocab_size}"
         hint = "use the same token ids and set model.vocab_size to the teacher's, or set task.teacher.align=true"
@@ -97,87 +88,20 @@ def _make_sharder(
     return Sharder.from_config(mesh, over)
 
 
-def check_tokenizer(data: Data, teacher: Teacher) -> None:
-    """Raise ConfigError if a token id is another token for the teacher than for the student.
+def second_model(teacher: Teacher) -> SecondModel:
+    """The model that task.teacher describes."""
+    assert teacher.weights is not None
+    return SecondModel("task.teacher", "teacher", teacher.weights, teacher.model, teacher.overrides, mesh=teacher.mesh)
 
-    The teacher's tokenizer is that of its run, or the one in its folder; if neither exists, nothing is compared.
-    """
-    stored = _stored_tokenizer(teacher)
-    if stored is None or (stored.kind, stored.path) == (data.tokenizer.kind, data.tokenizer.path):
-        return
-    student = load_tokenizer(data)
-    other = load_tokenizer(dataclasses.replace(data, tokenizer=stored))
-    names = student.special_token_ids.keys() & other.special_token_ids.keys()
-    special = {name: (other.special_token_ids[name], student.special_token_ids[name]) for name in sorted(names)}
-    differences = [f"{name} is id {a} there and {b} here" for name, (a, b) in special.items() if a != b]
-    for id in range(min(student.vocab_size, other.vocab_size)) if not differences else ():
-        if (a := other.decode([id])) != (b := student.decode([id])):
-            differences.append(f"id {id} is {a!r} there and {b!r} here")
-            break
-    if differences:
-        reason = f"has another tokenizer than the student: {differences[0]}"
-        hint = "use the teacher's tokenizer (data.tokenizer.kind and path), or set task.teacher.align=true"
-        raise ConfigError(Problem("task.teacher.weights", reason, value=teacher.weights, hint=hint))
+
+def check_tokenizer(data: Data, teacher: Teacher) -> None:
+    """Raise ConfigError if a token id is another token for the teacher than for the student."""
+    second_model(teacher).check_tokenizer(data, "student", ", or set task.teacher.align=true")
 
 
 def open_tokenizer(data: Data, teacher: Teacher) -> Tokenizer:
     """The tokenizer of the teacher's run or folder."""
-    if (stored := _stored_tokenizer(teacher)) is None:
-        reason = "has no tokenizer, which task.teacher.align=true needs"
-        accepted = "a run whose tokenizer files exist, or a folder with tokenizer.json"
-        raise ConfigError(Problem("task.teacher.weights", reason, value=teacher.weights, accepted=accepted))
-    return load_tokenizer(dataclasses.replace(data, tokenizer=stored))
-
-
-def _stored_tokenizer(teacher: Teacher) -> TokenizerConfig | None:
-    """The tokenizer of the teacher's run or folder; None if it is unknown or its files are missing."""
-    assert teacher.weights is not None
-    if (run := run_folder(teacher.weights)) is None:
-        folder = model_path("task.teacher.weights", teacher.weights, weights=False)
-        return TokenizerConfig(kind="hf", path=str(folder)) if (folder / "tokenizer.json").is_file() else None
-    content = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
-    assert isinstance(content, dict)
-    stored = content.get("data", {}).get("tokenizer", {})
-    kind, path = stored.get("kind", TokenizerConfig.kind), stored.get("path")
-    is_local = path is not None and kind != "tiktoken" and not is_hub_id(path)
-    is_missing = is_local and not Path(path).expanduser().exists()
-    return None if is_missing else TokenizerConfig(kind=kind, path=path)
-
-
-def _resolve(teacher: Teacher) -> tuple[Model, MeshConfig | None]:
-    """The teacher's model config, and its mesh config if it differs from the student's."""
-    assert teacher.weights is not None
-    options = {"model": teacher.model, "mesh": teacher.mesh}
-    choices = [f"{group}={option}" for group, option in options.items() if option is not None]
-    # Imports Hydra, which workers of other tasks do not need.
-    from maxhydra.config.compose.composer import compose  # noqa: PLC0415
-
-    try:
-        composed = compose([*choices, *teacher.overrides]).config
-    except ConfigError as error:
-        raise ConfigError(problem.under("task.teacher") for problem in error.problems) from None
-    mesh = None if teacher.mesh is None else composed.mesh
-    run = run_folder(teacher.weights)
-    if teacher.model is not None:
-        for change in [] if run is None else changes_from_run(run, composed.model):
-            values = f"{change.key} is {show(change.before)} there, here {show(change.now)}"
-            reason = f"differs from the run of the weights: {values}"
-            hint = "omit task.teacher.model and overrides: the model is then that of the run"
-            raise ConfigError(Problem("task.teacher.model", reason, value=teacher.model, hint=hint))
-        return composed.model, mesh
-    if run is None:
-        reason = "is not a run folder with a config, so its model is unknown"
-        hint = "set task.teacher.model=NAME, an option of the group model"
-        raise ConfigError(Problem("task.teacher.weights", reason, value=teacher.weights, hint=hint))
-    return _model_of(run / "config.yaml"), mesh
-
-
-def _model_of(path: Path) -> Model:
-    """The model of a run's config. Its data section is ignored, because the data may no longer exist."""
-    content = OmegaConf.load(path)
-    assert isinstance(content, DictConfig)
-    content.pop("data", None)
-    return from_yaml(OmegaConf.to_yaml(content), str(path)).model
+    return second_model(teacher).open_tokenizer(data, needed_by="task.teacher.align=true")
 
 
 # The subtrees of the weights that hold layers; the others are embedding, final norm and head.

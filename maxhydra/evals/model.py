@@ -22,6 +22,7 @@ from maxhydra.convert.load import load_weights
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.offline_files import fingerprint
 from maxhydra.decode.open import model_values, reject_stages, weight_quantization
+from maxhydra.decode.open_draft import open_draft_model
 from maxhydra.decode.request import Request
 from maxhydra.decode.sampling_params import PromptEncoder, make_requests
 from maxhydra.model import ModelDef, build, without_capacity_limit
@@ -218,4 +219,6 @@ class CheckpointModel(EvalModel):
     @cached_property
     def _engine(self) -> Engine:
         tokenizer, eos = self.prompts.tokenizer, self.prompts.eos_ids
-        return Engine(self._model, self._weights, tokenizer, self._task.engine, sharder=self._sharder, eos=eos)
+        engine, sharder = self._task.engine, self._sharder
+        draft_model = open_draft_model(self._config, engine, sharder)
+        return Engine(self._model, self._weights, tokenizer, engine, sharder=sharder, eos=eos, draft_model=draft_model)

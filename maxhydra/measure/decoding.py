@@ -19,6 +19,7 @@ from maxhydra.config.schema.tasks.analysis import Load
 from maxhydra.data import load_tokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.open import build_model, load_params
+from maxhydra.decode.open_draft import open_draft_model
 from maxhydra.decode.request import Delta, Request
 from maxhydra.measure.record import BenchRecord, BenchTarget, explain_out_of_memory, peak_gib
 from maxhydra.model import ModelDef
@@ -54,7 +55,8 @@ def open_engine(config: Config, load: Load, engine: EngineConfig) -> Engine:
     params = (random_params if config.checkpoint.load_parameters is None else load_params)(config, decoder, sharder)
     max_batch, length = max(load.batches), load.prompt + load.new
     sizes = replace(engine, max_batch=max_batch, cache_tokens=2 * max_batch * length, max_context=length)
-    return Engine(decoder, params, load_tokenizer(config.data), sizes, sharder=sharder, eos=())
+    draft_model, tokenizer = open_draft_model(config, sizes, sharder), load_tokenizer(config.data)
+    return Engine(decoder, params, tokenizer, sizes, sharder=sharder, eos=(), draft_model=draft_model)
 
 
 def random_params(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.data import Tokenizer
+from maxhydra.decode.draft_model import DraftModel
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.open import reject_stages
 from maxhydra.decode.sampling_params import make_requests
@@ -40,9 +41,11 @@ class PolicyEngine:
         eos: frozenset[int],
         seed: int,
         records_experts: bool = False,
+        draft_model: DraftModel | None = None,
     ):
-        """`eos`: token ids that end a turn. `records_experts`: episodes contain the experts of their tokens."""
-        self._records_experts = records_experts
+        """`eos`: token ids that end a turn. `records_experts`: episodes contain the experts of their tokens.
+        `draft_model`: on the mesh of `sharder`, with speculation.method=model."""
+        self._draft_model, self._records_experts = draft_model, records_experts
         self._model, self._tokenizer, self._config, self._sharder = model, tokenizer, config, sharder
         self._eos, self._seed = eos, seed
         model.check_mesh(sharder)
@@ -146,6 +149,7 @@ class PolicyEngine:
                 eos=self._eos,
                 version=version,
                 records_experts=self._records_experts,
+                draft_model=self._draft_model,
             )
         else:
             self._engine.update_params(weights, version)

@@ -14,6 +14,7 @@ from maxhydra.config.schema.data import LossOn, Overlong, PackingMethod, Thinkin
 from maxhydra.config.schema.tasks.distill import DistillTask, WeightMap
 from maxhydra.data import BatchSpec
 from maxhydra.decode.open import reject_stages
+from maxhydra.decode.open_draft import open_draft_model
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.distill.learn_to_init import learn_init
 from maxhydra.distill.loss import (
@@ -189,6 +190,7 @@ def _batches(job: Job, task: DistillTask, states: StateFactory, spec: BatchSpec)
         sharder=sharder,
         eos=prompts.eos_ids,
         seed=config.run.seed,
+        draft_model=open_draft_model(config, on_policy.engine, sharder, key="task.on_policy.engine"),
     )
 
     def sample(weights: Tree, ids: Sequence[Sequence[int]], number: int) -> Sequence[Sampled]:

@@ -8,6 +8,7 @@ from maxhydra.align.loss import PairScorer, preference_loss
 from maxhydra.config.schema.reward import EnvironmentKind
 from maxhydra.config.schema.tasks.policy import PAIRWISE
 from maxhydra.config.schema.tasks.training import GrpoTask, Reference, preference_of
+from maxhydra.decode.open_draft import open_draft_model
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.evals.training import find_benchmarks
 from maxhydra.record.rollout_store import RolloutWriter
@@ -49,6 +50,7 @@ def run(job: Job) -> Outcome:
         eos=prompts.eos_ids if encoder is None else encoder.end_ids,
         seed=config.run.seed,
         records_experts=task.router_replay,
+        draft_model=open_draft_model(config, task.engine, rollout_sharder),
     )
     writers = {}
     if job.run.writes and task.keep_rollouts:

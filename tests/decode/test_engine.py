@@ -111,7 +111,7 @@ def shared_programs():
 
     def once(compile):
         def find(steps: CompiledSteps, key):
-            arrays = jax.tree.leaves((steps._abstract_weights, steps._abstract_caches))
+            arrays = jax.tree.leaves((steps._abstract_weights, steps.cache.abstract))
             kinds = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in arrays)
             place = (compile.__name__, key, steps._cache_spec, steps._drafting, kinds)
             if place not in programs:

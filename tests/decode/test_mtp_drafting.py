@@ -17,7 +17,7 @@ from maxhydra.config.schema.decode import Speculation, SpeculationMethod
 from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.config.schema.run import Train
 from maxhydra.data.tokenizers.byte import ByteTokenizer
-from maxhydra.decode.drafting import Drafting, TokenHistory
+from maxhydra.decode.drafting import DraftCaches, Drafting, DraftInputs, DraftWeights, TokenHistory
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.mtp_drafting import MtpDrafter
 from maxhydra.decode.request import Completion, Request
@@ -91,12 +91,14 @@ class CachedModel:
 
     def draft(self, tokens_B: np.ndarray, position_B: list[int]) -> np.ndarray:
         """Three drafts per row, whose entries are then in the cache."""
-        last_B, drafting = jnp.asarray(position_B), Drafting(3, 1, 1, LENGTH, uses_mtp=True)
+        last_B, drafting = jnp.asarray(position_B), Drafting(3, 1, 1, LENGTH, SpeculationMethod.mtp)
         history = TokenHistory.empty(2, LENGTH)._replace(last_N=last_B, remaining_N=jnp.full(2, 4))
         history = history.with_last_token(jnp.asarray(tokens_B))
         drafter = MtpDrafter(self.model, drafting, SINGLE)
-        (drafts, _), self.cache = drafter(self.params, self.cache, history, self.rows, None)
-        return np.asarray(drafts)
+        inputs = DraftInputs(history, self.rows, None, sampling=None, slot_state=None)
+        drafts, caches = drafter.draft(DraftWeights(self.params, None), DraftCaches(self.cache, None), inputs)
+        self.cache = caches.model
+        return np.asarray(drafts.tokens_BK)
 
     def draft_logits(self, tokens_B: np.ndarray, position_B: list[int]) -> np.ndarray:
         """Logits of the first draft, after the last tokens at these positions."""

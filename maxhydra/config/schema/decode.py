@@ -28,13 +28,14 @@ class Pooling(Enum):
 class SpeculationMethod(Enum):
     ngram = "ngram"
     mtp = "mtp"
+    model = "model"
 
 
-# Settings that a method of drafting has no use for.
-UNUSED = {
-    None: ("tokens", "max_ngram", "min_ngram"),
-    SpeculationMethod.ngram: (),
-    SpeculationMethod.mtp: ("max_ngram", "min_ngram"),
+# Settings that a method of drafting uses.
+USED = {
+    SpeculationMethod.ngram: ("tokens", "max_ngram", "min_ngram"),
+    SpeculationMethod.mtp: ("tokens",),
+    SpeculationMethod.model: ("tokens", "weights", "model", "overrides"),
 }
 
 
@@ -76,7 +77,8 @@ class Speculation(Schema):
     method: SpeculationMethod | None = None
     """How tokens are drafted. ngram: the tokens that followed an earlier occurrence of the last tokens in the prompt or
     the completion (prompt lookup decoding, Saxena, 2023). mtp: those that the model's first multi-token prediction
-    layer predicts (model.mtp.depth of 1 or more). null: no speculative decoding."""
+    layer predicts (model.mtp.depth of 1 or more). model: those that a smaller model predicts (Leviathan et al., 2023).
+    null: no speculative decoding."""
     tokens: int = option(4, ge=1, le=64)
     """Maximum number of tokens that are drafted per decode step and sequence."""
     max_ngram: int = option(3, ge=1, le=16)
@@ -84,17 +86,31 @@ class Speculation(Schema):
     the latest one."""
     min_ngram: int = option(2, ge=1, le=16)
     """Minimum number of last tokens to look up; without an occurrence nothing is drafted."""
+    weights: str | None = None
+    """Weights of the draft model, as for checkpoint.load_parameters. Its tokenizer must be that of the model."""
+    model: str | None = None
+    """Model option of the draft model. null: the model of the run or Hugging Face folder in weights."""
+    overrides: list[str] = option([])
+    """Overrides of this option, quoted, such as ["model.num_layers=2"]."""
 
     def check(self) -> Iterator[Problem]:
         if self.min_ngram > self.max_ngram:
             reason = f"exceeds max_ngram={self.max_ngram}"
             yield Problem("min_ngram", reason, value=self.min_ngram, accepted=f"1 to {self.max_ngram}")
-        method = self.method.value if self.method else "null"
+        used = () if self.method is None else USED[self.method]
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in UNUSED[self.method] and value != field.default:
-                hint = "set method=ngram" if self.method else "set method=ngram or mtp for speculative decoding"
-                yield Problem(field.name, f"has no effect with method={method}", value=value, hint=hint)
+            value, methods = getattr(self, field.name), [m.value for m in USED if field.name in USED[m]]
+            default = [] if field.name == "overrides" else field.default
+            if methods and field.name not in used and value != default:
+                reason = f"has no effect with method={self.method.value if self.method else 'null'}"
+                yield Problem(field.name, reason, value=value, hint=f"set method={' or '.join(methods)}")
+        if self.method is SpeculationMethod.model and self.weights is None:
+            accepted = "a run, a Hugging Face folder or hub id, or a GGUF file"
+            yield Problem("weights", "is required with method=model", value=None, accepted=accepted)
+        for override in self.overrides:
+            if self.model is None or override.lstrip("+").partition(".")[0] != "model":
+                reason = f"{override!r} is not a key of a model option that is set"
+                yield Problem("overrides", reason, value=self.overrides, accepted="keys of model, if model is set")
 
 
 @schema
