@@ -6,8 +6,8 @@
     python bench/speculation.py model=llama3.1-8b method=model draft=llama3.2-1b batch=1,8,64
 
 `draft`: model option of the draft model. All weights are random, except that layers add nothing to the residual stream
-and the head is the embedding: a token is most likely repeated, and the MTP layer and the draft model predict that. They
-cost as much as any others. Three texts, of which a draft model drafts every token, since it samples with the same seeds:
+and the head is the embedding: a token is most likely repeated, and MTP layers and draft models predict that. They cost
+as much as any others. Three texts, of which a draft model drafts every token, since it samples with the same seeds:
 
 - repeating: greedy, so that every drafted token is accepted;
 - random: tokens sampled uniformly from the vocabulary, in which no n-gram occurs twice and nothing can be drafted, and

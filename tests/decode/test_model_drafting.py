@@ -215,3 +215,20 @@ def test_runs_and_exported_folders_draft_for_decode_and_grpo(tmp_path: Path) -> 
         lines = map(json.loads, (tmp_path / "outputs" / name / "metrics.jsonl").read_text().splitlines())
         metrics.append([line["reward/mean"] for line in lines if "reward/mean" in line])
     assert metrics[0] == metrics[1] and len(metrics[0]) == 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("always_drafts")
+def test_nothing_is_compiled_after_the_warm_up() -> None:
+    """Also for prompts of several chunks, and for rows that join in different numbers."""
+    sizes = {"burst": 2, "max_batch": 3, "prefill_chunk": 16, "deterministic": False, "warm_up": True}
+    engine = start((tiny()[0], cyclic()), **sizes)
+    try:
+        compiled = engine.stats()["programs_compiled"]
+        for batch, expected in zip(batches(), plain_completions(), strict=True):
+            check_equal(complete(engine, batch), expected)
+        stats = engine.stats()
+    finally:
+        engine.close()
+    assert stats["programs_compiled"] == compiled
+    assert stats["tokens_drafted"] > 100 and stats["steps_waiting"] == 0

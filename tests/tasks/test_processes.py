@@ -211,9 +211,9 @@ def test_speculative_completions_of_two_processes_are_those_of_one(folder: Path,
         own = [quoted(item) for item in [*LOADED, longer[0]] if item.startswith("model.")]
         settings = {"weights": "weights", "model": "tiny", "overrides": f"[{','.join(own)}]"}
         drafting += [f"task.engine.speculation.{name}={value}" for name, value in settings.items()]
-    run(1, [*decode("plain.texts.jsonl"), *longer, *MESH], cwd=folder, devices=2)
-    printed = run(2, [*decode("drafted.texts.jsonl"), *longer, *drafting, *MESH], cwd=folder, devices=1)
-    assert completions(folder / "drafted.texts.jsonl") == completions(folder / "plain.texts.jsonl")
+    run(1, [*decode(f"plain.{method}.jsonl"), *longer, *MESH], cwd=folder, devices=2)
+    printed = run(2, [*decode(f"drafted.{method}.jsonl"), *longer, *drafting, *MESH], cwd=folder, devices=1)
+    assert completions(folder / f"drafted.{method}.jsonl") == completions(folder / f"plain.{method}.jsonl")
     found = re.findall(r"drafted tokens accepted, in (\d+) of (\d+) steps", printed)
     # A model that drafts for itself has no plain steps.
     assert len(found) == 1 and 0 < int(found[0][0]) < int(found[0][1]) + (method == "model")
