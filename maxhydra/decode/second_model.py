@@ -51,7 +51,8 @@ class SecondModel:
         from maxhydra.config.compose.composer import compose  # noqa: PLC0415
 
         try:
-            composed = compose([*choices, *self.overrides]).config
+            # A length that fits every context: the other sections are not those of the config.
+            composed = compose([*choices, *self.overrides, "train.seq_len=1"]).config
         except ConfigError as error:
             raise ConfigError(problem.under(self.section) for problem in error.problems) from None
         mesh = None if self.mesh is None else composed.mesh

@@ -167,8 +167,8 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ([], r"weights=weights: is not a run folder with a config, so its model is unknown.*speculation\.model=NAME"),
         ([f"{DRAFTS}.model=lama"], r"speculation\.model=lama"),
         (
-            [f"{DRAFTS}.model=tiny", f"{DRAFTS}.overrides=['model.context_length=130']"],
-            r"has a context of 130 tokens, shorter than the \d+ of a sequence here.*task\.engine\.max_context=130",
+            [f"{DRAFTS}.model=tiny", f"{DRAFTS}.overrides=['model.context_length=16']"],
+            r"has a context of 16 tokens, shorter than the \d+ of a sequence here.*task\.engine\.max_context=16",
         ),
         (
             [f"{DRAFTS}.model=qwen3-next-80b-a3b"],

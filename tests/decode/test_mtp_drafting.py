@@ -205,8 +205,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("multi-step")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
 def test_completions_are_those_of_plain_decoding(case: str, request: pytest.FixtureRequest) -> None:
     """Also if no draft is accepted, and if only some calls have drafts."""
