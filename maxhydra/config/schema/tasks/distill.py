@@ -35,7 +35,7 @@ class Teacher(Schema):
     weights: str | None = None
     """Teacher weights, as for checkpoint.load_parameters. null: top logits in the data (data.record_type=teacher)."""
     model: str | None = None
-    """Model option of the teacher. null: the model of the run in weights."""
+    """Model option of the teacher. null: the model of the run or Hugging Face folder in weights."""
     mesh: str | None = None
     """Mesh option of the teacher, on the student's devices or on its own `devices`. null: the student's."""
     devices: float = option(0, ge=0)
