@@ -72,7 +72,7 @@ def sessions(folder: Path) -> list[str]:
     return [session["status"] for session in facts(folder)["sessions"]]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_three_jobs_outlive_their_controller(
     scheduler: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -233,7 +233,7 @@ def test_multi_step_decoding_gives_the_tokens_of_single_steps():
     engine.close()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_nothing_is_compiled_after_the_warm_up():
     """A mixed load: all sampling features, prompts of one and several chunks, shared prefixes, changing batches."""
     engine = start(warm_up=True, burst=4, max_batch=4, prefill_chunk=16)

@@ -81,8 +81,7 @@ ENGINES = {
 CASES = {**ENGINES, "chosen": {"burst": 8}}
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("multi-step")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
 def test_completions_are_those_of_masked_single_steps(
     case: str, masked_completions: list[list[Completion]], request: pytest.FixtureRequest

@@ -102,8 +102,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 CASES = {**ENGINES, "chosen single steps": {}, "chosen multi-step": {"burst": 3}}
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("multi-step")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
 def test_completions_are_those_of_plain_decoding(case: str, request: pytest.FixtureRequest) -> None:
     """Also if some calls have drafts and some do not."""

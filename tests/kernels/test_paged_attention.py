@@ -140,7 +140,7 @@ def assert_pages_equal_a_contiguous_row(
     np.testing.assert_allclose(out.astype(np.float32), reference_out, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_split_heads_and_rows_equal_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel that attends and the one that writes prompts; a row's pages are on its devices."""
     rng, (B, K, G, H) = np.random.default_rng(0), (2, 2, 2, 16)

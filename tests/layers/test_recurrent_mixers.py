@@ -140,8 +140,7 @@ def test_sharded_output_equals_one_device(mixer, axes):
     np.testing.assert_allclose(logits(model, placed, tokens, sharder=sharder), logits(model, params, tokens), atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("delta-2-1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("data", "prefill"), [(1, 0), (2, 0), (2, 1), (1, 2)])
 @pytest.mark.parametrize("mixer", KINDS)
 def test_engine_tokens_equal_repeated_forward_passes(mixer, data, prefill):

@@ -38,7 +38,7 @@ def run(folder: Path, *overrides: str) -> tuple[tasks.Result, list[dict[str, Any
     return result, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_lines_of_all_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = ["task.load.batches=[2]", "task.load.prompt=4", "task.load.new=4", "task.load.repeats=1"]
     result, lines = run(tmp_path, "task.what=[pretrain,kernels,decode]", "objective=tokens_per_second", *load)

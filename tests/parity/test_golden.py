@@ -49,8 +49,7 @@ def test_a_family_equals_its_reference(family: str, tmp_path: Path) -> None:
     check_round_trip(golden, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("nemotron_h")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", DIFFERENTIATED)
 def test_gradients_equal_the_reference_and_decoding_the_forward_pass(family: str) -> None:
     golden = Golden(PARITY / "golden" / family)

@@ -358,7 +358,7 @@ assert not {{"jax", "numpy", "hydra", "omegaconf", "pandas", "pyarrow"}} & set(s
     subprocess.run([sys.executable, "-c", check], check=True, env=cli.environment(), stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_job_of_a_sweep_can_be_resumed_and_rerun(tmp_path):
     """The sweep's command names all jobs; each is restarted with its own overrides."""
     small = [*cli.SMALL, "train.eval_batches=0", "optimizer/schedule=constant", "checkpoint.mode=synchronous"]

@@ -26,11 +26,11 @@ from maxhydra.sharding import Sharder
 
 SINGLE = Sharder.single()
 PREFILL = 280
-# Families whose mechanisms are all those of others; their tests are exhaustive.
+# Families whose mechanisms are all or mostly those of others; their tests are exhaustive.
 FURTHER_FAMILIES = {
     *("deepseek2", "deepseek3", "gemma", "gemma4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
-    *("granitemoehybrid", "kimi-k2", "kimi_linear", "lfm2_moe", "llama3.1", "minimax_m2"),
-    *("mistral", "olmo3", "olmo_hybrid", "qwen2", "qwen3.5", "qwen3.5_moe", "qwen3_moe", "smollm3"),
+    *("glm_moe_dsa_shared", "granitemoehybrid", "kimi-k2", "kimi_linear", "lfm2_moe", "llama3.1", "minimax_m2"),
+    *("mistral", "nemotron_h_moe", "olmo3", "olmo_hybrid", "qwen2", "qwen3.5", "qwen3.5_moe", "qwen3_moe", "smollm3"),
 }
 
 

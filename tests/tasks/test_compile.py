@@ -17,7 +17,7 @@ CONFIG = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_with_a_compiled_step_equals_one_without(tmp_path: Path) -> None:
     compiled = ["task=compile", "task.segments=false", "task.output=step", "task.format=json"]
     printed = run_ok(*compiled, *CONFIG, cwd=tmp_path, devices=2).stdout

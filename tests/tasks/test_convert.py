@@ -252,7 +252,7 @@ def test_a_maxhydra_checkpoint_has_the_same_weights(tmp_path: Path) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), sharded, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_exported_run_generates_the_same_text_in_transformers(tmp_path: Path) -> None:
     """Fifty greedy tokens of a trained model, from our engine and from transformers' generate."""
     run_ok(*SMALL, "model=llama3-tiny", "run.name=a", "train.steps=20", "optimizer.learning_rate=1e-2", cwd=tmp_path)

@@ -148,7 +148,7 @@ def ppo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cwd / "outputs" / "whole"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ppo_learns_values(ppo: Path) -> None:
     errors, explained = rows(ppo, "value_loss"), rows(ppo, "explained_variance")
     # All values are 0 at first.

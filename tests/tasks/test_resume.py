@@ -119,7 +119,7 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(
     assert (folder / "checkpoints" / "8.unreadable").is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_if_no_checkpoint_can_be_read_all_stay_and_no_new_run_starts(eight_steps: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(eight_steps, tmp_path / "outputs" / "away")
     checkpoints, before = folder / "checkpoints", losses(folder)

@@ -76,7 +76,7 @@ def wait_for(condition: object, process: cli.fork_server.Command) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_killed_during_an_upload(server: S3Server, whole: Path, tmp_path: Path) -> None:
     """kill -9 between two objects of a checkpoint, with failing requests; the same weights, nothing lost."""
     faults, here = server.faults, Host(tmp_path / "here", server)

@@ -305,8 +305,7 @@ def test_a_student_learns_from_stored_logits(stored: Path) -> None:
 # Checkpoints of 200 and 300 commits before the archive: other names of arrays, other nodes in the optimizer's state
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("back_200")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["back_200", "back_300"])
 def test_checkpoints_of_hundreds_of_commits_ago_are_resumed(name: str, tmp_path: Path) -> None:
     for copy in (tmp_path, tmp_path / "whole"):

@@ -27,7 +27,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cwd / "outputs"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_metrics_equal_those_of_task_eval(outputs: Path) -> None:
     whole = evaluations(outputs / "whole")
     assert {"eval/cloze/acc", "eval/cloze/error", "eval/arithmetic/acc", "eval/loss"} <= whole[1].keys()

@@ -274,7 +274,7 @@ def test_invalid_settings_are_rejected(overrides: list[str], message: str) -> No
         compose(overrides)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_new_host_restores_from_the_copies_of_another_one(tmp_path: Path) -> None:
     """After kill -9, the disk of process 1 is lost. The run repeats the steps since its last local save exactly."""
     outputs = tmp_path / "outputs"
