@@ -6,6 +6,7 @@ reads the indices, then only the lines that it returns. Old files are deleted on
 """
 
 import bisect
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -180,15 +181,25 @@ def _lines_with(path: Path, index: np.ndarray, needle: str, buffer: bytearray) -
 def read_index(path: Path) -> np.ndarray:
     """The index of a file: stored, or made from its lines. Damaged and incomplete lines are left out."""
     try:
+        status = path.stat()
+    except FileNotFoundError:  # deleted since it was listed
+        return np.array([], INDEX)
+    try:
         index = np.load(_index_path(path), allow_pickle=False)
-        if index.dtype == INDEX and len(index) and index["offset"][-1] + index["length"][-1] == path.stat().st_size:
+        if index.dtype == INDEX and len(index) and index["offset"][-1] + index["length"][-1] == status.st_size:
             return index
     except (OSError, ValueError, EOFError):
         pass
+    return _make_index(path, status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=8)
+def _make_index(path: Path, size: int, modified: int) -> np.ndarray:
+    """The index of a file without one, which is the newest: its queries parse it once per change."""
     rows, offset = [], 0
     try:
         content = path.read_bytes()
-    except FileNotFoundError:  # deleted since it was listed
+    except FileNotFoundError:
         content = b""
     for line in content.split(b"\n")[:-1]:
         if (record := _parse(line)) is not None:
