@@ -7,7 +7,7 @@ tokens also with a temperature.
 
 Prompts and tokens of plain steps are added to that cache by separate calls (`make_fill`).
 
-B rows, K drafts, T tokens per row, V vocabulary.
+B rows, K drafts, T tokens per row, V vocabulary, D width of the draft model.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ class ModelDrafter:
         """`layout`: of the draft model. Drafts ignore penalties, which depend on the drafts before."""
         self._layout, self._sharder, self._num_drafts = layout, sharder, drafting.tokens
         self._features = features._replace(penalties=False, logprobs=False, alternatives=False)
-        self._hidden = make_hidden(layout, sharder, shape, records_experts=False)
+        self._run = _make_run(layout, sharder, shape)
 
     def draft(self, weights: DraftWeights, caches: DraftCaches, inputs: DraftInputs) -> tuple[Drafts, DraftCaches]:
         history, params = inputs.history, self._layout.use(weights.draft)
@@ -105,14 +105,6 @@ class ModelDrafter:
     def keep(self, caches: DraftCaches, *_: Any) -> DraftCaches:
         return caches
 
-    def _run(
-        self, params: Tree, cache: Tree, tokens_BT: jax.Array, positions_BT: jax.Array, rows: PageTable
-    ) -> tuple[jax.Array, Tree]:
-        tokens_BT = clip_tokens(self._layout.model, tokens_BT)
-        no_lag_B = jnp.zeros(tokens_BT.shape[0], jnp.int32)
-        hidden_BTD, cache, _ = self._hidden(params, cache, tokens_BT, positions_BT, rows, no_lag_B, None)
-        return hidden_BTD, cache
-
     def _sample(self, params: Tree, hidden_B1D: jax.Array, inputs: DraftInputs, number: jax.Array) -> jax.Array:
         model, sampling = self._layout.model, inputs.sampling
         if self._features.is_greedy:
@@ -129,25 +121,33 @@ class ModelDrafter:
 
 def make_fill(layout: WeightLayout, sharder: Sharder, shape: StepShape) -> Callable[..., DraftState]:
     """Return a function that adds tokens of the histories to the draft model's cache."""
-    hidden = make_hidden(layout, sharder, dataclasses.replace(shape, is_prefill=False), records_experts=False)
+    run = _make_run(layout, sharder, dataclasses.replace(shape, is_prefill=False))
 
     def fill(stored: StepWeights, state: DraftState, inputs_BC: jax.Array) -> DraftState:
         history, cache = state
         inputs = StepInputs.unpack(inputs_BC, pages=shape.pages)
-        slots_B = inputs.rows.slots_B
-        positions_BT = inputs.positions(shape.tokens)
+        slots_B, positions_BT = inputs.rows.slots_B, inputs.positions(shape.tokens)
         # The last two tokens are inputs of the next step; the host may not know yet which ones they are.
         positions_BT = jnp.where(positions_BT < history.last_N[slots_B, None] - 1, positions_BT, -1)
         tokens_BT = jnp.take_along_axis(history.tokens_NS[slots_B], jnp.maximum(positions_BT, 0), axis=1)
-        row_inputs = inputs.rows, jnp.zeros_like(slots_B), None
-        _, cache, _ = hidden(
-            layout.use(stored.draft), cache, clip_tokens(layout.model, tokens_BT), positions_BT, *row_inputs
-        )
+        _, cache = run(layout.use(stored.draft), cache, tokens_BT, positions_BT, inputs.rows)
         return DraftState(history, cache)
 
     return fill
 
 
-def clip_tokens(model: ModelDef, tokens: jax.Array) -> jax.Array:
-    """Token ids within the vocabulary of a model."""
-    return jnp.clip(tokens, 0, model.config.vocab_size - 1)
+def _make_run(
+    layout: WeightLayout, sharder: Sharder, shape: StepShape
+) -> Callable[[Tree, Tree, jax.Array, jax.Array, PageTable], tuple[jax.Array, Tree]]:
+    """Return a function for the draft model's hidden states [B, T, D] of text, and the updated cache."""
+    hidden = make_hidden(layout, sharder, shape, records_experts=False)
+
+    def run(
+        params: Tree, cache: Tree, tokens_BT: jax.Array, positions_BT: jax.Array, rows: PageTable
+    ) -> tuple[jax.Array, Tree]:
+        # The model's vocabulary may be larger, and tokens that the host has not read are unknown.
+        tokens_BT = jnp.clip(tokens_BT, 0, layout.model.config.vocab_size - 1)
+        hidden_BTD, cache, _ = hidden(params, cache, tokens_BT, positions_BT, rows, jnp.zeros_like(rows.slots_B), None)
+        return hidden_BTD, cache
+
+    return run

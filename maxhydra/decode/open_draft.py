@@ -31,7 +31,7 @@ def open_draft_model(
     second.check_tokenizer(config.data, "model", "")
     max_context = engine.max_context or config.model.context_length
     _check(settings, f"{section}.weights", speculation.weights, key, max_context)
-    # Dropout and capacity limits are for training.
+    # Capacity limits are for training.
     draft = model.build(model.without_capacity_limit(settings))
     try:
         draft.check_mesh(sharder)

@@ -1,4 +1,4 @@
-"""A model beside that of the config, such as a teacher or a draft model: its settings and its tokenizer.
+"""A model in addition to that of the config, a teacher or a draft model: its settings and its tokenizer.
 
 The settings are those of the run or Hugging Face folder of its weights, or of an option of the group `model`.
 """
@@ -32,7 +32,7 @@ class SecondModel:
     section: str
     """Path of the section, for errors."""
     name: str
-    """What the model is called in errors."""
+    """Name of the model in errors."""
     weights: str
     model: str | None
     """Option of the group model; None: the model of the weights."""
@@ -82,7 +82,7 @@ class SecondModel:
         """Raise ConfigError if a token id is another token for this model than for the first one.
 
         Its tokenizer is that of its run, or the one in its folder; if neither exists, nothing is compared.
-        `first`: what the model of the config is called.
+        `first`: name of the config's model in errors. `hint`: alternative to using this model's tokenizer.
         """
         stored = self._stored_tokenizer()
         if stored is None or (stored.kind, stored.path) == (data.tokenizer.kind, data.tokenizer.path):

@@ -182,26 +182,27 @@ def read_index(path: Path) -> np.ndarray:
     """The index of a file: stored, or made from its lines. Damaged and incomplete lines are left out."""
     try:
         status = path.stat()
+        index = _stored_index(path, status.st_size)
+        return _make_index(path, status.st_size, status.st_mtime_ns) if index is None else index
     except FileNotFoundError:  # deleted since it was listed
         return np.array([], INDEX)
+
+
+def _stored_index(path: Path, size: int) -> np.ndarray | None:
+    """The stored index of a file of this size; None without one, or if it is that of another content."""
     try:
-        index = np.load(_index_path(path), allow_pickle=False)
-        if index.dtype == INDEX and len(index) and index["offset"][-1] + index["length"][-1] == status.st_size:
-            return index
+        index: np.ndarray = np.load(_index_path(path), allow_pickle=False)
     except (OSError, ValueError, EOFError):
-        pass
-    return _make_index(path, status.st_size, status.st_mtime_ns)
+        return None
+    is_valid = index.dtype == INDEX and len(index) and index["offset"][-1] + index["length"][-1] == size
+    return index if is_valid else None
 
 
 @functools.lru_cache(maxsize=8)
 def _make_index(path: Path, size: int, modified: int) -> np.ndarray:
     """The index of a file without one, which is the newest: its queries parse it once per change."""
     rows, offset = [], 0
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        content = b""
-    for line in content.split(b"\n")[:-1]:
+    for line in path.read_bytes().split(b"\n")[:-1]:
         if (record := _parse(line)) is not None:
             rows.append(_index_row(record, offset, len(line) + 1))
         offset += len(line) + 1

@@ -23,6 +23,7 @@ from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.config.schema.health import Profile
 from maxhydra.data.tokenizers.byte import ByteTokenizer
+from maxhydra.decode.draft_model import DraftModel
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.open import open_engine, split_devices
 from maxhydra.decode.page_pool import Capacity, PagePool
@@ -66,10 +67,15 @@ def tiny() -> tuple[ModelDef, dict]:
     return model, jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), model.shapes)
 
 
-def start(axes=None, params=None, eos=(EOS,), profiler=None, prefill_axes=None, **changes) -> Engine:
-    """`axes`: sizes of the mesh; `prefill_axes`: those of a mesh of further devices that prefill."""
+def start(
+    axes=None, params=None, eos=(EOS,), profiler=None, prefill_axes=None, model=None, draft=None, **changes
+) -> Engine:
+    """`axes`: sizes of the mesh; `prefill_axes`: those of a mesh of further devices that prefill.
+
+    `model`: another model with its `params`. `draft`: a draft model and its weights.
+    """
     sizes = {"max_batch": 8, "cache_tokens": 2048, "page_size": 8, "max_context": None, "prefill_chunk": 32}
-    model, plain = tiny()
+    model, plain = model or tiny()[0], tiny()[1]
     axes = axes or {}
     count = math.prod(axes.values())
     sharder = Sharder(build_mesh(Mesh(**axes), jax.devices()[:count]), RULES)
@@ -79,8 +85,11 @@ def start(axes=None, params=None, eos=(EOS,), profiler=None, prefill_axes=None, 
         prefill_sharder = Sharder(build_mesh(Mesh(**prefill_axes), others), RULES)
     placed = jax.device_put(plain if params is None else params, sharder.tree(model.axes))
     settings = Config(**{**sizes, **changes})
-    meshes = {"sharder": sharder, "prefill_sharder": prefill_sharder}
-    return Engine(model, placed, ByteTokenizer(), settings, **meshes, eos=eos, profiler=profiler)
+    meshes, draft_model = {"sharder": sharder, "prefill_sharder": prefill_sharder}, None
+    if draft is not None:
+        draft_model = DraftModel(draft[0], jax.device_put(draft[1], sharder.tree(draft[0].axes)))
+    more = {"eos": eos, "profiler": profiler, "draft_model": draft_model}
+    return Engine(model, placed, ByteTokenizer(), settings, **meshes, **more)
 
 
 @pytest.mark.slow

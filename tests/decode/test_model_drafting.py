@@ -14,16 +14,13 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema import model as config
-from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.config.schema.decode import Speculation, SpeculationMethod
-from maxhydra.config.schema.hardware import RULES, Mesh
-from maxhydra.data.tokenizers.byte import ByteTokenizer
-from maxhydra.decode.draft_model import DraftModel
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.open_draft import open_draft_model
 from maxhydra.model import ModelDef, build
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding import Sharder
 from tests.decode.test_engine import make_request, shared_programs, tiny
+from tests.decode.test_engine import start as start_engine
 from tests.decode.test_speculation import (
     ENGINES,
     always_drafts,
@@ -50,22 +47,9 @@ def smaller() -> tuple[ModelDef, dict]:
     return model, jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), model.shapes)
 
 
-def start(draft: tuple[ModelDef, dict], axes=None, prefill_axes=None, **changes) -> Engine:
-    """`axes`: sizes of the mesh; `prefill_axes`: those of a mesh of further devices that prefill."""
-    model, axes = tiny()[0], axes or {}
-    count = int(np.prod([*axes.values()]))
-    sharder, prefill_sharder = Sharder(build_mesh(Mesh(**axes), jax.devices()[:count]), RULES), None
-    if prefill_axes is not None:
-        others = jax.devices()[count:][: int(np.prod([*prefill_axes.values()]))]
-        prefill_sharder = Sharder(build_mesh(Mesh(**prefill_axes), others), RULES)
-    sizes = {"max_batch": 2, "cache_tokens": 2048, "page_size": 8, "prefill_chunk": 32, "deterministic": True}
-    settings = Config(**{**sizes, "speculation": SPECULATION, **changes})
-    params, draft_params = (
-        jax.device_put(each, sharder.tree(own.axes)) for own, each in ((model, cyclic()), (draft[0], draft[1]))
-    )
-    meshes = {"sharder": sharder, "prefill_sharder": prefill_sharder}
-    draft_model = DraftModel(draft[0], draft_params)
-    return Engine(model, params, ByteTokenizer(), settings, **meshes, eos=(ByteTokenizer.eos,), draft_model=draft_model)
+def start(draft: tuple[ModelDef, dict], **changes) -> Engine:
+    sizes = {"max_batch": 2, "deterministic": True, "speculation": SPECULATION}
+    return start_engine(params=cyclic(), draft=draft, **{**sizes, **changes})
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -12,11 +12,8 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema import model as config
-from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.config.schema.decode import Speculation, SpeculationMethod
-from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.config.schema.run import Train
-from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.drafting import DraftCaches, Drafting, DraftInputs, DraftWeights, TokenHistory
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.mtp_drafting import MtpDrafter
@@ -24,9 +21,10 @@ from maxhydra.decode.request import Completion, Request
 from maxhydra.layers import Context, PagedCacheSpec, PageTable
 from maxhydra.model import ModelDef, build
 from maxhydra.model.mtp_cache import keep_hidden, last_hidden
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.sharding import Sharder
 from maxhydra.train import next_token_loss
 from tests.decode.test_engine import make_request, shared_programs, tiny
+from tests.decode.test_engine import start as start_engine
 from tests.decode.test_speculation import ENGINES, always_drafts, batches, check_equal, complete, cyclic
 
 __all__ = ["always_drafts", "shared_programs"]
@@ -156,19 +154,10 @@ def test_draft_logits_are_those_of_the_training_forward_pass(make_model) -> None
         np.testing.assert_array_equal(cached.draft(last, at)[:, 0], expected_logits.argmax(axis=-1))
 
 
-def start(params: dict | None = None, axes=None, prefill_axes=None, **changes):
-    """`axes`: sizes of the mesh; `prefill_axes`: those of a mesh of further devices that prefill."""
-    model, axes = model_with_mtp(), axes or {}
-    count = int(np.prod([*axes.values()]))
-    sharder, prefill_sharder = Sharder(build_mesh(Mesh(**axes), jax.devices()[:count]), RULES), None
-    if prefill_axes is not None:
-        others = jax.devices()[count:][: int(np.prod([*prefill_axes.values()]))]
-        prefill_sharder = Sharder(build_mesh(Mesh(**prefill_axes), others), RULES)
-    sizes = {"max_batch": 3, "cache_tokens": 2048, "page_size": 8, "prefill_chunk": 16, "deterministic": True}
-    settings = Config(**{**sizes, "speculation": SPECULATION, **changes})
-    params = jax.device_put(mostly_accepted() if params is None else params, sharder.tree(model.axes))
-    meshes = {"sharder": sharder, "prefill_sharder": prefill_sharder}
-    return Engine(model, params, ByteTokenizer(), settings, **meshes, eos=(ByteTokenizer.eos,))
+def start(params: dict | None = None, **changes) -> Engine:
+    sizes = {"max_batch": 3, "prefill_chunk": 16, "deterministic": True, "speculation": SPECULATION}
+    params = mostly_accepted() if params is None else params
+    return start_engine(params=params, model=model_with_mtp(), **{**sizes, **changes})
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Sampling parameters and engine sizes, shared by task=decode, task=serve and task=grpo."""
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from enum import Enum
 
 from maxhydra.config.declare import Schema, option, schema, section
@@ -100,7 +100,7 @@ class Speculation(Schema):
         used = () if self.method is None else USED[self.method]
         for field in fields(self):
             value, methods = getattr(self, field.name), [m.value for m in USED if field.name in USED[m]]
-            default = [] if field.name == "overrides" else field.default
+            default = field.default if field.default_factory is MISSING else field.default_factory()
             if methods and field.name not in used and value != default:
                 reason = f"has no effect with method={self.method.value if self.method else 'null'}"
                 yield Problem(field.name, reason, value=value, hint=f"set method={' or '.join(methods)}")
