@@ -46,7 +46,8 @@ def server_address(prefix: str) -> str:
         listener.listen()
         number = listener.fileno()
         command = [sys.executable, "-m", "tests.support.fork_server", str(number)]
-        variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables = {**os.environ, "PYTHONPATH": path}
         # The server exits when its stdin closes, that is, when this process ends for any reason.
         process = subprocess.Popen(command, cwd=ROOT, env=variables, stdin=subprocess.PIPE, pass_fds=[number])
     atexit.register(shutil.rmtree, folder)
