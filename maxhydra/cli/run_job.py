@@ -31,7 +31,7 @@ def execute(
             with _explain_file_errors():
                 result = tasks.run(config, choices=choices, overrides=overrides, path=path, config_dir=config_dir)
         except signals.Interrupted as error:
-            print(f"maxhydra: {error}; run the same command again to resume", file=sys.stderr)
+            signals.print_interruption(error)
             raise SystemExit(signals.exit_code(str(error))) from None
         if result.path is not None and result.writes:
             folder = RunDirectory(result.path, writes=False)

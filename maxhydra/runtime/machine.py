@@ -11,7 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.hardware import Hardware, Platform, Precision
-from maxhydra.runtime import peers
+from maxhydra.runtime import peers, signals
 from maxhydra.runtime.detect import (
     JAX_NAMES,
     DetectedDevices,
@@ -88,8 +88,9 @@ def _start(hardware: Hardware, environment: Mapping[str, str]) -> Machine:
     cluster = detect_cluster(resolved.distributed.cluster, os.environ, detected)
     notes.append(str(cluster) if cluster else "one process")
     if cluster is not None and not jax.distributed.is_initialized():
-        initialize_distributed(cluster, resolved.distributed, resolved.platform)
-        peers.start(resolved.distributed)
+        with signals.ending_at_once():
+            initialize_distributed(cluster, resolved.distributed, resolved.platform)
+            peers.start(resolved.distributed)
     device = _start_backend(resolved, detected)
     if resolved.device_kinds and not matches_device(resolved, device.device_kind):
         notes.append(f"device kind is {device.device_kind}; its peak figures are those of hardware={name}")
