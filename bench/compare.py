@@ -7,9 +7,9 @@
     python bench/compare.py of one_gpu.jsonl                                    # existing measurements
 
 Prints the line of each, then one with the ratio of tokens per second. For existing measurements it prints only the
-ratios, each peer against our fastest unquantized result for its model and number of layers, without an adapter. Peers are
-the scripts in bench/peers: they train or decode transformers' model of the same family and sizes, and print the same
-fields.
+ratios, each peer against our fastest unquantized result for its model and number of layers, without an adapter. Peers
+are the scripts in bench/peers: they train or decode transformers' model of the same family and sizes, and print the
+same fields.
 """
 
 import importlib.util
