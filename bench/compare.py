@@ -22,7 +22,8 @@ from typing import Any
 
 from arguments import split_arguments
 from decode import TASK_KEYS
-from table import kind, read_lines
+from records import kind, layers, read_lines
+from records import peer as peer_name
 
 from maxhydra import runtime
 from maxhydra.config.compose.composer import compose
@@ -32,7 +33,6 @@ HERE = Path(__file__).parent
 PEER_PACKAGES = ("torch", "transformers")
 # Fields of a decode line that must match between ours and a peer's.
 MATCHED = ("batch", "prompt", "new")
-LAYERS = "model.num_layers="
 # Overrides of lines that do less work than a peer, or in another format.
 OTHER_WORK = ("quantization=", "adapter=", "optimizer=", "model.dtypes.weights=")
 
@@ -103,18 +103,13 @@ def is_same_work(maxhydra_result: dict[str, Any], peer: dict[str, Any]) -> bool:
     return maxhydra_result["bench"] == kind(peer) and all(maxhydra_result[name] == peer[name] for name in names)
 
 
-def layers(line: dict[str, Any]) -> str | None:
-    """The number of layers that a model is cut to."""
-    return next((text.removeprefix(LAYERS) for text in line.get("overrides", ()) if text.startswith(LAYERS)), None)
-
-
 def ratios(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     maxhydra_result = [line for line in lines if line.get("bench") in ("pretrain", "decode") and "peer" not in line]
     unquantized = [
         line for line in maxhydra_result if not any(text.startswith(OTHER_WORK) for text in line["overrides"])
     ]
     for peer in lines:
-        if "peer" in peer or "engine" in peer:
+        if peer_name(peer):
             same = [line for line in unquantized if is_same_work(line, peer)]
             if same:
                 yield ratio(kind(peer), max(same, key=lambda line: line["tokens_per_second"]), peer)
@@ -124,7 +119,7 @@ def ratio(what: str, maxhydra_result: dict[str, Any], peer: dict[str, Any]) -> d
     speeds = {name: line["tokens_per_second"] for name, line in (("ours", maxhydra_result), ("peer", peer))}
     about = {name: maxhydra_result[name] for name in (*MATCHED, "model", "device", "date") if name in maxhydra_result}
     about |= {"layers": int(count)} if (count := layers(maxhydra_result)) else {}
-    against = {"against": peer.get("peer") or peer.get("engine"), "ratio": round(speeds["ours"] / speeds["peer"], 3)}
+    against = {"against": peer_name(peer), "ratio": round(speeds["ours"] / speeds["peer"], 3)}
     return {"bench": "compare", "what": what, **about, **speeds, **against}
 
 

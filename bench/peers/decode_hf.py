@@ -11,6 +11,7 @@ warm-up. On a shared machine only the last is meaningful, and only with --thread
 """
 
 import argparse
+import datetime
 import json
 import os
 import time
@@ -110,6 +111,7 @@ def main() -> None:
             "model": options.model,
             "overrides": options.overrides,
             "device": options.device,
+            "date": datetime.date.today().isoformat(),
             "threads": options.threads,
             "batch": batch,
             "load_before": load,

@@ -11,6 +11,7 @@ not compiled.
 """
 
 import argparse
+import datetime
 import gc
 import json
 import time
@@ -128,6 +129,7 @@ def main() -> None:
         "peer": f"transformers {transformers.__version__}, torch {torch.__version__}",
         **vars(options),
         "device": device,
+        "date": datetime.date.today().isoformat(),
         "batch": measured.batch,
         "attention": model.config._attn_implementation,
         "tokens_per_second": round(tokens / step_time),
