@@ -116,7 +116,7 @@ def start(lines: list[Line]) -> str:
         "start of the server": lambda line: f"`{line['model']}`",
         "compilation cache": lambda line: "filled" if line["is_cached"] else "empty",
         "listening after": lambda line: seconds(line["start_s"], 1),
-        "first answer after": lambda line: seconds(line["first_answer_s"], 1),
+        "first response after": lambda line: seconds(line["first_response_s"], 1),
     }
     found = newest(starts, lambda line: (line["model"], line["is_cached"]))
     return markdown(columns, found) if found else ""

@@ -7,7 +7,7 @@ overrides, with a made-up vocabulary of its size; --stub-steps adds programs tha
 works. Clients run in several processes, each waiting for its response before
 it sends the next request. Half of them stream; one request in twenty is aborted by the client, which does not count as
 lost. A request is lost if its response is missing, truncated or not 200. The first line has the seconds from the start
-of the server to "serving" and to its first answer; `--clients=` measures only these.
+of the server to "serving" and to its first response; `--clients=` measures only these.
 """
 
 import argparse
@@ -180,7 +180,7 @@ def request_one(port: int) -> None:
 
 
 def describe(options: argparse.Namespace) -> dict[str, object]:
-    """What is served, where, and whether the compilation cache of the overrides had files at the start."""
+    """The model, the device, and whether the compilation cache of the overrides had files at the start."""
     values = dict(text.split("=", 1) for text in options.overrides)
     cache, gpu = values.get("hardware.compilation_cache"), ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     found = subprocess.run(gpu, capture_output=True, text=True, check=False).stdout if shutil.which(gpu[0]) else ""
@@ -231,7 +231,7 @@ def main() -> None:
             port = int(line.rsplit(":", 1)[1].split("/")[0])
             serving = round(time.monotonic() - start, 1)
             request_one(port)
-            started = {"start_s": serving, "first_answer_s": round(time.monotonic() - start, 1)}
+            started = {"start_s": serving, "first_response_s": round(time.monotonic() - start, 1)}
             compiled = {"programs_compiled": metrics(port)["engine_programs_compiled"]}
             print(json.dumps({"bench": "serve_start", **about, **started, **compiled}), flush=True)
             for clients in [int(text) for text in options.clients.split(",") if text]:

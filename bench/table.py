@@ -95,7 +95,7 @@ TABLES: dict[str, tuple[str, Columns]] = {
             "compilation cache": lambda line: {True: "filled", False: "empty"}.get(line.get("is_cached"), ""),
             "programs": lambda line: number(line["programs_compiled"]),
             "listening after": lambda line: seconds(line["start_s"], 1),
-            "first answer after": lambda line: seconds(line["first_answer_s"], 1),
+            "first response after": lambda line: seconds(line["first_response_s"], 1),
             "date": date,
         },
     ),

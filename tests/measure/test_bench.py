@@ -120,8 +120,8 @@ def test_the_tables_of_results_are_generated_from_the_stored_records(monkeypatch
     lines = table.read_lines([ROOT / "docs" / "performance.jsonl"])
     pages = {path.name: path.read_text(encoding="utf-8") for path in table.PAGES}
     for path, (name, make) in table.PAGES.items():
-        written = table.placed(pages[path.name], make(lines), name=name)
-        assert lines and pages[path.name] == written, "python bench/table.py docs/performance.jsonl"
+        expected = table.placed(pages[path.name], make(lines), name=name)
+        assert lines and pages[path.name] == expected, "python bench/table.py docs/performance.jsonl"
     kernel = {"bench": "kernels", "device": "a", "jax": "1", "kernel": "attention", "case": "plain", "shape": [4, 64]}
     text = table.tables([{**kernel, "xla": {"forward_ms": 2.5, "error": 0.1}, "triton": {"refused": "no"}}])
     assert text.endswith("| attention, plain | 4 x 64 | xla (forward ms 2.5, error 0.1), triton (refused no) |\n")
@@ -169,7 +169,7 @@ SERVED |= {"p50_s": 0.167, "p95_s": 0.171, "p99_s": 0.319, "first_token_p50_s": 
 SERVED |= {"lost": 0, "requests": 2751, "programs_compiled_under_load": 0.0}
 SERVED |= {"memory_start_mib": 100.2, "memory_end_mib": 101.9}
 START = {"bench": "serve_start", **GPU, "overrides": [], "is_cached": True, "programs_compiled": 45.0}
-START |= {"start_s": 11.94, "first_answer_s": 12.0}
+START |= {"start_s": 11.94, "first_response_s": 12.0}
 ROLLOUTS = {"bench": "rollouts", **GPU, "overrides": [], "completions": 128, "prompt": 64, "new": 130}
 ROLLOUTS |= {"tokens_per_second": 30100.0, "rounds_tokens_per_second": [30000.0, 30200.0], "is_identical": True}
 DRAFTS = {"bench": "speculation", **GPU, "overrides": [], "text": "repeating", "batch": 1, "prompt": 512, "new": 512}
