@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import transformers
 from torch.nn.utils import parametrize
+from transformers.integrations.flex_attention import flex_attention_forward
 
 from maxhydra import model as decoder
 from maxhydra.config.schema.model import Model
@@ -29,6 +30,19 @@ def random_model(
     experts = {"experts_implementation": EXPERTS} if model_class._can_set_experts_implementation() else {}
     with torch.device(device):
         return model_class._from_config(hf_config, dtype=dtype, attn_implementation=attention, **experts)
+
+
+def flex_attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **settings: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Flex attention in the dtype of the values.
+
+    Under autocast, rotary embeddings make queries and keys float32, and flex attention takes only one dtype.
+    """
+    return flex_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, *args, **settings)
+
+
+transformers.AttentionInterface.register("flex_attention", flex_attention)
 
 
 class BFloat16(torch.nn.Module):
