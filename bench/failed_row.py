@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 TIMEOUT = (124, 137)
+# What jax appends to a traceback.
+NOTICE = "--------------------"
 EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 
 
 def last_error(text: str) -> str:
     """From the last line that names an exception, otherwise the last line."""
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    lines = [line.rstrip() for line in text.partition(NOTICE)[0].splitlines() if line.strip()]
     starts = [number for number, line in enumerate(lines) if EXCEPTION.match(line)]
     return "\n".join(lines[starts[-1] :] if starts else lines[-1:])[:400]
 

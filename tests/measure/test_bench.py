@@ -191,6 +191,15 @@ def test_every_kind_of_row_has_a_table_of_its_newest_measurement(monkeypatch: py
     assert "47,721 | 0.167 s, 0.171 s, 0.319 s | 0.028 s |  | 0 of 2751 | 0 | 100 to 102 | 2026-11-19 |" in everything
 
 
+def test_the_error_of_a_failed_row_is_its_last_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    last_error = bench_module("failed_row", monkeypatch).last_error
+    trace = "KeyError: 'a'\n\nDuring handling:\nmaxhydra.config.errors.ConfigError:  model=x: no\n    accepted: y\n"
+    expected = "maxhydra.config.errors.ConfigError:  model=x: no\n    accepted: y"
+    assert last_error(f"compiling\n{trace}--------------------\nFor simplicity, JAX\n") == expected
+    assert last_error("usage: train_hf.py\ntrain_hf.py: error: no device\n") == "train_hf.py: error: no device"
+
+
+@pytest.mark.slow
 def test_rows_of_the_script_compose() -> None:
     listing = subprocess.run(["bash", "bench/one_gpu.sh", "list"], cwd=ROOT, capture_output=True, text=True, check=True)
     commands = [line.split() for line in listing.stdout.splitlines()]
