@@ -9,8 +9,8 @@
 #   python bench/compare.py of one_gpu.jsonl >> one_gpu.jsonl # ratios to the peers
 #   python bench/table.py one_gpu.jsonl
 #
-# Rows run one after the other, also their compilation: XLA times the candidates of its matmuls on the GPU. Only those of
-# `checks`, which are not timed, run concurrently.
+# Rows use the GPU one after the other, also to compile: XLA times the candidates of its matmuls on it. The next row starts
+# before and imports meanwhile (bench/turn.py). Only those of `checks`, which are not timed, run concurrently.
 set -uf
 cd "$(dirname "$0")/.." || exit
 lines=${LINES:-one_gpu.jsonl} gemms=$(realpath "${GEMMS:-gemms_1b.txt}") work=$(mktemp -d)
@@ -90,40 +90,43 @@ rows=(
   "kernels/others               240 bench/kernels.py delta grouped_matmul int8 norm heads loss"
 )
 
-# Append the JSON lines of a command, or one line with the error.
+# Append the JSON lines of a command, or one line with the error. GPU_TURN is a file that exists from its turn on, $ahead
+# the seconds that it may wait for it.
 measure() {
-  local name=$1 limit=$2 errors=$work/${1/\//-} start=$SECONDS code; shift 2
-  echo "== $name: $*" >&2
-  timeout -k 5 "$limit" python3 "$@" 2> "$errors" | grep --line-buffered '^{' | tee -a "$lines"
+  local name=$1 limit=$2 errors=$work/${1/\//-} code; shift 2
+  timeout -k 5 $((limit + ahead)) python3 "$@" 2> "$errors" | grep --line-buffered '^{' | tee -a "$lines"
   code=${PIPESTATUS[0]}
   if [ "$code" != 0 ]; then
     python3 bench/failed_row.py "$name" "$limit" "$code" "$errors" "$@" | tee -a "$lines"
   fi
+  echo "== $name: $(($(date +%s) - $(stat -c %Y "$GPU_TURN"))) s: $*" >&2
   tail -n 3 "$errors" | cut -c1-300 >&2
-  echo "== $name: $((SECONDS - start)) s" >&2
   # A terminated process may hold GPU memory a little longer, and the next would get less.
   if [ "$code" = 124 ] || [ "$code" = 137 ]; then sleep 5; else sleep 1; fi
 }
 
 run_row() {
-  local name=$1
-  case $name in
+  case $1 in
     tuned/gemms) if [ -s "$gemms" ]; then return; fi ;;
     tuned/llama3.2-1b)
       # Without the file, XLA chooses the algorithms; the output line records the flag.
       if [ -s "$gemms" ]; then local -x XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_load_autotune_results_from=$gemms"; fi ;;
     tuned/llama3.2-3b) local -x XLA_PYTHON_CLIENT_MEM_FRACTION=.97 ;;
     server/start) rm -rf "$work/server" ;;
-    checks/*)
-      (XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_MEM_FRACTION=.3; export XLA_PYTHON_CLIENT_PREALLOCATE; measure "$@") &
-      return ;;
+    checks/*) local -x XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_MEM_FRACTION=.3 ;;
   esac
-  wait
   measure "$@"
 }
 
-action=run_row
-if [ "${1:-}" = list ]; then action="echo"; shift; fi
+# Rows that may start before their turn: their scripts wait for it. The tuned 1B needs the file of the row before.
+waits_for_turn() {
+  case $1 in tuned/llama3.2-1b) return 1 ;; esac
+  case $3 in */pretrain.py | */decode.py | */rollouts.py | */speculation.py | */train_hf.py | */decode_hf.py) return 0 ;; esac
+  return 1
+}
+
+is_list=
+if [ "${1:-}" = list ]; then is_list=1; shift; fi
 selected=()
 for choice in "${@:-all}"; do
   found=
@@ -136,8 +139,26 @@ for choice in "${@:-all}"; do
     exit 2
   fi
 done
+turn=0 last="" last_limit=0
 for row in "${selected[@]}"; do
   read -rd '' -a words <<< "$row"
-  "$action" "${words[@]}"
+  if [ -n "$is_list" ]; then echo "${words[*]}"; continue; fi
+  turn=$((turn + 1)) ahead=$last_limit
+  export GPU_TURN=$work/turn-$turn
+  if [[ ${words[0]} == checks/* && $last == checks/* ]]; then
+    touch "$GPU_TURN"
+  elif ! waits_for_turn "${words[@]}"; then
+    wait
+    ahead=0
+    touch "$GPU_TURN"
+  fi
+  before=$(jobs -p)
+  run_row "${words[@]}" &
+  if [ ! -e "$GPU_TURN" ]; then
+    # shellcheck disable=SC2086 # one argument for each process
+    if [ -n "$before" ]; then wait $before; fi
+    touch "$GPU_TURN"
+  fi
+  last=${words[0]} last_limit=${words[1]}
 done
 wait

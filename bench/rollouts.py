@@ -20,6 +20,7 @@ from contextlib import closing
 import jax
 import numpy as np
 from arguments import split_arguments
+from turn import wait_for_turn
 
 from maxhydra import runtime
 from maxhydra.config import Config
@@ -66,6 +67,7 @@ def main(arguments: list[str]) -> None:
     sizes = {**SIZES, **{name: int(value) for name, value in own.items()}}
     lengths = (f"train.seq_len={sizes['prompt'] + sizes['new']}", f"task.max_tokens={sizes['new']}")
     composed = compose([*TASK, *lengths, *overrides])
+    wait_for_turn()
     machine = runtime.start(composed.config.hardware)
     target = BenchTarget(composed.config, machine, composed.choices, tuple(overrides))
     rounds = list(sample_rounds(composed.config, sizes))[WARM_UP:]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from model_hf import random_model
+from model_hf import random_model, wait_for_turn
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.convert.gguf import gguf_source
@@ -95,6 +95,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model_config = compose([f"model={options.model}", *options.overrides]).config.model
+    wait_for_turn()
     if options.model == SMOLLM2:
         model = smollm2().to(options.device)
     else:

@@ -1,5 +1,7 @@
 """transformers' model of the same family and sizes as a maxhydra model, with random weights, for the peer scripts."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,9 @@ from maxhydra import model as decoder
 from maxhydra.config.schema.model import Model
 from maxhydra.convert.hf_config import to_hf_settings
 from maxhydra.convert.hf_write import find_family
+
+sys.path.append(str(Path(__file__).parent.parent))
+from turn import wait_for_turn as wait_for_turn
 
 EXPERTS = "grouped_mm"
 """transformers' fastest experts in training; `generate` replaces it by batched_mm after the prompt."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from model_hf import cast_experts, random_model
+from model_hf import cast_experts, random_model, wait_for_turn
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.model import flops_per_token
@@ -112,6 +112,7 @@ def main() -> None:
     options = parse()
     torch.set_float32_matmul_precision("high")
     model_config = compose([f"model={options.model}", *options.overrides]).config.model
+    wait_for_turn()
     model = random_model(model_config, dtype=torch.float32, device=options.device, attention=options.attention).train()
     if options.device != "cpu":
         cast_experts(model)
