@@ -32,8 +32,18 @@ def layers(line: Line) -> str | None:
     return next((text.removeprefix(LAYERS) for text in line.get("overrides", ()) if text.startswith(LAYERS)), None)
 
 
-def first_token(line: Line) -> float:
-    return line["first_token_s"] if "first_token_s" in line else line["seconds_to_first_token"]
+def first_token(line: Line) -> str:
+    """The time to the first token, of the last sequence."""
+    value = line.get("first_token_s", line.get("seconds_to_first_token"))
+    return "" if value is None else f"{1e3 * value:.0f} ms"
+
+
+def date(line: Line) -> str:
+    return str(line.get("date", ""))
+
+
+def requests_lost(line: Line) -> str:
+    return f"{line['lost']} of {number(line['requests'])}" if "requests" in line else str(line["lost"])
 
 
 def number(value: float | None, digits: int = 0) -> str:

@@ -5,13 +5,17 @@
 
 from collections.abc import Callable, Hashable, Iterable
 
-from records import Columns, Line, first_token, kind, layers, markdown, mfu, number, peer, seconds
+from records import Columns, Line, date, first_token, kind, layers, markdown, mfu, number, peer, requests_lost, seconds
 
 # Overrides that are part of a case; others, except sizes, are tuning.
 CASE = ("quantization=", "adapter=", "optimizer=", "model.dtypes.weights=")
 SIZES = ("model=", "model.num_layers=", "train.seq_len=", "train.per_device_batch_size=")
 # Overrides of measurement and storage.
 IGNORED = ("data=", "hardware.compilation_cache=", "task.", "objective=", "run.")
+
+
+# Settings of a training step that are part of its case.
+ROWS = ("per_device_batch_size", "seq_len")
 
 
 def case(line: Line) -> str:
@@ -49,7 +53,7 @@ def training(lines: list[Line]) -> str:
         (line for line in steps if peer(line)), lambda line: (line["model"], layers(line), line["batch"], peer(line))
     )
 
-    def beside(line: Line) -> str:
+    def of_peer(line: Line) -> str:
         same = [other for other in peers if (other["model"], layers(other)) == (line["model"], layers(line))]
         if not same or not is_plain(line):
             return ""
@@ -61,15 +65,15 @@ def training(lines: list[Line]) -> str:
         "batch": lambda line: f"{line['settings']['per_device_batch_size']:g}",
         "sequence": lambda line: number(line["settings"]["seq_len"]),
         "settings": settings,
+        "remat": lambda line: line["settings"]["remat"],
         "tok/s": lambda line: number(line["tokens_per_second"]),
         "MFU": mfu,
         "peak GiB": lambda line: number(line["peak_memory_gib"], 1),
-        "transformers": beside,
+        "transformers": of_peer,
+        "date": date,
     }
-    return markdown(columns, ours) if ours else ""
-
-
-ROWS = ("per_device_batch_size", "seq_len")
+    # Default settings first.
+    return markdown(columns, sorted(ours, key=settings)) if ours else ""
 
 
 def decoding(lines: list[Line]) -> str:
@@ -85,10 +89,11 @@ def decoding(lines: list[Line]) -> str:
         "batch": lambda line: str(line["batch"]),
         "prompt, new": lambda line: f"{line['prompt']}, {line['new']}",
         "tok/s": lambda line: number(line["tokens_per_second"]),
-        "time to first token": lambda line: f"{1e3 * first_token(line):.0f} ms",
+        "time to first token": first_token,
         "transformers": lambda line: (
             number(peers[load(line)]["tokens_per_second"]) if is_plain(line) and load(line) in peers else ""
         ),
+        "date": date,
     }
     return markdown(columns, ours) if ours else ""
 
@@ -105,7 +110,8 @@ def server(lines: list[Line]) -> str:
         "p95": lambda line: seconds(line["p95_s"]),
         "p99": lambda line: seconds(line["p99_s"]),
         "first token p50": lambda line: seconds(line["first_token_p50_s"]),
-        "lost requests": lambda line: f"{line['lost']} of {number(line['requests'])}",
+        "lost requests": requests_lost,
+        "date": date,
     }
     return markdown(columns, loads) if loads else ""
 
@@ -115,8 +121,9 @@ def start(lines: list[Line]) -> str:
     columns: Columns = {
         "start of the server": lambda line: f"`{line['model']}`",
         "compilation cache": lambda line: "filled" if line["is_cached"] else "empty",
-        "listening after": lambda line: seconds(line["start_s"], 1),
+        "listening after": lambda line: seconds(line.get("start_s"), 1),
         "first response after": lambda line: seconds(line["first_response_s"], 1),
+        "date": date,
     }
     found = newest(starts, lambda line: (line["model"], line["is_cached"]))
     return markdown(columns, found) if found else ""
@@ -130,6 +137,7 @@ def rollouts(lines: list[Line]) -> str:
         "prompt, new": lambda line: f"{line['prompt']}, {line['new']}",
         "tok/s": lambda line: number(line["tokens_per_second"]),
         "identical when repeated": lambda line: "yes" if line["is_identical"] else "no",
+        "date": date,
     }
     return markdown(columns, found) if found else ""
 
@@ -143,9 +151,10 @@ def speculation(lines: list[Line]) -> str:
         "n-gram drafts": case,
         "text": lambda line: line["text"],
         "batch": lambda line: str(line["batch"]),
-        "tok/s": lambda line: number(line["speculative"]),
-        "without": lambda line: number(line["plain"]),
+        "tok/s": lambda line: number(line.get("speculative")),
+        "without": lambda line: number(line.get("plain")),
         "ratio": lambda line: f"{line['ratio']:.2f}",
+        "date": date,
     }
     return markdown(columns, found) if found else ""
 

@@ -14,7 +14,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from records import Columns, Line, first_token, kind, markdown, mfu, number, peer, placed, read_lines, seconds
+from records import (
+    Columns,
+    Line,
+    date,
+    first_token,
+    kind,
+    markdown,
+    mfu,
+    number,
+    peer,
+    placed,
+    read_lines,
+    requests_lost,
+    seconds,
+)
 from results import results
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -44,8 +58,15 @@ def model(line: Line) -> str:
     return str(line.get("model", ""))
 
 
-def date(line: Line) -> str:
-    return str(line.get("date", ""))
+def tflops(line: Line) -> str:
+    value = line.get("tflops_per_device")
+    return number(value, 0 if value is None or value >= 10 else 3)
+
+
+def memory(line: Line) -> str:
+    """Host memory of the server before and after the load."""
+    names = ("memory_start_mib", "memory_end_mib")
+    return " to ".join(f"{line[name]:.0f}" for name in names if name in line)
 
 
 def format_facts(facts: dict[str, Any]) -> str:
@@ -66,11 +87,11 @@ TABLES: dict[str, tuple[str, Columns]] = {
             "model": model,
             "settings": settings,
             "tokens/s": lambda line: number(line["tokens_per_second"]),
-            "step ms": lambda line: number(line["step_ms"], 1),
-            "TFLOP/s": lambda line: number(line["tflops_per_device"], 0 if line["tflops_per_device"] >= 10 else 3),
+            "step ms": lambda line: number(line.get("step_ms"), 1),
+            "TFLOP/s": tflops,
             "MFU": mfu,
             "peak GiB": lambda line: number(line["peak_memory_gib"], 1),
-            "compile s": lambda line: number(line["compile_s"]),
+            "compile s": lambda line: number(line.get("compile_s")),
             "date": date,
         },
     ),
@@ -82,9 +103,9 @@ TABLES: dict[str, tuple[str, Columns]] = {
             "batch": lambda line: str(line["batch"]),
             "prompt, new": lambda line: f"{line['prompt']}, {line['new']}",
             "tokens/s": lambda line: number(line["tokens_per_second"]),
-            "after the first": lambda line: number(line["tokens_per_second_after_first"]),
+            "after the first": lambda line: number(line.get("tokens_per_second_after_first")),
             "all running": lambda line: number(line.get("tokens_per_second_steady")),
-            "time to the last first token": lambda line: f"{1e3 * first_token(line):.0f} ms",
+            "time to the last first token": first_token,
             "date": date,
         },
     ),
@@ -94,7 +115,7 @@ TABLES: dict[str, tuple[str, Columns]] = {
             "model": model,
             "compilation cache": lambda line: {True: "filled", False: "empty"}.get(line.get("is_cached"), ""),
             "programs": lambda line: number(line["programs_compiled"]),
-            "listening after": lambda line: seconds(line["start_s"], 1),
+            "listening after": lambda line: seconds(line.get("start_s"), 1),
             "first response after": lambda line: seconds(line["first_response_s"], 1),
             "date": date,
         },
@@ -109,9 +130,9 @@ TABLES: dict[str, tuple[str, Columns]] = {
             "p50, p95, p99": lambda line: ", ".join(seconds(line[f"p{name}_s"]) for name in (50, 95, 99)),
             "first token p50": lambda line: seconds(line["first_token_p50_s"]),
             "first token p95": lambda line: seconds(line["first_token_p95_s"]),
-            "lost": lambda line: f"{line['lost']} of {line['requests']}",
+            "lost": requests_lost,
             "compiled under load": lambda line: number(line["programs_compiled_under_load"]),
-            "host memory MiB": lambda line: f"{line['memory_start_mib']:.0f} to {line['memory_end_mib']:.0f}",
+            "host memory MiB": memory,
             "date": date,
         },
     ),
@@ -136,10 +157,10 @@ TABLES: dict[str, tuple[str, Columns]] = {
             "text": lambda line: line["text"],
             "batch": lambda line: str(line["batch"]),
             "prompt, new": lambda line: f"{line['prompt']}, {line['new']}",
-            "tokens/s": lambda line: number(line["speculative"]),
-            "without": lambda line: number(line["plain"]),
+            "tokens/s": lambda line: number(line.get("speculative")),
+            "without": lambda line: number(line.get("plain")),
             "ratio": lambda line: f"{line['ratio']:.2f}",
-            "accepted per token": lambda line: f"{line['tokens_accepted_per_token']:.2f}",
+            "accepted per token": lambda line: number(line.get("tokens_accepted_per_token"), 2),
             "date": date,
         },
     ),

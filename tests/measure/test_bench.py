@@ -182,13 +182,13 @@ def test_every_kind_of_row_has_a_table_of_its_newest_measurement(monkeypatch: py
     lines = [failed, SERVED, START, ROLLOUTS, DRAFTS]
     everything, newest = table.tables(lines), table.results([*lines, {**SERVED, "tokens_per_second": 50000.0}])
     expected = {
-        "| `llama3.2-1b`, 128 tokens a request | 64 | 50,000 | 0.167 s | 0.171 s | 0.319 s | 0.028 s | 0 of 2,751 |",
-        "| `llama3.2-1b` | filled | 11.9 s | 12.0 s |",
-        "| `llama3.2-1b` | 128 | 64, 130 | 30,100 | yes |",
-        "| `llama3.2-1b` | repeating | 1 | 3,121 | 1,107 | 2.82 |",
+        "| `llama3.2-1b`, 128 tokens a request | 64 | 50,000 | 0.167 s | 0.171 s | 0.319 s | 0.028 s | 0 of 2,751 | 2026-11-19 |",
+        "| `llama3.2-1b` | filled | 11.9 s | 12.0 s | 2026-11-19 |",
+        "| `llama3.2-1b` | 128 | 64, 130 | 30,100 | yes | 2026-11-19 |",
+        "| `llama3.2-1b` | repeating | 1 | 3,121 | 1,107 | 2.82 | 2026-11-19 |",
     }
     assert expected < set(newest.splitlines()) and "47,721" not in newest and "out of memory" not in newest
-    assert "47,721 | 0.167 s, 0.171 s, 0.319 s | 0.028 s |  | 0 of 2751 | 0 | 100 to 102 | 2026-11-19 |" in everything
+    assert "47,721 | 0.167 s, 0.171 s, 0.319 s | 0.028 s |  | 0 of 2,751 | 0 | 100 to 102 | 2026-11-19 |" in everything
 
 
 def test_the_error_of_a_failed_row_is_its_last_exception(monkeypatch: pytest.MonkeyPatch) -> None:
