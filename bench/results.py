@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md: the newest measurement of each case on a GPU, beside that of a peer.
+"""The tables of docs/performance.md: the newest measurement of each case on a GPU, and of a peer.
 
 `python bench/table.py docs/performance.jsonl` writes them between the markers of the page.
 """
@@ -45,7 +45,7 @@ def is_plain(line: Line) -> bool:
 
 def training(lines: list[Line]) -> str:
     steps = [line for line in lines if kind(line) == "pretrain"]
-    ours = newest(
+    own = newest(
         (line for line in steps if not peer(line)),
         lambda line: (case(line), settings(line), *(line["settings"][name] for name in ROWS)),
     )
@@ -73,7 +73,7 @@ def training(lines: list[Line]) -> str:
         "date": date,
     }
     # Default settings first.
-    return markdown(columns, sorted(ours, key=settings)) if ours else ""
+    return markdown(columns, sorted(own, key=settings)) if own else ""
 
 
 def decoding(lines: list[Line]) -> str:
@@ -82,7 +82,7 @@ def decoding(lines: list[Line]) -> str:
     def load(line: Line) -> tuple[Hashable, ...]:
         return line["model"], layers(line), line["batch"], line["prompt"], line["new"]
 
-    ours = newest((line for line in runs if not peer(line)), lambda line: (case(line), *load(line)))
+    own = newest((line for line in runs if not peer(line)), lambda line: (case(line), *load(line)))
     peers = {load(line): line for line in runs if peer(line)}
     columns: Columns = {
         "decoding": case,
@@ -95,7 +95,7 @@ def decoding(lines: list[Line]) -> str:
         ),
         "date": date,
     }
-    return markdown(columns, ours) if ours else ""
+    return markdown(columns, own) if own else ""
 
 
 def server(lines: list[Line]) -> str:
