@@ -3,7 +3,7 @@
 # (one_gpu.jsonl). Each row is a separate process with a time limit in seconds. A row that fails or takes longer is a line
 # {"bench": "failed", ...} with its error, and the next row runs. Name groups or rows to run only those.
 #
-#   bash bench/one_gpu.sh                                     # everything, 45 minutes on an H200
+#   bash bench/one_gpu.sh                                     # everything, an estimated hour on an H200
 #   bash bench/one_gpu.sh training decode/llama3.1-8b         # a group, and one row of another
 #   bash bench/one_gpu.sh list [decode ...]                   # names, limits and commands
 #   python bench/compare.py of one_gpu.jsonl >> one_gpu.jsonl # ratios to the peers
