@@ -2,12 +2,14 @@
 
     python bench/compare.py model=llama3.2-1b train.seq_len=4096 train.per_device_batch_size=8
     python bench/compare.py decode model=llama3.2-1b batch=1,64 new=256
+    python bench/compare.py model=qwen3-30b-a3b model.num_layers=8 train.seq_len=4096 train.per_device_batch_size=2
     python bench/compare.py model=tiny                                          # on a CPU
     python bench/compare.py of one_gpu.jsonl                                    # existing measurements
 
 Prints the line of each, then one with the ratio of tokens per second. For existing measurements it prints only the
-ratios, each peer against our fastest unquantized result for its model. Peers are the scripts in bench/peers: they train
-or decode transformers' Llama with the model's sizes and print the same fields.
+ratios, each peer against our fastest unquantized result for its model and number of layers, without an adapter. Peers
+are the scripts in bench/peers: they train or decode transformers' model of the same family and sizes, and print the
+same fields.
 """
 
 import importlib.util
@@ -20,7 +22,8 @@ from typing import Any
 
 from arguments import split_arguments
 from decode import TASK_KEYS
-from table import kind, read_lines
+from records import kind, layers, read_lines
+from records import peer as peer_name
 
 from maxhydra import runtime
 from maxhydra.config.compose.composer import compose
@@ -30,6 +33,8 @@ HERE = Path(__file__).parent
 PEER_PACKAGES = ("torch", "transformers")
 # Fields of a decode line that must match between ours and a peer's.
 MATCHED = ("batch", "prompt", "new")
+# Overrides of lines that do less work than a peer, or in another format.
+OTHER_WORK = ("quantization=", "adapter=", "optimizer=", "model.dtypes.weights=")
 
 
 def main(arguments: list[str]) -> int:
@@ -70,29 +75,41 @@ def peer_command(what: str, given: list[str]) -> list[str]:
     config = composed.config
     device = "cuda" if runtime.predict_hardware(config.hardware).platform is Platform.gpu else "cpu"
     sizes = ["--model", composed.choices["model"], "--device", device]
+    model_overrides = [text for text in overrides if text.startswith("model.")]
     if what == "pretrain":
         train = config.train
         steps = ["--steps", str(config.task.steps)]
         batch = str(int(train.per_device_batch_size * train.grad_accum))
-        return [str(HERE / "peers/train_hf.py"), *sizes, "--batch", batch, "--seq-len", str(train.seq_len), *steps]
+        return [
+            str(HERE / "peers/train_hf.py"),
+            *sizes,
+            "--batch",
+            batch,
+            "--seq-len",
+            str(train.seq_len),
+            *steps,
+            *model_overrides,
+        ]
     batches = ["--batches", *own.get("batch", "1,8,32").split(",")]
     rest = [part for name in ("prompt", "new", "repeats") if name in own for part in (f"--{name}", own[name])]
-    return [str(HERE / "peers/decode_hf.py"), *sizes, *batches, *rest]
+    return [str(HERE / "peers/decode_hf.py"), *sizes, *batches, *rest, *model_overrides]
 
 
 def is_same_work(maxhydra_result: dict[str, Any], peer: dict[str, Any]) -> bool:
     """Training batches may differ: each side uses the size that suits it best."""
     names = ("model",) if maxhydra_result["bench"] == "pretrain" else ("model", *MATCHED)
+    if layers(maxhydra_result) != layers(peer):
+        return False
     return maxhydra_result["bench"] == kind(peer) and all(maxhydra_result[name] == peer[name] for name in names)
 
 
 def ratios(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     maxhydra_result = [line for line in lines if line.get("bench") in ("pretrain", "decode") and "peer" not in line]
     unquantized = [
-        line for line in maxhydra_result if not any(text.startswith("quantization=") for text in line["overrides"])
+        line for line in maxhydra_result if not any(text.startswith(OTHER_WORK) for text in line["overrides"])
     ]
     for peer in lines:
-        if "peer" in peer or "engine" in peer:
+        if peer_name(peer):
             same = [line for line in unquantized if is_same_work(line, peer)]
             if same:
                 yield ratio(kind(peer), max(same, key=lambda line: line["tokens_per_second"]), peer)
@@ -101,7 +118,8 @@ def ratios(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def ratio(what: str, maxhydra_result: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
     speeds = {name: line["tokens_per_second"] for name, line in (("ours", maxhydra_result), ("peer", peer))}
     about = {name: maxhydra_result[name] for name in (*MATCHED, "model", "device", "date") if name in maxhydra_result}
-    against = {"against": peer.get("peer") or peer.get("engine"), "ratio": round(speeds["ours"] / speeds["peer"], 3)}
+    about |= {"layers": int(count)} if (count := layers(maxhydra_result)) else {}
+    against = {"against": peer_name(peer), "ratio": round(speeds["ours"] / speeds["peer"], 3)}
     return {"bench": "compare", "what": what, **about, **speeds, **against}
 
 

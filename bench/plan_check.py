@@ -130,6 +130,9 @@ MEASURED = [
     (f"{LARGEST} train.per_device_batch_size=4", 11_738),
 ]
 
+# The date of the newest lines of docs/performance.jsonl that the rates are fitted to.
+FITTED = "2026-11-16"
+
 # Models with their sequence length, device counts, and slices where the devices exceed one.
 SCALED = {"llama3.1-405b": 8192, "deepseek3-671b": 4096, "kimi-k2-1t": 4096, "qwen3-235b-a22b": 4096}
 DEVICES = (64, 512, 4096, 16384)
@@ -191,13 +194,13 @@ def compare_compiled() -> Iterator[tuple[str, ...]]:
 
 
 def measured_cases() -> list[tuple[str, float]]:
-    """Overrides and tokens per second of every training measurement on one H200."""
+    """Overrides and tokens per second of the training measurements on one H200 that the rates are fitted to."""
     lines = [json.loads(line) for line in (DOCS / "performance.jsonl").read_text().splitlines()]
     own = [line for line in lines if line.get("bench") == "pretrain" and "peer" not in line]
     found = [
         (" ".join(part for part in line["overrides"] if not part.startswith("hardware.")), line["tokens_per_second"])
         for line in own
-        if "H200" in line["device"]
+        if "H200" in line["device"] and line["date"] <= FITTED
     ]
     return [*found, *MEASURED]
 

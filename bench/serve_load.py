@@ -6,14 +6,18 @@ Without overrides it serves model=tiny, trained for one step; --random-weights s
 overrides, with a made-up vocabulary of its size; --stub-steps adds programs that compute nothing, so that only the host
 works. Clients run in several processes, each waiting for its response before
 it sends the next request. Half of them stream; one request in twenty is aborted by the client, which does not count as
-lost. A request is lost if its response is missing, truncated or not 200.
+lost. A request is lost if its response is missing, truncated or not 200. The first line has the seconds from the start
+of the server to "serving" and to its first response; `--clients=` measures only these.
 """
 
 import argparse
 import asyncio
+import datetime
+import http.client
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -165,6 +169,31 @@ def measure(port: int, process: int, clients: int, options: argparse.Namespace) 
     }
 
 
+def request_one(port: int) -> None:
+    """One token; an error if the response is not 200."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    body = json.dumps({"prompt": "First:", "max_tokens": 1})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    assert response.status == 200, response.read()
+    connection.close()
+
+
+def describe(options: argparse.Namespace) -> dict[str, object]:
+    """The model, the device, and whether the compilation cache of the overrides had files at the start."""
+    values = dict(text.split("=", 1) for text in options.overrides)
+    cache, gpu = values.get("hardware.compilation_cache"), ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    found = subprocess.run(gpu, capture_output=True, text=True, check=False).stdout if shutil.which(gpu[0]) else ""
+    return {
+        "model": values.get("model", "tiny"),
+        "overrides": options.overrides,
+        "device": next(iter(found.splitlines()), "cpu"),
+        "date": datetime.date.today().isoformat(),
+        "new": options.tokens,
+        **({"is_cached": Path(cache).is_dir() and any(Path(cache).iterdir())} if cache else {}),
+    }
+
+
 def serve_command(folder: str, options: argparse.Namespace) -> list[str]:
     command = [sys.executable, "-m", "maxhydra"]
     serve = ["task=serve", "task.port=0"]
@@ -192,6 +221,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    about = describe(options)
     with tempfile.TemporaryDirectory() as folder:
         command, start = serve_command(folder, options), time.monotonic()
         process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
@@ -200,13 +230,17 @@ def main() -> None:
             line = process.stdout.readline()
             port = int(line.rsplit(":", 1)[1].split("/")[0])
             serving = round(time.monotonic() - start, 1)
-            for clients in map(int, options.clients.split(",")):
+            request_one(port)
+            started = {"start_s": serving, "first_response_s": round(time.monotonic() - start, 1)}
+            compiled = {"programs_compiled": metrics(port)["engine_programs_compiled"]}
+            print(json.dumps({"bench": "serve_start", **about, **started, **compiled}), flush=True)
+            for clients in [int(text) for text in options.clients.split(",") if text]:
                 figures = measure(port, process.pid, clients, options)
-                print(json.dumps({"bench": "serve_load", "start_s": serving, **figures}), flush=True)
+                print(json.dumps({"bench": "serve_load", **about, **figures}), flush=True)
         finally:
             process.terminate()
             code = process.wait()
-    print(json.dumps({"bench": "serve_load", "exit_code": code}))
+    print(json.dumps({"bench": "serve_exit", "exit_code": code}))
 
 
 if __name__ == "__main__":

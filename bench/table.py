@@ -1,49 +1,51 @@
-"""Writes the tables of docs/lab/measured.md from JSON lines.
+"""Writes the tables of docs/lab/measured.md and docs/performance.md from JSON lines.
 
     maxhydra task=bench ... | tee -a docs/performance.jsonl          # or outputs/RUN/bench.jsonl
+    cat one_gpu.jsonl >> docs/performance.jsonl                      # the lines of bench/one_gpu.sh
     python bench/table.py docs/performance.jsonl
 
-The lines are those of task=bench, bench/kernels.py, bench/check_kernels.py, bench/same_loss.py, bench/compare.py and
-bench/peers/*.py, in the order of the rows; other lines are ignored. The text is inserted between two markers in
-docs/lab/measured.md.
+The lines are those of task=bench and of the scripts in bench/, in the order of the rows; other lines are ignored. The
+text is inserted between two markers in each page: all lines in docs/lab/measured.md, and the newest line of each case
+that was measured on a GPU in docs/performance.md.
 """
 
-import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Line = dict[str, Any]
-DOCS = Path(__file__).parent.parent / "docs" / "lab" / "measured.md"
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+from records import (
+    Columns,
+    Line,
+    date,
+    first_token,
+    kind,
+    markdown,
+    mfu,
+    number,
+    peer,
+    placed,
+    read_lines,
+    requests_lost,
+    seconds,
+)
+from results import results
+
+DOCS = Path(__file__).parent.parent / "docs"
 # Fields of a bench/kernels.py line that describe the case; the others are measurements.
 CASE = ("bench", "device", "jax", "kernel", "case", "shape")
 # Overrides that do not describe what was measured.
 IGNORED = ("data=", "hardware.compilation_cache=", "model=", "task.", "objective=")
 
 
-def number(value: float | None, digits: int = 0) -> str:
-    return "" if value is None else f"{value:,.{digits}f}"
-
-
-def share(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f} %"
-
-
-def mfu(line: Line) -> str:
-    """The MFU, with the dtype of the peak that it is relative to if matmuls are quantized."""
-    facts = line.get("settings", {})
-    is_quantized = facts.get("quantization") in ("fp8", "int8")
-    return share(line["mfu"]) + (f" of {line.get('mfu_dtype', facts['compute'])}" if is_quantized else "")
-
-
 def settings(line: Line) -> str:
     """The overrides other than the model, or the peer and its sizes."""
-    if peer := line.get("peer") or line.get("engine"):
-        sizes = ("batch", "seq_len") if kind(line) == "pretrain" else ()
-        return ", ".join([peer, *(f"{name} {line[name]}" for name in sizes)])
-    overrides = [text for text in line["overrides"] if not text.startswith(IGNORED)]
+    overrides = [text for text in line.get("overrides", ()) if not text.startswith(IGNORED)]
+    if name := peer(line):
+        sizes = [f"{size} {line[size]}" for size in ("batch", "seq_len")] if kind(line) == "pretrain" else []
+        attention = [line["attention"]] if line.get("attention", "sdpa") != "sdpa" else []
+        checkpointing = ["checkpointing"] if line.get("checkpointing") else []
+        return ", ".join([name, *overrides, *sizes, *attention, *checkpointing])
     return ", ".join(overrides + line.get("xla_flags", [])) or "as given"
 
 
@@ -54,6 +56,17 @@ def over(name: str) -> Callable[[Line], str]:
 
 def model(line: Line) -> str:
     return str(line.get("model", ""))
+
+
+def tflops(line: Line) -> str:
+    value = line.get("tflops_per_device")
+    return number(value, 0 if value is None or value >= 10 else 3)
+
+
+def memory(line: Line) -> str:
+    """Host memory of the server before and after the load."""
+    names = ("memory_start_mib", "memory_end_mib")
+    return " to ".join(f"{line[name]:.0f}" for name in names if name in line)
 
 
 def format_facts(facts: dict[str, Any]) -> str:
@@ -67,19 +80,19 @@ def kernel_measurements(line: Line) -> str:
     return format_facts({name: value for name, value in line.items() if name not in CASE})
 
 
-Column = Callable[[Line], str]
-TABLES: dict[str, tuple[str, dict[str, Column]]] = {
+TABLES: dict[str, tuple[str, Columns]] = {
     "pretrain": (
         "Training",
         {
             "model": model,
             "settings": settings,
             "tokens/s": lambda line: number(line["tokens_per_second"]),
-            "step ms": lambda line: number(line["step_ms"], 1),
-            "TFLOP/s": lambda line: number(line["tflops_per_device"], 0 if line["tflops_per_device"] >= 10 else 3),
+            "step ms": lambda line: number(line.get("step_ms"), 1),
+            "TFLOP/s": tflops,
             "MFU": mfu,
             "peak GiB": lambda line: number(line["peak_memory_gib"], 1),
-            "compile s": lambda line: number(line["compile_s"]),
+            "compile s": lambda line: number(line.get("compile_s")),
+            "date": date,
         },
     ),
     "decode": (
@@ -90,9 +103,65 @@ TABLES: dict[str, tuple[str, dict[str, Column]]] = {
             "batch": lambda line: str(line["batch"]),
             "prompt, new": lambda line: f"{line['prompt']}, {line['new']}",
             "tokens/s": lambda line: number(line["tokens_per_second"]),
-            "after the first": lambda line: number(line["tokens_per_second_after_first"]),
+            "after the first": lambda line: number(line.get("tokens_per_second_after_first")),
             "all running": lambda line: number(line.get("tokens_per_second_steady")),
-            "time to the last first token": lambda line: f"{1e3 * first_token(line):.0f} ms",
+            "time to the last first token": first_token,
+            "date": date,
+        },
+    ),
+    "serve_start": (
+        "Start of the server",
+        {
+            "model": model,
+            "compilation cache": lambda line: {True: "filled", False: "empty"}.get(line.get("is_cached"), ""),
+            "programs": lambda line: number(line["programs_compiled"]),
+            "listening after": lambda line: seconds(line.get("start_s"), 1),
+            "first response after": lambda line: seconds(line["first_response_s"], 1),
+            "date": date,
+        },
+    ),
+    "serve_load": (
+        "Server under load",
+        {
+            "model": model,
+            "settings": settings,
+            "clients, new": lambda line: f"{line['clients']}, {line['new']}",
+            "tokens/s": lambda line: number(line["tokens_per_second"]),
+            "p50, p95, p99": lambda line: ", ".join(seconds(line[f"p{name}_s"]) for name in (50, 95, 99)),
+            "first token p50": lambda line: seconds(line["first_token_p50_s"]),
+            "first token p95": lambda line: seconds(line["first_token_p95_s"]),
+            "lost": requests_lost,
+            "compiled under load": lambda line: number(line["programs_compiled_under_load"]),
+            "host memory MiB": memory,
+            "date": date,
+        },
+    ),
+    "rollouts": (
+        "Rollouts",
+        {
+            "model": model,
+            "settings": settings,
+            "completions": lambda line: str(line["completions"]),
+            "prompt, new": lambda line: f"{line['prompt']}, {line['new']}",
+            "tokens/s": lambda line: number(line["tokens_per_second"]),
+            "each round": lambda line: ", ".join(number(speed) for speed in line["rounds_tokens_per_second"]),
+            "identical": lambda line: str(line["is_identical"]),
+            "date": date,
+        },
+    ),
+    "speculation": (
+        "Speculative decoding",
+        {
+            "model": model,
+            "settings": settings,
+            "text": lambda line: line["text"],
+            "batch": lambda line: str(line["batch"]),
+            "prompt, new": lambda line: f"{line['prompt']}, {line['new']}",
+            "tokens/s": lambda line: number(line.get("speculative")),
+            "without": lambda line: number(line.get("plain")),
+            "ratio": lambda line: f"{line['ratio']:.2f}",
+            "accepted per token": lambda line: number(line.get("tokens_accepted_per_token"), 2),
+            "date": date,
         },
     ),
     "same_loss": (
@@ -140,7 +209,7 @@ TABLES: dict[str, tuple[str, dict[str, Column]]] = {
     "compare": (
         "Against peers",
         {
-            "model": model,
+            "model": lambda line: model(line) + (f", {line['layers']} layers" if "layers" in line else ""),
             "what": lambda line: f"{line['what']}, batch {line['batch']}" if "batch" in line else line["what"],
             "peer": lambda line: line["against"],
             "ours, tokens/s": lambda line: number(line["ours"]),
@@ -151,54 +220,41 @@ TABLES: dict[str, tuple[str, dict[str, Column]]] = {
 }
 
 
-def first_token(line: Line) -> float:
-    return line["first_token_s"] if "first_token_s" in line else line["seconds_to_first_token"]
-
-
-def kind(line: Line) -> str:
-    """The table of a line; decode lines of a peer have no `bench` field, those of bench/kernels.py no `operation`."""
-    name = str(line.get("bench", "decode"))
-    return "kernel_comparison" if name == "kernels" and "operation" not in line else name
-
-
-def machines_and_versions(lines: Iterable[Line]) -> str:
+def machines_and_versions(lines: list[Line]) -> str:
     """Devices, versions and dates of the lines that have them."""
-    complete = [line for line in lines if "device" in line and "jax" in line]
+    complete = [line for line in lines if "device" in line and ("jax" in line or kind(line).startswith("serve"))]
     machines = sorted({f"{line.get('devices', 1)} x {line['device']}" for line in complete})
-    versions = sorted(
-        {", ".join(f"{name} {line[name]}" for name in ("jax", "flax") if name in line) for line in complete}
-    )
-    return "; ".join([*machines, *versions, *sorted({line["date"] for line in complete if "date" in line})])
+    names = ("jax", "flax")
+    versions = sorted({", ".join(f"{name} {line[name]}" for name in names if name in line) for line in complete})
+    dates = sorted({line["date"] for line in complete if "date" in line})
+    return "; ".join(filter(None, [*machines, *versions, *dates]))
 
 
-def table(lines: list[Line]) -> str:
-    """The text between the markers: a table for each kind of line."""
+def tables(lines: list[Line]) -> str:
+    """A table for each kind of line."""
     parts = []
     for name, (title, columns) in TABLES.items():
         selected = [line for line in lines if kind(line) == name]
-        if not selected:
-            continue
-        rows = [
-            list(columns),
-            ["---"] * len(columns),
-            *([cell(line) for cell in columns.values()] for line in selected),
-        ]
-        about = f" ({where})" if (where := machines_and_versions(selected)) else ""
-        parts.append(f"### {title}{about}\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows))
+        if selected:
+            about = f" ({where})" if (where := machines_and_versions(selected)) else ""
+            parts.append(f"### {title}{about}\n{markdown(columns, selected)}")
     return "\n\n".join(parts) + "\n"
 
 
-def read_lines(paths: Iterable[Path]) -> list[Line]:
-    texts = [text for path in paths for text in path.read_text(encoding="utf-8").splitlines()]
-    return [json.loads(text) for text in texts if text.startswith("{")]
+# Page -> the name of its markers, and what makes the text between them.
+PAGES: dict[Path, tuple[str, Callable[[list[Line]], str]]] = {
+    DOCS / "lab" / "measured.md": ("measured", tables),
+    DOCS / "performance.md": ("results", results),
+}
 
 
-def placed(document: str, text: str) -> str:
-    before, rest = document.split(BEGIN)
-    return f"{before}{BEGIN}\n{text}{END}{rest.split(END)[1]}"
+def main(paths: list[str]) -> None:
+    lines = read_lines(map(Path, paths))
+    for page, (name, make) in PAGES.items():
+        page.write_text(placed(page.read_text(encoding="utf-8"), make(lines), name=name), encoding="utf-8")
 
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    DOCS.write_text(placed(DOCS.read_text(), table(read_lines(map(Path, sys.argv[1:])))))
+    main(sys.argv[1:])

@@ -3,6 +3,8 @@
 import logging
 import sys
 
+from turn import wait_for_turn
+
 from maxhydra import runtime
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.tasks.analysis import BenchTask
@@ -16,5 +18,6 @@ def open_target(overrides: list[str], *task_overrides: str) -> tuple[BenchTarget
     composed = compose(["task=bench", *task_overrides, *overrides])
     config = with_synthetic_data(composed.config, composed.choices, tuple(overrides))
     assert isinstance(config.task, BenchTask)
+    wait_for_turn()
     machine = runtime.start(config.hardware)
     return BenchTarget(with_remat_on(machine, config), machine, composed.choices, tuple(overrides)), config.task

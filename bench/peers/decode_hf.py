@@ -2,6 +2,7 @@
 
     python bench/peers/decode_hf.py                                        # on this CPU, float32
     python bench/peers/decode_hf.py --model llama3.2-1b --device cuda --batches 1 64 --new 256
+    python bench/peers/decode_hf.py --model qwen3-30b-a3b model.num_layers=8 --device cuda --batches 1 64 --new 128
 
 smollm2-135m-instruct uses its real weights (parity and smollm2 extras), any other model random ones; on a GPU the model
 is in bfloat16 with a static cache and a compiled step. Reports tokens per second over the whole call and over tokens
@@ -10,6 +11,7 @@ warm-up. On a shared machine only the last is meaningful, and only with --thread
 """
 
 import argparse
+import datetime
 import json
 import os
 import time
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from llama_hf import random_llama
+from model_hf import random_model, wait_for_turn
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.convert.gguf import gguf_source
@@ -87,16 +89,18 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    options = parser.parse_args()
+    parser.add_argument("overrides", nargs="*", help="of the model, such as model.num_layers=8")
+    options = parser.parse_intermixed_args()
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model_config = compose([f"model={options.model}"]).config.model
+    model_config = compose([f"model={options.model}", *options.overrides]).config.model
+    wait_for_turn()
     if options.model == SMOLLM2:
         model = smollm2().to(options.device)
     else:
         dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
-        model = random_llama(model_config, dtype=dtype, device=options.device).eval()
+        model = random_model(model_config, dtype=dtype, device=options.device).eval()
     for batch in options.batches:
         ids = np.random.default_rng(0).integers(
             min(1000, model_config.vocab_size // 2), model_config.vocab_size, (batch, options.prompt)
@@ -106,7 +110,9 @@ def main() -> None:
         facts = {
             "engine": f"transformers {transformers.__version__}",
             "model": options.model,
+            "overrides": options.overrides,
             "device": options.device,
+            "date": datetime.date.today().isoformat(),
             "threads": options.threads,
             "batch": batch,
             "load_before": load,

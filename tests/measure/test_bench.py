@@ -5,8 +5,9 @@ import json
 import re
 import resource
 import shlex
+import subprocess
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from maxhydra.measure.record import BenchTarget, OutOfMemoryError, explain_out_o
 from maxhydra.record.processes import host_bytes
 from maxhydra.runtime.detect import hardware_options
 from maxhydra.tune.space import axes
-from tests.support.cli import ROOT, bench_script
+from tests.support.cli import ROOT
 
 FIXED = ["task=bench", "model=micro", "task.steps=2", "task.warm_up=1", "run.name=it"]
 SMALL = ["train.per_device_batch_size=2", "train.seq_len=16", "model.num_layers=1", "model.scan_unroll=1"]
@@ -108,15 +109,24 @@ def test_commands_of_the_page_compose(command: list[str]) -> None:
         assert axes(examination.composed().config, task, hardware_options()["gpu-h200"])
 
 
-def test_the_table_of_results_is_generated_from_the_stored_records() -> None:
-    table = bench_script("table")
-    page, lines = table.DOCS.read_text(), table.read_lines([ROOT / "docs" / "performance.jsonl"])
-    assert lines and page == table.placed(page, table.table(lines)), "python bench/table.py docs/performance.jsonl"
+def bench_module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A script of bench/ that imports others."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    return importlib.import_module(name)
+
+
+def test_the_tables_of_results_are_generated_from_the_stored_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = bench_module("table", monkeypatch)
+    lines = table.read_lines([ROOT / "docs" / "performance.jsonl"])
+    pages = {path.name: path.read_text(encoding="utf-8") for path in table.PAGES}
+    for path, (name, make) in table.PAGES.items():
+        expected = table.placed(pages[path.name], make(lines), name=name)
+        assert lines and pages[path.name] == expected, "python bench/table.py docs/performance.jsonl"
     kernel = {"bench": "kernels", "device": "a", "jax": "1", "kernel": "attention", "case": "plain", "shape": [4, 64]}
-    text = table.table([{**kernel, "xla": {"forward_ms": 2.5, "error": 0.1}, "triton": {"refused": "no"}}])
+    text = table.tables([{**kernel, "xla": {"forward_ms": 2.5, "error": 0.1}, "triton": {"refused": "no"}}])
     assert text.endswith("| attention, plain | 4 x 64 | xla (forward ms 2.5, error 0.1), triton (refused no) |\n")
     for line in lines:
-        assert f"{line.get('tokens_per_second', line.get('ours', 0)):,.0f}" in page
+        assert f"{line.get('tokens_per_second', line.get('ours', 0)):,.0f}" in pages["measured.md"]
 
 
 def test_xla_flags_of_the_shell_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,12 +136,11 @@ def test_xla_flags_of_the_shell_are_recorded(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr("maxhydra.measure.record.original_environment", lambda flags=flags: {"XLA_FLAGS": flags})
         line = target.line("pretrain", tokens_per_second=3)
         assert line.get("xla_flags", []) == recorded
-        assert bench_script("table").settings(line) == ", ".join(["train.seq_len=8", *recorded])
+        assert bench_module("table", monkeypatch).settings(line) == ", ".join(["train.seq_len=8", *recorded])
 
 
 def test_a_peer_benchmark_gets_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    compare = importlib.import_module("compare")
+    compare = bench_module("compare", monkeypatch)
     command = compare.peer_command("pretrain", ["model=tiny", "train.per_device_batch_size=4", "train.grad_accum=2"])
     sizes = dict(zip(command[1::2], command[2::2], strict=True))
     assert sizes == {
@@ -146,8 +155,68 @@ def test_a_peer_benchmark_gets_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -
     rounded = {**record, "tokens_per_second": 400, "overrides": ["quantization=int8"]}
     peer = {"bench": "pretrain", "tokens_per_second": 200, "peer": "torch", "model": "tiny"}
     other = {**peer, "model": "large"}
-    (line,) = compare.ratios([slower, record, rounded, peer, other])
-    assert line["ratio"] == 1.5
+    # A model with fewer layers is another one.
+    cut = {**record, "tokens_per_second": 900, "overrides": ["model.num_layers=2"]}
+    (line,) = compare.ratios([slower, record, rounded, cut, peer, other])
+    assert line["ratio"] == 1.5 and "layers" not in line
+    (line,) = compare.ratios([record, cut, {**peer, "overrides": ["model.num_layers=2"]}])
+    assert line["ratio"] == 4.5 and line["layers"] == 2
+
+
+GPU = {"device": "NVIDIA H200", "devices": 1, "jax": "0.11.2", "date": "2026-11-19", "model": "llama3.2-1b"}
+SERVED = {"bench": "serve_load", **GPU, "overrides": [], "clients": 64, "new": 128, "tokens_per_second": 47721.4}
+SERVED |= {"p50_s": 0.167, "p95_s": 0.171, "p99_s": 0.319, "first_token_p50_s": 0.028, "first_token_p95_s": None}
+SERVED |= {"lost": 0, "requests": 2751, "programs_compiled_under_load": 0.0}
+SERVED |= {"memory_start_mib": 100.2, "memory_end_mib": 101.9}
+START = {"bench": "serve_start", **GPU, "overrides": [], "is_cached": True, "programs_compiled": 45.0}
+START |= {"start_s": 11.94, "first_response_s": 12.0}
+ROLLOUTS = {"bench": "rollouts", **GPU, "overrides": [], "completions": 128, "prompt": 64, "new": 130}
+ROLLOUTS |= {"tokens_per_second": 30100.0, "rounds_tokens_per_second": [30000.0, 30200.0], "is_identical": True}
+DRAFTS = {"bench": "speculation", **GPU, "overrides": [], "text": "repeating", "batch": 1, "prompt": 512, "new": 512}
+DRAFTS |= {"speculative": 3121.0, "plain": 1107.0, "ratio": 2.82, "tokens_accepted_per_token": 0.8}
+
+
+def test_every_kind_of_row_has_a_table_of_its_newest_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = bench_module("table", monkeypatch)
+    failed = {"bench": "failed", "row": "training/llama3.2-1b", "error": "out of memory"}
+    lines = [failed, SERVED, START, ROLLOUTS, DRAFTS]
+    everything, newest = table.tables(lines), table.results([*lines, {**SERVED, "tokens_per_second": 50000.0}])
+    times = "0.167 s | 0.171 s | 0.319 s | 0.028 s"
+    expected = {
+        f"| `llama3.2-1b`, 128 tokens a request | 64 | 50,000 | {times} | 0 of 2,751 | 2026-11-19 |",
+        "| `llama3.2-1b` | filled | 11.9 s | 12.0 s | 2026-11-19 |",
+        "| `llama3.2-1b` | 128 | 64, 130 | 30,100 | yes | 2026-11-19 |",
+        "| `llama3.2-1b` | repeating | 1 | 3,121 | 1,107 | 2.82 | 2026-11-19 |",
+    }
+    assert expected < set(newest.splitlines()) and "47,721" not in newest and "out of memory" not in newest
+    assert "47,721 | 0.167 s, 0.171 s, 0.319 s | 0.028 s |  | 0 of 2,751 | 0 | 100 to 102 | 2026-11-19 |" in everything
+
+
+def test_the_error_of_a_failed_row_is_its_last_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    last_error = bench_module("failed_row", monkeypatch).last_error
+    trace = "KeyError: 'a'\n\nDuring handling:\nmaxhydra.config.errors.ConfigError:  model=x: no\n    accepted: y\n"
+    expected = "maxhydra.config.errors.ConfigError:  model=x: no\n    accepted: y"
+    assert last_error(f"compiling\n{trace}--------------------\nFor simplicity, JAX\n") == expected
+    assert last_error("usage: train_hf.py\ntrain_hf.py: error: no device\n") == "train_hf.py: error: no device"
+
+
+@pytest.mark.slow
+def test_rows_of_the_script_compose() -> None:
+    listing = subprocess.run(["bash", "bench/one_gpu.sh", "list"], cwd=ROOT, capture_output=True, text=True, check=True)
+    commands = [line.split() for line in listing.stdout.splitlines()]
+    scripts = {command[2] for command in commands}
+    assert len({command[0] for command in commands}) == len(commands) > 30
+    assert all((ROOT / script).is_file() for script in scripts)
+    own = ("batch=", "prompt=", "new=", "repeats=")
+    for name, _, script, *arguments in commands:
+        if script in ("bench/pretrain.py", "bench/decode.py"):
+            what = "pretrain" if script == "bench/pretrain.py" else "decode"
+            overrides = [text for text in arguments if not text.startswith(own)]
+            assert (
+                not Composer()
+                .check_overrides(["task=bench", f"task.what=[{what}]", *overrides], with_hydra=False)
+                .problems
+            ), name
 
 
 def test_memory_limits_of_the_shell_and_the_memory_of_all_processes_count(monkeypatch: pytest.MonkeyPatch) -> None:
