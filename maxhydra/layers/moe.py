@@ -16,7 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config.schema import model as config
 from maxhydra.layers.context import EXPERTS, Context
-from maxhydra.layers.expert_rows import ExpertsSpec, RoutedTokens, SharedExpert
+from maxhydra.layers.expert_mlp import ExpertsSpec
+from maxhydra.layers.expert_rows import RoutedTokens, SharedExpert
 from maxhydra.layers.experts import Experts
 from maxhydra.layers.interfaces import AuxOutputs, FeedForwardOutput
 from maxhydra.layers.mlp import Mlp, MlpSpec

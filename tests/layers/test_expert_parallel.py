@@ -11,11 +11,11 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.hardware import AXES, RULES, Mesh
-from maxhydra.layers import Context
+from maxhydra.layers import Context, router
 from maxhydra.layers import expert_parallel as subject
-from maxhydra.layers import router
 from maxhydra.layers.context import KernelChoice
-from maxhydra.layers.expert_rows import RoutedTokens, Weights
+from maxhydra.layers.expert_mlp import Weights
+from maxhydra.layers.expert_rows import RoutedTokens
 from maxhydra.measure import hlo
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.sharding.mesh import AXIS_TYPES
