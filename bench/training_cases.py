@@ -12,6 +12,7 @@ from checks import Case, Check, Kernel, single_backend
 from maxhydra.kernels import attention, gated_delta, grouped_matmul, linear_cross_entropy, qkv_rope, rms_norm
 from maxhydra.kernels.attention import Request
 from maxhydra.kernels.fp8_matmul import triton as fp8_triton
+from maxhydra.kernels.grouped_matmul import row_copies
 
 HALF_DTYPES = ("bfloat16", "float16")
 REFERENCE = "reference"
@@ -60,25 +61,61 @@ def check_attention(case: Case) -> Check:
     return Check(backends(attention.BACKENDS, call), partial(call, REFERENCE), (*arrays, *sinks))
 
 
-def grouped_cases() -> Iterator[Case]:
+def grouped_cases(kernel: str) -> Iterator[Case]:
     """Also sizes that the tiles do not divide."""
     all_sizes = ((512, 4, 256, 512), (1024, 8, 384, 128), (640, 1, 128, 256), (724, 8, 320, 2880), (100, 4, 208, 48))
+    all_sizes += ((2048, 24, 384, 1536),)
     for dtype, sizes in itertools.product(HALF_DTYPES, all_sizes):
-        yield Case("grouped_matmul", dtype, sizes)
+        yield Case(kernel, dtype, sizes)
+
+
+def group_sizes(M: int, E: int) -> jax.Array:
+    """Random sizes of groups that have all rows; the second group is empty."""
+    ends = jnp.sort(jax.random.randint(jax.random.key(7), (E - 1,), 0, M))
+    ends = ends.at[1:2].set(ends[0:1])
+    return jnp.diff(jnp.concatenate([jnp.zeros(1, int), ends, jnp.full(1, M)])).astype(jnp.int32)
 
 
 def check_grouped(case: Case) -> Check:
-    """Groups of random sizes, the second one empty."""
     M, E, D, F = case.sizes
-    ends = jnp.sort(jax.random.randint(jax.random.key(7), (E - 1,), 0, M))
-    ends = ends.at[1:2].set(ends[0:1])
-    sizes = jnp.diff(jnp.concatenate([jnp.zeros(1, int), ends, jnp.full(1, M)])).astype(jnp.int32)
+    sizes = group_sizes(M, E)
 
     def call(backend: str, x: Any, w: Any) -> Any:
         return grouped_matmul.grouped_matmul(x, w, sizes, backend=backend)
 
     arrays = (case.sample(0, M, D), case.sample(1, E, D, F))
     return Check(backends(grouped_matmul.BACKENDS, call), partial(call, REFERENCE), arrays)
+
+
+def check_grouped_pair(case: Case) -> Check:
+    """Two matmuls of the same rows."""
+    M, E, D, F = case.sizes
+    sizes = group_sizes(M, E)
+
+    def call(backend: str, *arrays: Any) -> Any:
+        return grouped_matmul.grouped_matmul_pair(*arrays, sizes, backend=backend)
+
+    arrays = (case.sample(0, M, D), case.sample(1, E, D, F), case.sample(2, E, D, F))
+    return Check(backends(grouped_matmul.BACKENDS, call), partial(call, REFERENCE), arrays)
+
+
+def row_cases() -> Iterator[Case]:
+    for dtype, D, K in itertools.product(HALF_DTYPES, (64, 2048, 2880), (1, 8)):
+        yield Case("copy_to_rows", dtype, (512, K, D))
+
+
+def check_rows(case: Case) -> Check:
+    """Each token in the rows of its experts; exact."""
+    M, K, D = case.sizes
+    rows = jax.random.permutation(jax.random.key(3), M * K).reshape(M, K).astype(jnp.int32)
+    tokens = case.sample(0, M, D)
+
+    def reference(x: Any) -> Any:
+        return jnp.zeros((M * K, D), x.dtype).at[rows].set(x[:, None])
+
+    is_supported = row_copies.is_supported(tokens, K, jax.default_backend())
+    run = single_backend("triton", is_supported, lambda x: row_copies.copy_to_rows(x, rows))
+    return Check(run, reference, (tokens,), has_gradients=False)
 
 
 def delta_cases() -> Iterator[Case]:
@@ -183,7 +220,9 @@ def check_fp8(case: Case) -> Check:
 
 KERNELS = {
     "attention": Kernel(attention_cases, check_attention),
-    "grouped_matmul": Kernel(grouped_cases, check_grouped),
+    "grouped_matmul": Kernel(partial(grouped_cases, "grouped_matmul"), check_grouped),
+    "grouped_matmul_pair": Kernel(partial(grouped_cases, "grouped_matmul_pair"), check_grouped_pair),
+    "copy_to_rows": Kernel(row_cases, check_rows),
     "gated_delta": Kernel(delta_cases, check_delta),
     "rms_norm": Kernel(norm_cases, check_norm),
     "qkv_rope": Kernel(qkv_rope_cases, check_qkv_rope),

@@ -114,7 +114,7 @@ def _abstract(value: Any) -> Any:
 logger = logging.getLogger("maxhydra")
 
 # Fields of a capability table that are functions, not capabilities.
-FUNCTION_FIELDS = ("run", "block", "tile_extents", "prefill_write", "split_vocabulary")
+FUNCTION_FIELDS = ("run", "run_pair", "block", "tile_extents", "prefill_write", "split_vocabulary")
 
 
 class UnsupportedError(Exception):

@@ -1,7 +1,7 @@
 """Grouped matmul: consecutive rows of x times the matrix of their group, as MoE experts need it.
 
-`grouped_matmul` is the entry point; BACKENDS is its capability table, fastest first (kernels/dispatch.py). M rows, E
-groups, D inputs, F outputs.
+`grouped_matmul` is the entry point, `grouped_matmul_pair` that of two matmuls with the same rows; BACKENDS is the
+capability table of both, fastest first (kernels/dispatch.py). M rows, E groups, D inputs, F outputs.
 """
 
 import dataclasses
@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from maxhydra.kernels.dispatch import CallSpec, Capability, Operation, UnsupportedError
 from maxhydra.kernels.grouped_matmul import few_rows as few_rows
 from maxhydra.kernels.grouped_matmul import megablox, mosaic, reference, triton
+from maxhydra.kernels.grouped_matmul.tiles import Pair
 from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.tiles import Sizes, with_sizes
 
-__all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "UnsupportedError", "grouped_matmul"]
+__all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "UnsupportedError", "grouped_matmul", "grouped_matmul_pair"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,8 @@ class Backend(Capability[Call]):
     """Capabilities of one backend."""
 
     run: Callable[..., jax.Array]
+    run_pair: Callable[..., Pair] | None = None
+    """Two matmuls with the same rows, whose gradient is a single matmul; None: `run` for each."""
     multiple: int = 1
     """Inputs and outputs must be multiples of this."""
     padded_to: int = 1
@@ -75,6 +78,7 @@ MULTIPLE = 16
 BACKENDS: dict[str, Backend] = {
     "mosaic": Backend(
         run=mosaic.grouped_matmul,
+        run_pair=mosaic.grouped_matmul_pair,
         platforms=("gpu",),
         capabilities=("9.0",),
         dtypes=("bfloat16",),
@@ -119,12 +123,49 @@ def grouped_matmul(
     Over a mesh, each device makes this call with its local shards. sizes: requested tile sizes. place: None is the
     platform that JAX runs on. Rows after the last group, and their gradients, are unspecified.
     """
+    call = _call(x_MD, w_EDF, sizes_E, sizes, place)
+    row = OPERATION.select(backend, call)
+    M, E, D, F = call.rows, call.groups, call.inputs, call.outputs
+    rows, inputs, outputs = row.pad(M, D, F)
+    x_MD, w_EDF = _padded(x_MD, rows, inputs), _padded(w_EDF, E, inputs, outputs)
+    return with_sizes(row.run, sizes)(x_MD, w_EDF, sizes_E)[:M, :F]
+
+
+@OPERATION.record_calls
+def grouped_matmul_pair(
+    x_MD: jax.Array,
+    first_EDF: jax.Array,
+    second_EDF: jax.Array,
+    sizes_E: jax.Array,
+    *,
+    backend: str,
+    sizes: Sizes = (),
+    place: Placement | None = None,
+) -> Pair:
+    """`grouped_matmul` of the same rows with each of two matrices per group, as a gated MLP needs it."""
+    call = _call(x_MD, first_EDF, sizes_E, sizes, place)
+    if second_EDF.shape != first_EDF.shape or second_EDF.dtype != first_EDF.dtype:
+        raise ValueError(f"the matrices differ: {first_EDF.dtype} {first_EDF.shape}, {second_EDF.shape}")
+    row = OPERATION.select(backend, call)
+    M, E, D, F = call.rows, call.groups, call.inputs, call.outputs
+    rows, inputs, outputs = row.pad(M, D, F)
+    x_MD = _padded(x_MD, rows, inputs)
+    w = _padded(first_EDF, E, inputs, outputs), _padded(second_EDF, E, inputs, outputs)
+    if row.run_pair is None:
+        run = with_sizes(row.run, sizes)
+        first_MF, second_MF = (run(x_MD, w_EDF, sizes_E) for w_EDF in w)
+    else:
+        first_MF, second_MF = with_sizes(row.run_pair, sizes)(x_MD, w, sizes_E)
+    return first_MF[:M, :F], second_MF[:M, :F]
+
+
+def _call(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, sizes: Sizes, place: Placement | None) -> Call:
     (M, D), (E, inputs, F) = x_MD.shape, w_EDF.shape
     if inputs != D or sizes_E.shape != (E,) or x_MD.dtype != w_EDF.dtype:
         shapes = f"{x_MD.dtype} {x_MD.shape}, {w_EDF.dtype} {w_EDF.shape}, {sizes_E.shape}"
         raise ValueError(f"rows, matrices and group sizes have incompatible shapes or dtypes: {shapes}")
     place = place or Placement.here()
-    call = Call(
+    return Call(
         platform=place.platform,
         capability=place.capability,
         dtype=x_MD.dtype.name,
@@ -134,10 +175,6 @@ def grouped_matmul(
         inputs=D,
         outputs=F,
     )
-    row = OPERATION.select(backend, call)
-    rows, inputs, outputs = row.pad(M, D, F)
-    x_MD, w_EDF = _padded(x_MD, rows, inputs), _padded(w_EDF, E, inputs, outputs)
-    return with_sizes(row.run, sizes)(x_MD, w_EDF, sizes_E)[:M, :F]
 
 
 def _padded(x: jax.Array, *shape: int) -> jax.Array:

@@ -1,16 +1,19 @@
-"""Shared by the grouped matmul kernels: tables that map tiles of rows to groups, and the gradient.
+"""Shared by the grouped matmul kernels: tables that map tiles of rows to groups, and the gradients.
 
 Two kernels serve the forward pass and both gradients: the gradient of x is another grouped matmul, in which outputs
-play the role of inputs, and that of w sums over the rows of each group.
+play the role of inputs, and that of w sums over the rows of each group. If x is multiplied by two matrices of its
+group, its gradient is a single matmul over the outputs of both.
 
 M rows, E groups, K inputs, N outputs, T tiles.
 """
 
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
+
+Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 def tile_table(sizes_E: jax.Array, M: int, rows: int) -> jax.Array:
@@ -108,3 +111,30 @@ def _backward(kernels: Kernels, residuals: tuple, d_out_MN: jax.Array) -> tuple[
 
 
 grouped_matmul_vjp.defvjp(_forward, _backward)
+
+
+class PairKernels(Kernels, Protocol):
+    """Kernels of which one computes the gradient of rows that are multiplied by two matrices."""
+
+    def matmul_sum(self, x: Pair, w: Pair, sizes_E: jax.Array) -> jax.Array:
+        """[M, N]: the sum of x[0] times w[0] and x[1] times w[1], with x [M, K] and w [E, N, K]."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def grouped_matmul_pair_vjp(kernels: PairKernels, x_MK: jax.Array, w: Pair, sizes_E: jax.Array) -> Pair:
+    """x times each of two matrices [E, K, N]."""
+    first, second = (kernels.matmul(x_MK, w_EKN, sizes_E, transposed=False) for w_EKN in w)
+    return first, second
+
+
+def _pair_forward(kernels: PairKernels, x_MK: jax.Array, w: Pair, sizes_E: jax.Array) -> tuple[Pair, tuple]:
+    return grouped_matmul_pair_vjp(kernels, x_MK, w, sizes_E), (x_MK, w, sizes_E)
+
+
+def _pair_backward(kernels: PairKernels, residuals: tuple, d_out: Pair) -> tuple[jax.Array, Pair, None]:
+    x_MK, w, sizes_E = residuals
+    d_first, d_second = (kernels.weight_grad(x_MK, d_out_MN, sizes_E) for d_out_MN in d_out)
+    return kernels.matmul_sum(d_out, w, sizes_E), (d_first, d_second), None
+
+
+grouped_matmul_pair_vjp.defvjp(_pair_forward, _pair_backward)

@@ -23,14 +23,12 @@ from maxhydra.config.schema import model as config
 from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.sharded_vjp import axes_of
 from maxhydra.layers.context import Context
+from maxhydra.layers.expert_mlp import ExpertsSpec, Weights, apply_experts
 from maxhydra.layers.expert_rows import (
-    ExpertsSpec,
     RoutedTokens,
     RowOrder,
     SharedExpert,
     Tokens,
-    Weights,
-    apply_experts,
     combine,
     dropless,
     rows_of,
@@ -289,7 +287,7 @@ def _send(part: Admitted, mesh: ExpertMesh) -> Finish:
     there = Slices(source_NNE[me], part.sent_NNE[me], target_NEN[:, :, me])
     back = Slices(target_NEN[me].T, part.sent_NNE[:, me], source_NNE[:, me])
     link = Link(mesh.exchanged, mesh.place.platform, slice_rows=M, sent=M * K, received=part.buffer_rows)
-    rows_CD = exchange(rows_of(part.tokens, part.order, spec), there, back, link)
+    rows_CD = exchange(rows_of(part.tokens, part.order, spec, mesh.place), there, back, link)
     sizes_E = jnp.sum(sent_NEN[me], axis=1)
 
     def finish(weights: Weights) -> jax.Array:
@@ -314,7 +312,8 @@ def _return_sums(
     """
     there, back = slices
     out_LD = exchange(out_CD, back, there, link.reversed())
-    return weighted_sum(out_LD, jnp.ones(order.rows_MK.shape) if weights_MK is None else weights_MK, order)
+    ones_MK = jnp.ones(order.rows_MK.shape)
+    return weighted_sum(out_LD, ones_MK if weights_MK is None else weights_MK, order, link.platform)
 
 
 def _return_sums_forward(
@@ -325,7 +324,7 @@ def _return_sums_forward(
 
 def _return_sums_backward(link: Link, saved: Saved, d_MD: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
     out_CD, weights_MK, order, (there, back) = saved
-    d_CD = exchange(d_MD.astype(out_CD.dtype)[order.tokens_R], there, back, link)
+    d_CD = exchange(order.by_row(d_MD.astype(out_CD.dtype), link.platform), there, back, link)
     if weights_MK is None:
         return d_CD, None, None, None
     weights_C1 = exchange(weights_MK.reshape(-1, 1)[order.pairs_R], there, back, link)
@@ -347,8 +346,9 @@ def _gather(part: Admitted, mesh: ExpertMesh) -> Finish:
         E = mesh.local_experts
         local = tokens._replace(ids_MK=tokens.ids_MK - _index(mesh.exchanged) * E)
         order, sizes_E = sort_by_expert(local.ids_MK, E, part.buffer_rows)
-        out_RD = apply_experts(weights, rows_of(local, order, mesh.spec), sizes_E, mesh.spec, mesh.place)
-        out_MD = combine(out_RD, local, order, mesh.spec)
+        rows_RD = rows_of(local, order, mesh.spec, mesh.place)
+        out_RD = apply_experts(weights, rows_RD, sizes_E, mesh.spec, mesh.place)
+        out_MD = combine(out_RD, local, order, mesh.spec, mesh.place)
         if not mesh.exchanged:
             return out_MD
         scattered = out_MD.astype(mesh.spec.compute)

@@ -12,89 +12,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from maxhydra.config.schema import model as config
-from maxhydra.kernels.grouped_matmul import grouped_matmul
+from maxhydra.kernels.grouped_matmul import row_copies
 from maxhydra.kernels.placement import Placement
-from maxhydra.layers.context import KernelChoice, kernel_errors_as_config_errors
-from maxhydra.layers.low_rank import Factors
-from maxhydra.layers.mlp import ACTIVATIONS, apply_activation, gated, limited
-from maxhydra.layers.params import Dtypes, residual_scale
-
-# Multiples of the inputs and outputs that the grouped matmul kernels take, to which the rank of an adapter is padded.
-RANK_MULTIPLES = {"gpu": 16, "tpu": 128}
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertsSpec:
-    """Sizes and options of the experts, resolved from the config."""
-
-    emb_dim: int
-    """Width of inputs and outputs: that of the residual stream, or of its projection."""
-    experts: int
-    dim: int
-    is_gated: bool
-    activation: config.Activation
-    has_bias: bool
-    clamp: float | None
-    clamp_slope: float
-    limit: float | None
-    scales_input: bool
-    kernel: KernelChoice
-    is_fused: bool
-    """Whether a few tokens are decoded by the kernels of grouped_matmul/few_rows.py."""
-    init_scale: float
-    out_scale: float
-    compute: np.dtype
-    parallel: config.ExpertParallel = dataclasses.field(hash=False)
-
-    @classmethod
-    def of(cls, model: config.Model, moe: config.Moe) -> "ExpertsSpec":
-        assert moe.experts is not None
-        return cls(
-            emb_dim=moe.latent_dim or model.emb_dim,
-            experts=moe.experts,
-            dim=moe.dim or model.mlp_dim,
-            is_gated=moe.kind is config.MlpKind.gated,
-            activation=moe.activation,
-            has_bias=moe.bias,
-            clamp=moe.clamp,
-            clamp_slope=moe.clamp_slope,
-            limit=moe.limit,
-            scales_input=moe.router.scaled is config.Scaled.input,
-            kernel=KernelChoice(model.kernels.grouped_matmul.value, model.kernels.sizes("grouped_matmul")),
-            is_fused=model.kernels.fused_linear is config.FusedLinearBackend.auto,
-            init_scale=model.init_scale,
-            out_scale=residual_scale(model),
-            compute=Dtypes.of(model.dtypes).compute,
-            parallel=model.expert_parallel,
-        )
-
-    @property
-    def matrices(self) -> int:
-        """Matrices of an expert."""
-        return 3 if self.is_gated else 2
-
-    def hidden(self, gate: jax.Array | None, up: jax.Array) -> jax.Array:
-        """The input of the down projection: activation(gate) * up, activation(up) or the clamped SwiGLU of GPT-OSS."""
-        if gate is None:
-            return apply_activation(self.activation, up)
-        if self.clamp is None:
-            return gated(self.activation, *limited(gate, up, self.limit))
-        return self.wide_hidden(gate, up).astype(gate.dtype)
-
-    def wide_hidden(self, gate: jax.Array | None, up: jax.Array) -> jax.Array:
-        """`hidden` in float32."""
-        if gate is None:
-            return ACTIVATIONS[self.activation](up.astype(jnp.float32))
-        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-        if self.clamp is None:
-            gate, up = limited(gate, up, self.limit)
-            return ACTIVATIONS[self.activation](gate) * up
-        gate, up = jnp.minimum(gate, self.clamp), jnp.clip(up, -self.clamp, self.clamp)
-        return (up + 1) * gate * jax.nn.sigmoid(self.clamp_slope * gate)
+from maxhydra.layers.expert_mlp import ExpertsSpec, Weights, apply_experts
+from maxhydra.layers.mlp import apply_activation, gated, limited
+from maxhydra.layers.router import ROUTING
 
 
 class RoutedTokens(NamedTuple):
@@ -115,19 +39,6 @@ class Tokens(NamedTuple):
     ids_MK: jax.Array
     """Experts of each token; ids out of range belong to other devices or to padding."""
     weights_MK: jax.Array
-
-
-class Weights(NamedTuple):
-    """Kernels, optional biases and LoRA updates of the experts; those of the gate are None for plain MLPs."""
-
-    gate_EDF: jax.Array | None
-    up_EDF: jax.Array
-    down_EFD: jax.Array
-    gate_EF: jax.Array | None
-    up_EF: jax.Array | None
-    gate_update: Factors | None = None
-    up_update: Factors | None = None
-    down_update: Factors | None = None
 
 
 class SharedExpert(NamedTuple):
@@ -170,6 +81,12 @@ class RowOrder:
     def tokens_R(self) -> jax.Array:
         return self.pairs_R // self.rows_MK.shape[1]
 
+    def by_row(self, x_MD: jax.Array, platform: str) -> jax.Array:
+        """[R, D] the token of each row."""
+        if self.is_complete and row_copies.is_supported(x_MD, self.rows_MK.shape[1], platform):
+            return row_copies.copy_to_rows(x_MD, self.rows_MK)
+        return x_MD[self.tokens_R]
+
     def by_pair(self, values_R: jax.Array) -> jax.Array:
         """[M, K, ...] the values of the rows of each pair; zero for pairs without a row."""
         if self.is_complete:
@@ -183,9 +100,10 @@ def dropless(weights: Weights, tokens: Tokens, spec: ExpertsSpec, place: Placeme
     The weight of a row scales the input of the down projection, so that the backward pass does not need its output.
     """
     order, sizes_E = sort_by_expert(tokens.ids_MK, spec.experts)
-    weights_R = None if spec.scales_input else tokens.weights_MK.reshape(-1)[order.pairs_R]
-    out_RD = apply_experts(weights, rows_of(tokens, order, spec), sizes_E, spec, place, weights_R=weights_R)
-    return _sum_rows(out_RD, order)
+    weights_R = None if spec.scales_input else _by_row(tokens.weights_MK, order)
+    rows_RD = rows_of(tokens, order, spec, place)
+    out_RD = apply_experts(weights, rows_RD, sizes_E, spec, place, weights_R=weights_R)
+    return _sum_rows(out_RD, order, place.platform)
 
 
 def sort_by_expert(ids_MK: jax.Array, experts: int, rows: int | None = None) -> tuple[RowOrder, jax.Array]:
@@ -197,11 +115,14 @@ def sort_by_expert(ids_MK: jax.Array, experts: int, rows: int | None = None) -> 
     ids_R = jnp.where((ids_R >= 0) & (ids_R < experts), ids_R, experts)
     pairs_R = _stable_argsort(ids_R, experts + 1)
     rows_R = jnp.zeros_like(pairs_R).at[pairs_R].set(jnp.arange(pairs_R.size, dtype=pairs_R.dtype), unique_indices=True)
-    sizes_E = jnp.sum(ids_R[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+    # Without the barrier XLA fuses the end of this sum into each of its readers, which take 38 us instead of 3.
+    sizes_E = jax.lax.optimization_barrier(jnp.sum(ids_R[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32))
     if rows is not None:
         pairs_R = jnp.pad(pairs_R, (0, max(0, rows - pairs_R.size)))[:rows]
         rows_R = jnp.where(ids_R < experts, rows_R, rows)
-    return RowOrder(pairs_R, rows_R.reshape(ids_MK.shape), is_complete=rows is None), sizes_E
+    order = RowOrder(pairs_R, rows_R.reshape(ids_MK.shape), is_complete=rows is None)
+    named: tuple[RowOrder, jax.Array] = jax.tree.map(partial(checkpoint_name, name=ROUTING), (order, sizes_E))
+    return named
 
 
 def _stable_argsort(ids_R: jax.Array, bound: int) -> jax.Array:
@@ -213,152 +134,96 @@ def _stable_argsort(ids_R: jax.Array, bound: int) -> jax.Array:
     return jax.lax.sort(keys_R, is_stable=False) % R
 
 
-def rows_of(tokens: Tokens, order: RowOrder, spec: ExpertsSpec) -> jax.Array:
+def rows_of(tokens: Tokens, order: RowOrder, spec: ExpertsSpec, place: Placement) -> jax.Array:
     """[R, D] input of the experts: the token of each row, times its weight if that scales the input."""
-    rows_RD = _repeat(tokens.x_MD, order)
+    rows_RD = _repeat(tokens.x_MD, order, place.platform)
     if not spec.scales_input:
         return rows_RD
-    return (rows_RD * tokens.weights_MK.reshape(-1)[order.pairs_R][:, None]).astype(rows_RD.dtype)
+    return (rows_RD * _by_row(tokens.weights_MK, order)[:, None]).astype(rows_RD.dtype)
 
 
-def apply_experts(
-    weights: Weights,
-    rows_RD: jax.Array,
-    sizes_E: jax.Array,
-    spec: ExpertsSpec,
-    place: Placement,
-    *,
-    weights_R: jax.Array | None = None,
-) -> jax.Array:
-    """[R, D] output of each row's expert, without the down projection's bias. Rows after the last are unspecified.
-
-    `weights_R`: factors of the rows.
-    """
-    matmul = partial(_grouped_matmul, sizes_E=sizes_E, kernel=spec.kernel, place=place)
-    gate_RF = None if weights.gate_EDF is None else matmul(rows_RD, weights.gate_EDF, weights.gate_update)
-    up_RF = matmul(rows_RD, weights.up_EDF, weights.up_update)
-    if weights.up_EF is not None:
-        ends_E, row_R1 = jnp.cumsum(sizes_E), jnp.arange(rows_RD.shape[0])[:, None]
-        is_of_RE = (row_R1 >= ends_E - sizes_E) & (row_R1 < ends_E)
-        if gate_RF is not None and weights.gate_EF is not None:
-            gate_RF = _add_bias(gate_RF, weights.gate_EF, is_of_RE)
-        up_RF = _add_bias(up_RF, weights.up_EF, is_of_RE)
-    gate_RF = None if gate_RF is None else checkpoint_name(gate_RF, "mlp_gate")
-    hidden_RF = spec.hidden(gate_RF, checkpoint_name(up_RF, "mlp_up"))
-    if weights_R is not None:
-        hidden_RF = (hidden_RF * weights_R[:, None]).astype(hidden_RF.dtype)
-    return matmul(hidden_RF, weights.down_EFD, weights.down_update)
-
-
-@jax.custom_vjp
-def _add_bias(x_RF: jax.Array, bias_EF: jax.Array, is_of_RE: jax.Array) -> jax.Array:
-    """Add the bias of each row's expert; zero for rows without one, whose x and gradient are unspecified.
-
-    The gradient is a matmul: XLA would add rows one by one, with atomics that all write to the few rows of the bias.
-    """
-    bias_RF = bias_EF[jnp.argmax(is_of_RE, axis=1)]
-    return jnp.where(jnp.any(is_of_RE, axis=1, keepdims=True), x_RF + bias_RF, 0)
-
-
-def _add_bias_forward(
-    x_RF: jax.Array, bias_EF: jax.Array, is_of_RE: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _add_bias(x_RF, bias_EF, is_of_RE), (bias_EF[:0], is_of_RE)
-
-
-def _add_bias_backward(saved: tuple[jax.Array, jax.Array], d_RF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    empty_bias, is_of_RE = saved
-    d_RF = jnp.where(jnp.any(is_of_RE, axis=1, keepdims=True), d_RF, 0)
-    d_bias_EF = jnp.einsum("RE,RF->EF", is_of_RE.astype(d_RF.dtype), d_RF, preferred_element_type=jnp.float32)
-    return d_RF, d_bias_EF.astype(empty_bias.dtype), None
-
-
-_add_bias.defvjp(_add_bias_forward, _add_bias_backward)
-
-
-def combine(out_RD: jax.Array, tokens: Tokens, order: RowOrder, spec: ExpertsSpec) -> jax.Array:
+def combine(out_RD: jax.Array, tokens: Tokens, order: RowOrder, spec: ExpertsSpec, place: Placement) -> jax.Array:
     """[M, D] in float32: the sum of each token's rows, by weight unless the weight scaled the input."""
     weights_MK = jnp.ones_like(tokens.weights_MK) if spec.scales_input else tokens.weights_MK
-    return weighted_sum(out_RD, weights_MK, order)
-
-
-def _grouped_matmul(
-    x_RD: jax.Array,
-    w_EDF: jax.Array,
-    update: Factors | None,
-    *,
-    sizes_E: jax.Array,
-    kernel: KernelChoice,
-    place: Placement,
-) -> jax.Array:
-    """Rows times the kernel of their expert, plus its LoRA update by two smaller grouped matmuls."""
-    run = partial(grouped_matmul, backend=kernel.backend, place=place)
-    with kernel_errors_as_config_errors():
-        out_RF = run(x_RD, w_EDF, sizes_E, sizes=kernel.sizes)
-        if update is None:
-            return out_RF
-        # Tile sizes are for the kernels of the experts, not for the rank.
-        a_EDr, b_ErF = update.padded(RANK_MULTIPLES.get(place.platform, 1))
-        return out_RF + run(run(x_RD, a_EDr, sizes_E), b_ErF, sizes_E)
+    return weighted_sum(out_RD, weights_MK, order, place.platform)
 
 
 @jax.custom_vjp
-def _repeat(x_MD: jax.Array, order: RowOrder) -> jax.Array:
+def _by_row(weights_MK: jax.Array, order: RowOrder) -> jax.Array:
+    """[R] the weight of each row; the gradient reads the rows of the pairs, where XLA would scatter and add."""
+    return weights_MK.reshape(-1)[order.pairs_R]
+
+
+def _by_row_forward(weights_MK: jax.Array, order: RowOrder) -> tuple[jax.Array, RowOrder]:
+    return _by_row(weights_MK, order), order
+
+
+def _by_row_backward(order: RowOrder, d_R: jax.Array) -> tuple[jax.Array, None]:
+    return order.by_pair(d_R), None
+
+
+_by_row.defvjp(_by_row_forward, _by_row_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _repeat(x_MD: jax.Array, order: RowOrder, platform: str) -> jax.Array:
     """[R, D] the token of each row.
 
     The gradient is a gather and a sum, which is faster than a scatter-add, and deterministic.
     """
-    return x_MD[order.tokens_R]
+    return order.by_row(x_MD, platform)
 
 
-def _repeat_forward(x_MD: jax.Array, order: RowOrder) -> tuple[jax.Array, RowOrder]:
-    return _repeat(x_MD, order), order
+def _repeat_forward(x_MD: jax.Array, order: RowOrder, platform: str) -> tuple[jax.Array, RowOrder]:
+    return _repeat(x_MD, order, platform), order
 
 
-def _repeat_backward(order: RowOrder, d_RD: jax.Array) -> tuple[jax.Array, None]:
+def _repeat_backward(platform: str, order: RowOrder, d_RD: jax.Array) -> tuple[jax.Array, None]:
     return jnp.sum(order.by_pair(d_RD), axis=1, dtype=jnp.float32).astype(d_RD.dtype), None
 
 
 _repeat.defvjp(_repeat_forward, _repeat_backward)
 
 
-@jax.custom_vjp
-def _sum_rows(out_RD: jax.Array, order: RowOrder) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _sum_rows(out_RD: jax.Array, order: RowOrder, platform: str) -> jax.Array:
     """[M, D] in float32: sum over each token's rows."""
     return jnp.sum(order.by_pair(out_RD), axis=1, dtype=jnp.float32)
 
 
-def _sum_rows_forward(out_RD: jax.Array, order: RowOrder) -> tuple[jax.Array, tuple[jax.Array, RowOrder]]:
-    return _sum_rows(out_RD, order), (out_RD[:0], order)
+def _sum_rows_forward(
+    out_RD: jax.Array, order: RowOrder, platform: str
+) -> tuple[jax.Array, tuple[jax.Array, RowOrder]]:
+    return _sum_rows(out_RD, order, platform), (out_RD[:0], order)
 
 
-def _sum_rows_backward(saved: tuple[jax.Array, RowOrder], d_MD: jax.Array) -> tuple[jax.Array, None]:
+def _sum_rows_backward(platform: str, saved: tuple[jax.Array, RowOrder], d_MD: jax.Array) -> tuple[jax.Array, None]:
     # The block adds the output to a stream of this dtype, so the cotangent has no more digits.
     empty_out, order = saved
-    return d_MD.astype(empty_out.dtype)[order.tokens_R], None
+    return order.by_row(d_MD.astype(empty_out.dtype), platform), None
 
 
 _sum_rows.defvjp(_sum_rows_forward, _sum_rows_backward)
 
 
-@jax.custom_vjp
-def weighted_sum(out_RD: jax.Array, weights_MK: jax.Array, order: RowOrder) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def weighted_sum(out_RD: jax.Array, weights_MK: jax.Array, order: RowOrder, platform: str) -> jax.Array:
     """[M, D] in float32: sum over each token's rows. No array of the gradient is larger than the rows."""
     return jnp.einsum("MKD,MK->MD", order.by_pair(out_RD).astype(jnp.float32), weights_MK)
 
 
 def _weighted_sum_forward(
-    out_RD: jax.Array, weights_MK: jax.Array, order: RowOrder
+    out_RD: jax.Array, weights_MK: jax.Array, order: RowOrder, platform: str
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, RowOrder]]:
-    return weighted_sum(out_RD, weights_MK, order), (out_RD, weights_MK, order)
+    return weighted_sum(out_RD, weights_MK, order, platform), (out_RD, weights_MK, order)
 
 
 def _weighted_sum_backward(
-    saved: tuple[jax.Array, jax.Array, RowOrder], d_MD: jax.Array
+    platform: str, saved: tuple[jax.Array, jax.Array, RowOrder], d_MD: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     out_RD, weights_MK, order = saved
     # The block adds the output to a stream of this dtype, so the cotangent has no more digits.
-    d_RD = d_MD.astype(out_RD.dtype)[order.tokens_R]
+    d_RD = order.by_row(d_MD.astype(out_RD.dtype), platform)
     weights_R1 = weights_MK.reshape(-1)[order.pairs_R][:, None]
     d_weights_R = jnp.sum(d_RD.astype(jnp.float32) * out_RD.astype(jnp.float32), axis=1)
     return (d_RD * weights_R1).astype(out_RD.dtype), order.by_pair(d_weights_R), None

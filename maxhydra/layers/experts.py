@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.kernels.grouped_matmul import few_rows
 from maxhydra.layers.context import Context
+from maxhydra.layers.expert_mlp import ExpertsSpec, Weights
 from maxhydra.layers.expert_parallel import ExpertMesh, expert_parallel
-from maxhydra.layers.expert_rows import ExpertsSpec, RoutedTokens, SharedExpert, Tokens, Weights, dropless
+from maxhydra.layers.expert_rows import RoutedTokens, SharedExpert, Tokens, dropless
 from maxhydra.layers.low_rank import Factors, factors_of
 from maxhydra.layers.params import ParamBuilder
 from maxhydra.layers.quant.int4 import Int4
@@ -159,8 +161,11 @@ class Experts(nnx.Module):
             weight_EBC = jnp.zeros(shape).at[index].set(routed.weights_BTK.reshape(B, -1), mode="drop")
             x_EBCD = (x_EBCD * weight_EBC[..., None]).astype(x_EBCD.dtype)
         x_EBCD = ctx.sharder.constrain(x_EBCD, "act_experts", "act_batch", None, "act_embed")
-        gate_EBCF = None if self.gate is None else self._project(self.gate, x_EBCD, ctx)
-        hidden_EBCF = self.spec.hidden(gate_EBCF, self._project(self.up, x_EBCD, ctx))
+        gate_EBCF = None
+        if self.gate is not None:
+            gate_EBCF = checkpoint_name(self._project(self.gate, x_EBCD, ctx), "mlp_gate")
+        up_EBCF = checkpoint_name(self._project(self.up, x_EBCD, ctx), "mlp_up")
+        hidden_EBCF = self.spec.hidden(gate_EBCF, up_EBCF)
         out_EBCD = _batched_matmul(hidden_EBCF, self.down, ctx)
         out_EBCD = ctx.sharder.constrain(out_EBCD, "act_experts", "act_batch", None, "act_embed")
         out_BTKD = out_EBCD[ids_BR, rows_B1, jnp.minimum(slots_BR, C - 1)].reshape(B, T, -1, D)

@@ -48,6 +48,7 @@ from maxhydra.layers.engram import EngramSpec
 from maxhydra.layers.hyper_connections import HyperSpec
 from maxhydra.layers.interfaces import MixerOutput
 from maxhydra.layers.qk_clip import HEAD_LOGITS
+from maxhydra.layers.router import ROUTING
 from maxhydra.layers.short_convolution import ConvolutionSpec
 from maxhydra.layers.ssm import SsmSpec
 from maxhydra.layers.statistics import LAYER, activation_statistics
@@ -334,9 +335,10 @@ class Remat:
             return policies.nothing_saveable
         if self.policy is config.RematPolicy.minimal:
             # The projections; matmuls with a batch dimension are attention's, which grow with the square of the length.
-            exchanged = policies.save_only_these_names(EXCHANGE_NAME)
+            # Those of experts are kernels or other primitives, and so have names.
+            named = policies.save_only_these_names(EXCHANGE_NAME, ROUTING, "mlp_gate", "mlp_up")
             matmuls = policies.dots_with_no_batch_dims_saveable
-            return _with_fused_attention(policies.save_from_both_policies(matmuls, exchanged))
+            return _with_fused_attention(policies.save_from_both_policies(matmuls, named))
         named = policies.save_only_these_names(*self.save)
         if self.offload:
             named = policies.save_and_offload_only_these_names(

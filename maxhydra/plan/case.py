@@ -139,7 +139,6 @@ class Subject:
             layers=layers,
             mixing=mixing,
             head=2.0 * config.emb_dim * config.vocab_size * (1 + len(self.spec.mtp)),
-            routed=sum(moe.forward_flops() for moe in self.experts),
         )
 
 
@@ -152,8 +151,6 @@ class ForwardFlops:
     mixing: float
     """Attention and other mixing of tokens."""
     head: float
-    routed: float
-    """Experts and routers, part of `layers`."""
 
 
 def _projection_flops(kind: BlockSpec) -> float:

@@ -22,7 +22,9 @@ STATE = ("weights", "optimizer", "outer", "batch")
 POINTS = {
     "in the gather of the weights": ("cast_weights", "tables"),
     "at the loss": ("cast_weights", "gradients", "activations", "logits", "loss"),
-    "in the backward pass": ("cast_weights", "gradients", "activations", "logits", "layer", "gathered"),
+    "in the backward pass": (
+        *("cast_weights", "gradients", "separate_gradients", "activations", "logits", "layer", "gathered"),
+    ),
 }
 # Bytes of the five int32 and float32 columns of a batch.
 COLUMN_BYTES = 20
@@ -38,6 +40,8 @@ class Memory:
     """The copy of the layers' matrices in the compute dtype."""
     gradients: float
     """Gradients of the layers, which the backward loop fills, and the sums of accumulated microbatches."""
+    separate_gradients: float
+    """Gradients of unrolled layers, each of which exists from its layer's backward pass on."""
     activations: float
     """Saved for the backward pass by all layers."""
     layer: float
@@ -91,7 +95,8 @@ def memory(case: Case) -> Memory:
         weights=0.0 if case.config.optimizer.offload_weights else _weight_bytes(case),
         optimizer=0.0 if case.config.optimizer.offload else _moment_bytes(case),
         cast_weights=_cast_bytes(case),
-        gradients=accumulators + _gradient_bytes(case),
+        gradients=accumulators + (0.0 if _is_unrolled(case) else _gradient_bytes(case)),
+        separate_gradients=_gradient_bytes(case) if _is_unrolled(case) else 0.0,
         activations=case.ticks * sum(count * case.saved_bytes(kind) for kind, count in case.subject.kinds),
         layer=in_work * (layer - rows + _gathered_stream_bytes(case)) + rows,
         gathered=in_work * gathered + gradient,
@@ -103,6 +108,12 @@ def memory(case: Case) -> Memory:
         outer=_trained_bytes(case) + outer_bytes(case) if case.mesh[REPLICA] > 1 else 0.0,
         host=host_bytes(case, moments=1, weights=1),
     )
+
+
+def _is_unrolled(case: Case) -> bool:
+    """Whether one device runs the layers without a loop, whose gradients it would store in one array."""
+    spec, platform = case.subject.spec, case.config.hardware.platform.value
+    return case.devices == 1 and case.grad_accum == 1 and spec.unroll_on(platform, 1) == spec.repetitions
 
 
 def _layers_in_work(case: Case) -> float:

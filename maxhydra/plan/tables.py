@@ -15,6 +15,7 @@ PARTS = {
     "outer": "shared weights and outer momentum",
     "cast_weights": "weights in the compute dtype",
     "gradients": "gradients of the layers",
+    "separate_gradients": "gradients of unrolled layers",
     "activations": "saved activations",
     "layer": "activations of layers in work",
     "gathered": "gathered weights of layers in work",

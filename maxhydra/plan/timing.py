@@ -159,14 +159,11 @@ class _Again:
 
 
 def _recomputed(case: Case) -> _Again:
-    """What a remat policy recomputes: full all but the last projection of a layer, minimal only routed matmuls."""
+    """The parts that a remat policy recomputes: full all but the last projection of a layer, minimal none."""
     policy, saved = case.remat.policy, set(case.remat.save) | set(case.remat.offload)
-    if policy is RematPolicy.none:
+    if policy in (RematPolicy.none, RematPolicy.minimal):
         return _Again(0.0, 0.0)
-    spec, flops = case.subject.kinds[-1][0], case.subject.forward_flops
-    if policy is RematPolicy.minimal:
-        # Grouped matmuls are not among the matmuls that the policy saves.
-        return _Again(2 / 3 * flops.routed / flops.layers, 0.0)
+    spec = case.subject.kinds[-1][0]
     mlp_share = spec.feed_forward.forward_flops() / max(spec.forward_flops(case.seq_len), 1.0)
     last = mlp_share / 3
     if policy is RematPolicy.full:

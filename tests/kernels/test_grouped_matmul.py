@@ -12,9 +12,18 @@ import pytest
 
 import maxhydra.kernels.grouped_matmul as package
 from maxhydra.kernels.dispatch import Operation
-from maxhydra.kernels.grouped_matmul import BACKENDS, OPERATION, Call, UnsupportedError, megablox, mosaic, triton
+from maxhydra.kernels.grouped_matmul import (
+    BACKENDS,
+    OPERATION,
+    Call,
+    UnsupportedError,
+    megablox,
+    mosaic,
+    row_copies,
+    triton,
+)
 from maxhydra.kernels.grouped_matmul.mosaic import KernelParams
-from maxhydra.kernels.grouped_matmul.tiles import grouped_matmul_vjp, schedule
+from maxhydra.kernels.grouped_matmul.tiles import grouped_matmul_pair_vjp, grouped_matmul_vjp, schedule
 from tests.support.hopper import run
 
 TILE = triton.Tile(rows=16, columns=16, contracted=16, warps=4, stages=1, band=3)
@@ -166,3 +175,57 @@ def test_the_hopper_kernels_equal_numpy(sizes: list[int]) -> None:
     expected = numpy_grouped_matmul(*(np.asarray(array, np.float64) for array in (x, w, d_out)), sizes)
     for got, want in zip(run(gradients, x, w, d_out, jnp.asarray(sizes)), expected, strict=True):
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-2, atol=1e-2 * np.abs(want).max())
+
+
+@pytest.mark.slow
+def test_the_hopper_kernel_of_two_matmuls_equals_numpy() -> None:
+    """Outputs, the gradients of both matrices, and that of the rows, which one kernel sums over both."""
+    rng = np.random.default_rng(0)
+    shapes = ((192, 128), (4, 128, 192), (4, 128, 192), (192, 192), (192, 192))
+    x, *arrays = (jnp.asarray(rng.normal(size=shape), "bfloat16") for shape in shapes)
+    w, d_out, sizes = tuple(arrays[:2]), tuple(arrays[2:]), [3, 130, 0, 59]
+    kernels = mosaic.Kernels(KernelParams(columns=128, stages=2, band=16, processors=4))
+
+    def gradients(x: jax.Array, w: tuple, sizes: jax.Array, d_out: tuple) -> tuple:
+        out, pull_back = jax.vjp(lambda x, w: grouped_matmul_pair_vjp(kernels, x, w, sizes), x, w)
+        return out, *pull_back(d_out)
+
+    (out, d_x, d_w) = run(gradients, x, w, jnp.asarray(sizes), d_out)
+    expected = [
+        numpy_grouped_matmul(*(np.asarray(array, np.float64) for array in (x, *each)), sizes)
+        for each in zip(w, d_out, strict=True)
+    ]
+    found = (*out, d_x, *d_w)
+    summed = (*(each[0] for each in expected), expected[0][1] + expected[1][1], *(each[2] for each in expected))
+    for got, want in zip(found, summed, strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-2, atol=1e-2 * np.abs(want).max())
+
+
+def test_two_matmuls_are_those_of_each_matrix() -> None:
+    """Values and gradients on this machine's backend."""
+    rng = np.random.default_rng(0)
+    x, w, other = (jnp.asarray(rng.normal(size=shape), "float32") for shape in ((10, 4), (3, 4, 6), (3, 4, 6)))
+    sizes, towards = jnp.asarray([3, 0, 7]), jnp.asarray(rng.normal(size=(2, 10, 6)), "float32")
+
+    def loss(matmuls: Callable[..., tuple], *arrays: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.stack(matmuls(*arrays)) * towards)
+
+    def each(x: jax.Array, *matrices: jax.Array) -> tuple:
+        return tuple(package.grouped_matmul(x, w, sizes, backend="reference") for w in matrices)
+
+    def pair(x: jax.Array, *matrices: jax.Array) -> tuple:
+        return package.grouped_matmul_pair(x, *matrices, sizes, backend="auto")
+
+    found, expected = (jax.value_and_grad(lambda *a, f=f: loss(f, *a), (0, 1, 2))(x, w, other) for f in (pair, each))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+    with pytest.raises(ValueError, match="the matrices differ"):
+        package.grouped_matmul_pair(x, w, other[:, :, :3], sizes, backend="auto")
+
+
+@pytest.mark.parametrize("dim", [64, 4288])
+def test_every_token_is_copied_to_its_rows(dim: int) -> None:
+    """Rows of one piece and of several."""
+    x = jax.random.normal(jax.random.key(0), (6, dim), "bfloat16")
+    rows = jax.random.permutation(jax.random.key(1), 12).reshape(6, 2)
+    expected = jnp.zeros((12, dim), "bfloat16").at[rows].set(x[:, None])
+    np.testing.assert_array_equal(row_copies.copy_to_rows(x, rows, interpret=True), expected)

@@ -11,11 +11,11 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.hardware import AXES, RULES, Mesh
-from maxhydra.layers import Context
+from maxhydra.layers import Context, router
 from maxhydra.layers import expert_parallel as subject
-from maxhydra.layers import moe as moe_layer
 from maxhydra.layers.context import KernelChoice
-from maxhydra.layers.expert_rows import RoutedTokens, Weights
+from maxhydra.layers.expert_mlp import Weights
+from maxhydra.layers.expert_rows import RoutedTokens
 from maxhydra.measure import hlo
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.sharding.mesh import AXIS_TYPES
@@ -108,7 +108,7 @@ def test_the_shared_expert_is_summed_with_the_others():
 
 
 def test_every_device_sorts_the_scores_of_its_own_tokens(monkeypatch):
-    monkeypatch.setattr(moe_layer, "MOST_PAIRS", 0)
+    monkeypatch.setattr(router, "MOST_PAIRS", 0)
     mixture, sharder = Mixture(PLAIN), sharder_of({"fsdp": 8})
     run = jax.jit(lambda weights, x: mixture(weights, x, sharder=sharder).out_BTD)
     x = jax.device_put(mixture.inputs(BATCH, LENGTH), sharder.sharding(("act_batch", None, None)))

@@ -212,13 +212,28 @@ def test_remat_saves_the_residuals_of_its_policy(remat, saved, capsys):
         assert not any(f",{LENGTH},4,4]" in line or f",{LENGTH},24]" in line for line in residuals)
 
 
+def test_minimal_recomputes_neither_the_matmuls_of_experts_nor_their_choice():
+    """By the operations of a training step: custom names recompute gate and up, full the order of the rows too."""
+    policies = {**REMATS, "routing": {"policy": config.RematPolicy.custom, "save": ["routing"]}}
+    kind = config.Kind(feed_forward=config.FeedForward.moe, moe=config.Moe(experts=4, top_k=2))
+    found = {}
+    for name in ("minimal", "routing", "full"):
+        model = make(num_layers=1, kinds={"layer": kind}, remat=config.Remat(**policies[name]))
+        program = jax.make_jaxpr(jax.grad(lambda p, model=model: logits_of(model, p, tokens(), make_context()).sum()))
+        primitives = [equation.primitive.name for equation in equations(program(model.shapes).jaxpr)]
+        found[name] = [primitives.count("ragged_dot_general"), primitives.count("sort")]
+    assert np.subtract(found["routing"], found["minimal"]).tolist() == [2, 0]
+    assert np.subtract(found["full"], found["minimal"]).tolist() == [2, 1]
+    assert found["minimal"][1] == 1
+
+
 def equations(jaxpr: jax.extend.core.Jaxpr) -> Iterator[jax.extend.core.JaxprEqn]:
     """All equations of a program and of those that it calls."""
     for equation in jaxpr.eqns:
         yield equation
         for value in equation.params.values():
-            if isinstance(value, jax.extend.core.ClosedJaxpr):
-                yield from equations(value.jaxpr)
+            if isinstance(value, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr):
+                yield from equations(getattr(value, "jaxpr", value))
 
 
 def test_matrices_are_cast_to_the_compute_dtype_and_norms_are_not():

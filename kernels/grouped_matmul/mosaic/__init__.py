@@ -9,7 +9,7 @@ import dataclasses
 
 import jax
 
-from maxhydra.kernels.grouped_matmul.tiles import grouped_matmul_vjp
+from maxhydra.kernels.grouped_matmul.tiles import Pair, grouped_matmul_pair_vjp, grouped_matmul_vjp
 from maxhydra.kernels.placement import num_multiprocessors
 
 # Rows, inputs and outputs must be multiples of this. A tile may extend beyond the end of an array: copies read zeros
@@ -56,6 +56,11 @@ class Kernels:
 
         return matmul(self.params, x_MK, w, sizes_E, transposed=transposed)
 
+    def matmul_sum(self, x: Pair, w: Pair, sizes_E: jax.Array) -> jax.Array:
+        from maxhydra.kernels.grouped_matmul.mosaic.forward import matmul_sum  # noqa: PLC0415
+
+        return matmul_sum(self.params, x, w, sizes_E)
+
     def weight_grad(self, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
         from maxhydra.kernels.grouped_matmul.mosaic.weight_grad import weight_grad  # noqa: PLC0415
 
@@ -69,5 +74,13 @@ def grouped_matmul(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax
     have to be written in parts; bands of 8 or 32 tiles; multicast copies for clusters of two programs; staggered
     warpgroups.
     """
-    params = KernelParams(columns=256, stages=3, band=16, processors=num_multiprocessors())
-    return grouped_matmul_vjp(Kernels(params), x_MK, w_EKN, sizes_E)
+    return grouped_matmul_vjp(_kernels(), x_MK, w_EKN, sizes_E)
+
+
+def grouped_matmul_pair(x_MK: jax.Array, w: Pair, sizes_E: jax.Array) -> Pair:
+    """x times each of two matrices; the gradient of x is a single matmul."""
+    return grouped_matmul_pair_vjp(_kernels(), x_MK, w, sizes_E)
+
+
+def _kernels() -> Kernels:
+    return Kernels(KernelParams(columns=256, stages=3, band=16, processors=num_multiprocessors()))

@@ -101,15 +101,23 @@ class Program(abc.ABC):
             plgpu.wait_smem_to_gmem(0)
 
     def for_each_tile(self, visit: Callable[[Any, Any, Any], None]) -> None:
-        """Call act(location, number of steps, steps before it) for every tile of this program."""
+        """Call visit(location, number of steps, steps before it) for every tile of this program.
+
+        Every program has a tile of each round. They are in reverse order in every other round: where tiles are sorted
+        by their number of steps, the program with the longest tile of a round has the shortest of the next.
+        """
         program, programs = jax.lax.axis_index("program"), jnp.int32(self.params.processors)
 
+        def place(i: Any) -> Any:
+            return jnp.where(jax.lax.rem(i, 2) == 0, program, programs - 1 - program)
+
         def step(i: Any, n: Any) -> Any:
-            position, steps = self.position(program + i * programs)
+            position, steps = self.position(i * programs + place(i))
             visit(position, steps, n)
             return n + steps
 
-        jax.lax.fori_loop(0, jax.lax.div(self.count - program + programs - 1, programs), step, jnp.int32(0))
+        rounds, rest = jax.lax.div(self.count, programs), jax.lax.rem(self.count, programs)
+        jax.lax.fori_loop(0, rounds + (place(rounds) < rest).astype(jnp.int32), step, jnp.int32(0))
 
     def load_all(self, position: Any, steps: Any, n: Any) -> None:
         def step(k: Any, _: Any) -> None:

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.grouped_matmul.mosaic import KernelParams
 from maxhydra.kernels.grouped_matmul.mosaic.common import ALIGN, TILE, WIDTH, Memory, Program, launch
-from maxhydra.kernels.grouped_matmul.tiles import schedule
+from maxhydra.kernels.grouped_matmul.tiles import Pair, schedule
 from maxhydra.kernels.mosaic import ROWS, WORKERS
 
 
@@ -20,26 +20,38 @@ class Refs(NamedTuple):
     """Group, first row of the tile, first row of the group, its end, index of the column tile."""
     num_tiles: Any
     """The number of tiles in use."""
-    x_MK: Any
-    w: Any
-    """[E, K, N], or [E, N, K]."""
+    x_MK: tuple[Any, ...]
+    w: tuple[Any, ...]
+    """[E, K, N], or [E, N, K]. The result is the sum of x[i] times w[i]."""
 
 
 @partial(jax.jit, static_argnames=("params", "transposed"))
 def matmul(params: KernelParams, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, transposed: bool) -> jax.Array:
     """x times w [E, K, N], or [E, N, K] if transposed."""
-    M, N = x_MK.shape[0], w.shape[1] if transposed else w.shape[2]
+    return _launch_matmul(params, (x_MK,), (w,), sizes_E, transposed=transposed)
+
+
+@partial(jax.jit, static_argnames=("params",))
+def matmul_sum(params: KernelParams, x: Pair, w: Pair, sizes_E: jax.Array) -> jax.Array:
+    """x[0] [M, K] times w[0] [E, N, K], plus x[1] times w[1], added in the accumulator."""
+    return _launch_matmul(params, x, w, sizes_E, transposed=True)
+
+
+def _launch_matmul(
+    params: KernelParams, x: tuple[jax.Array, ...], w: tuple[jax.Array, ...], sizes_E: jax.Array, *, transposed: bool
+) -> jax.Array:
+    M, N = x[0].shape[0], w[0].shape[1] if transposed else w[0].shape[2]
     params = params.fitted(N)
     right = (params.columns, WIDTH) if transposed else (WIDTH, params.columns)
-    memory = Memory.of(params, (ROWS, WIDTH), right, dtype=x_MK.dtype)
+    memory = Memory.of(params, (ROWS, WIDTH), right, dtype=x[0].dtype)
     # Rows of no group form an extra group without steps.
     sizes_G = jnp.append(sizes_E, M - jnp.sum(sizes_E))
     tiles, num_tiles = schedule(
         sizes_G, M, rows=TILE, columns=pl.cdiv(N, params.columns), align=ALIGN, band=params.band
     )
-    out = jax.ShapeDtypeStruct((M, N), x_MK.dtype)
+    out = jax.ShapeDtypeStruct((M, N), x[0].dtype)
     kind = _TransposedMatmul if transposed else _Matmul
-    return launch(kind, params, memory, out, Refs(tiles, num_tiles, x_MK, w), name=kind.name, copies=WORKERS + 1)
+    return launch(kind, params, memory, out, Refs(tiles, num_tiles, x, w), name=kind.name, copies=WORKERS + 1)
 
 
 class _Position(NamedTuple):
@@ -63,21 +75,35 @@ class _Matmul(Program):
 
     def position(self, number: Any) -> tuple[_Position, Any]:
         group, row, first, end, column = (self.refs.tiles[number, i] for i in range(5))
-        steps = jnp.where(group < self.refs.w.shape[0], jnp.int32(self.refs.x_MK.shape[1] // WIDTH), 0)
+        steps = jnp.where(group < self.refs.w[0].shape[0], jnp.int32(len(self.refs.w) * self.steps), 0)
         return _Position(group, pl.multiple_of(row, ALIGN), first, end, column * self.params.columns), steps
 
+    @property
+    def steps(self) -> int:
+        """Steps of one x."""
+        return int(self.refs.x_MK[0].shape[1]) // WIDTH
+
     def load(self, position: _Position, k: Any, slot: Any) -> None:
-        inputs, ready = pl.ds(k * WIDTH, WIDTH), self.barriers.ready.at[slot]
+        operands = list(zip(self.refs.x_MK, self.refs.w, strict=True))
+        if len(operands) == 1:
+            self.load_step(operands[0], position, k, slot)
+            return
+        for number, pair in enumerate(operands):
+            step = k - number * self.steps
+            pl.when((step >= 0) & (step < self.steps))(partial(self.load_step, pair, position, step, slot))
+
+    def load_step(self, operands: tuple[Any, Any], position: _Position, k: Any, slot: Any) -> None:
+        (x_ref, w_ref), inputs, ready = operands, pl.ds(k * WIDTH, WIDTH), self.barriers.ready.at[slot]
         for worker in range(WORKERS):
-            rows = self.refs.x_MK.at[pl.ds(position.row + worker * ROWS, ROWS), inputs]
+            rows = x_ref.at[pl.ds(position.row + worker * ROWS, ROWS), inputs]
             plgpu.copy_gmem_to_smem(rows, self.memory.lhs.at[slot, worker], ready)
-        plgpu.copy_gmem_to_smem(self.right(position, inputs), self.memory.rhs.at[slot], ready)
+        plgpu.copy_gmem_to_smem(self.right(w_ref, position, inputs), self.memory.rhs.at[slot], ready)
 
     def columns(self, position: _Position) -> Any:
         return pl.ds(position.column, self.params.columns)
 
-    def right(self, position: _Position, inputs: Any) -> Any:
-        return self.refs.w.at[position.group, inputs, self.columns(position)]
+    def right(self, w_ref: Any, position: _Position, inputs: Any) -> Any:
+        return w_ref.at[position.group, inputs, self.columns(position)]
 
     def multiply(self, sums_ref: Any, worker: Any, slot: Any) -> None:
         plgpu.wgmma(sums_ref, self.memory.lhs.at[slot, worker], self.memory.rhs.at[slot])
@@ -116,8 +142,8 @@ class _TransposedMatmul(_Matmul):
 
     name: ClassVar[str] = "grouped_matmul_transposed"
 
-    def right(self, position: _Position, inputs: Any) -> Any:
-        return self.refs.w.at[position.group, self.columns(position), inputs]
+    def right(self, w_ref: Any, position: _Position, inputs: Any) -> Any:
+        return w_ref.at[position.group, self.columns(position), inputs]
 
     def multiply(self, sums_ref: Any, worker: Any, slot: Any) -> None:
         plgpu.wgmma(sums_ref, self.memory.lhs.at[slot, worker], self.memory.rhs.at[slot].transpose((1, 0)))

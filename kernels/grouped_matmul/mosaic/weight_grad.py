@@ -21,7 +21,7 @@ from maxhydra.kernels.mosaic import ROWS, WORKERS
 
 class Refs(NamedTuple):
     spans: Any
-    """First row and number of steps of each group."""
+    """Group, its first row and number of steps; the longest group first."""
     x_MK: Any
     edges: Any
     """First and last step of each group."""
@@ -34,7 +34,10 @@ def weight_grad(params: KernelParams, x_MK: jax.Array, d_out_MN: jax.Array, size
     K, N, dtype = x_MK.shape[1], d_out_MN.shape[1], x_MK.dtype
     params = params.fitted(N)
     memory = Memory.of(params, (WIDTH, ROWS), (WIDTH, params.columns), dtype=dtype)
-    table = jnp.stack(spans(sizes_E, WIDTH, ALIGN), axis=1)
+    first_E, steps_E = spans(sizes_E, WIDTH, ALIGN)
+    # A program has about 50 tiles of different groups, and the slowest one determines the time.
+    order_E = jnp.argsort(-steps_E).astype(jnp.int32)
+    table = jnp.stack([order_E, first_E[order_E], steps_E[order_E]], axis=1)
     refs = Refs(table, x_MK, edges(x_MK, sizes_E, WIDTH, ALIGN), d_out_MN)
     out = jax.ShapeDtypeStruct((len(sizes_E), K, N), dtype)
     return launch(
@@ -69,11 +72,11 @@ class _WeightGrad(Program):
 
     def position(self, number: Any) -> tuple[_Position, Any]:
         down, across = self.sizes
-        group, number = jax.lax.div(number, jnp.int32(down * across)), jax.lax.rem(number, jnp.int32(down * across))
+        rank, number = jax.lax.div(number, jnp.int32(down * across)), jax.lax.rem(number, jnp.int32(down * across))
         row, column = tile_position(number, down, across, self.params.band)
-        first, steps = pl.multiple_of(self.refs.spans[group, 0], ALIGN), self.refs.spans[group, 1]
+        group, first, steps = (self.refs.spans[rank, i] for i in range(3))
         columns = pl.ds(column * self.params.columns, self.params.columns)
-        return _Position(group, first, steps, row * TILE, columns), steps
+        return _Position(group, pl.multiple_of(first, ALIGN), steps, row * TILE, columns), steps
 
     def load(self, position: _Position, k: Any, slot: Any) -> None:
         refs, ready = self.refs, self.barriers.ready.at[slot]

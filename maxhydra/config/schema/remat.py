@@ -6,7 +6,7 @@ from enum import Enum
 from maxhydra.config.declare import Schema, option, schema
 from maxhydra.config.errors import Problem, did_you_mean
 
-ACTIVATIONS = ("query", "key", "value", "context", "attention_out", "mlp_gate", "mlp_up", "mlp_out")
+ACTIVATIONS = ("query", "key", "value", "context", "attention_out", "mlp_gate", "mlp_up", "mlp_out", "routing")
 
 
 class RematPolicy(Enum):
@@ -22,11 +22,13 @@ class Remat(Schema):
     """Rematerialization: which activations are saved for the backward pass, and which are recomputed."""
 
     policy: RematPolicy = RematPolicy.none
-    """none saves all activations, full only layer inputs, minimal also matmul and attention outputs, custom those named
-    in save and offload. auto: the first of none, minimal and full that fits in device memory by the estimate of
-    task=plan (dpo, reward_model, grpo, distill: minimal or full); minimal if the memory is unknown."""
+    """none saves all activations, full only layer inputs, minimal also matmul and attention outputs and the router's
+    decisions, custom those named in save and offload. auto: the first of none, minimal and full that fits in device
+    memory by the estimate of task=plan (dpo, reward_model, grpo, distill: minimal or full); minimal if the memory is
+    unknown."""
     save: list[str] = option([])
-    """custom: activations saved on the device: query, key, value, context, attention_out, mlp_gate, mlp_up, mlp_out."""
+    """custom: activations saved on the device: query, key, value, context, attention_out, mlp_gate, mlp_up, mlp_out,
+    routing (logits of the router, experts of each token and their order)."""
     offload: list[str] = option([])
     """custom: activations offloaded to host memory."""
 
