@@ -25,10 +25,10 @@ from maxhydra.convert.hf import hf_source
 from maxhydra.convert.load import load_weights
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode import draft_policy
-from maxhydra.decode.adapters import AdapterError, AdapterLimits, AdapterReader, AdapterTable
+from maxhydra.decode.adapters import AdapterLimits, AdapterReader, AdapterTable
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.openai_server import Access, AdapterRoutes, Limits, ServerDefaults, Service, listen, serve
-from maxhydra.decode.request import Completion, Request, UnknownAdapterError
+from maxhydra.decode.request import AdapterError, Completion, Request, UnknownAdapterError
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh

@@ -24,7 +24,22 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.config.options import model_option
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.health import Profile
-from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, listen, parser_process, serve
+from maxhydra.decode.openai_server import (
+    Access,
+    AdapterRoutes,
+    Backend,
+    EncoderSettings,
+    HttpSettings,
+    Limits,
+    LocalClient,
+    ProcessManager,
+    ServerDefaults,
+    Service,
+    ServiceSettings,
+    listen,
+    parser_process,
+    serve,
+)
 from maxhydra.decode.openai_server.http11 import HttpError
 from maxhydra.decode.openai_server.request_schema import parse
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder
@@ -45,35 +60,43 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 class RunningServer:
-    """A server in a thread, with clients."""
+    """A server in a thread, with clients. `processes`: of HTTP; 0: it runs in the thread."""
 
     def __init__(
         self,
         engine: FakeEngine,
         prompts: PromptEncoder,
         *,
-        key: str | None,
-        max_sequences: int,
-        limits: Limits,
-        **more: Any,
+        key: str | None = None,
+        max_sequences: int = 200,
+        processes: int = 0,
+        adapters: AdapterRoutes | None = None,
+        defaults: ServerDefaults | None = None,
+        **limits: Any,
     ):
         self.engine, self.listener = engine, listen("127.0.0.1", 0)
         self.port = self.listener.getsockname()[1]
-        defaults = ServerDefaults("tiny", Sampling(max_tokens=4), 8, 320, engine.max_context)  # type: ignore[call-arg]
-        self._ready = threading.Event()
+        self.profiler = Profiler(Profile(), Path("outputs/it"))
+        backend = Backend(engine, adapters=adapters, profiler=self.profiler)  # type: ignore[arg-type]
+        defaults = defaults or ServerDefaults("tiny", Sampling(max_tokens=4), 8, 320, engine.max_context)  # type: ignore[call-arg]
+        service = ServiceSettings(
+            defaults, Access(key, is_local=True), max_sequences, seed=0, has_live_adapters=adapters is not None
+        )
+        settings = HttpSettings(EncoderSettings.of(prompts), service, Limits(**{**LIMITS, **limits}))
+        ready = threading.Event()
+        self.manager = ProcessManager(processes, self.listener, settings) if processes else None
+        self.service: Service
 
         async def main() -> None:
             self.loop, self.stop = asyncio.get_running_loop(), asyncio.Event()
-            access = Access(key, is_local=True)
-            self.profiler = Profiler(Profile(), Path("outputs/it"))
-            options = {"access": access, "max_sequences": max_sequences, "seed": 0, "profiler": self.profiler, **more}
-            self.service = Service(engine, prompts, defaults, **options)  # type: ignore[arg-type]
-            self._ready.set()
-            await serve(self.listener, self.service, limits, stop=self.stop)
+            if self.manager:
+                return await self.manager.run(backend, stop=self.stop, on_serving=ready.set)
+            self.service = Service(LocalClient(backend), prompts, settings.service)
+            await serve(self.listener, self.service, settings.limits, stop=self.stop, on_serving=ready.set)
 
         self.thread = threading.Thread(target=lambda: asyncio.run(main()))
         self.thread.start()
-        self._ready.wait()
+        assert ready.wait(240)
 
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=240)
@@ -107,7 +130,7 @@ class RunningServer:
         self.loop.call_soon_threadsafe(self.stop.set)
         self.thread.join(240)
         assert not self.thread.is_alive()
-        self.service.close()
+        (self.manager or self.service).close()
         self.engine.close()
 
 
@@ -133,26 +156,17 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
 
 
 @contextlib.contextmanager
-def running(
-    prompts: PromptEncoder,
-    *,
-    key: str | None = None,
-    max_sequences: int = 200,
-    seconds: float = 0.0,
-    slots: int = 8,
-    **limits: Any,
-) -> Iterator[RunningServer]:
-    engine = FakeEngine(slots=slots, seconds=seconds)
-    server = RunningServer(engine, prompts, key=key, max_sequences=max_sequences, limits=Limits(**{**LIMITS, **limits}))
+def running(prompts: PromptEncoder, *, seconds: float = 0.0, slots: int = 8, **options: Any) -> Iterator[RunningServer]:
+    server = RunningServer(FakeEngine(slots=slots, seconds=seconds), prompts, **options)
     try:
         yield server
     finally:
         server.end()
 
 
-@pytest.fixture(scope="module")
-def server(prompts: PromptEncoder) -> Iterator[RunningServer]:
-    with running(prompts) as server:
+@pytest.fixture(scope="module", params=[0, 2], ids=["in_process", "processes"])
+def server(prompts: PromptEncoder, request: pytest.FixtureRequest) -> Iterator[RunningServer]:
+    with running(prompts, processes=request.param) as server:
         yield server
 
 
@@ -714,7 +728,7 @@ def test_a_disconnected_client_frees_its_slots(prompts: PromptEncoder, stream: b
 
 def test_shutdown_drains_requests_and_cancels_slow_ones(prompts: PromptEncoder) -> None:
     engine = FakeEngine(seconds=0.5)
-    server = RunningServer(engine, prompts, key=None, max_sequences=9, limits=Limits(**{**LIMITS, "drain": 2.0}))
+    server = RunningServer(engine, prompts, max_sequences=9, drain=2.0)
     make = server.client().completions.create
     with ThreadPoolExecutor(2) as pool:
         short, long = (pool.submit(make, model="tiny", prompt="a", max_tokens=n) for n in (8, 450))
