@@ -7,6 +7,7 @@ shares with the others. It ends when the engine's process does.
 import asyncio
 import dataclasses
 import itertools
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -139,6 +140,8 @@ def run_http_process(pipe: socket.socket, listener: socket.socket, settings: Htt
     exit_with_parent()
     # The devices belong to the engine's process.
     jax.config.update("jax_platforms", "cpu")
+    # asyncio warns of every write to a client that has disconnected.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     asyncio.run(_run(pipe, listener, settings, counters))
     # Threads may still wait for results of requests that were cancelled.
     os._exit(0)

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,14 +47,13 @@ CHUNK = 2**20
 THREADS = 4
 # Time for a process to exit after its last connection is closed.
 EXIT_SECONDS = 5.0
-POLL_SECONDS = 0.1
 
 
 class Link:
     """The socket to one process, and its sequences."""
 
-    def __init__(self, pipe: socket.socket):
-        self._pipe = pipe
+    def __init__(self, pipe: socket.socket, on_ready: Callable[[], None]):
+        self._pipe, self._on_ready = pipe, on_ready
         self._backend: Backend | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._handles: dict[int, Handle] = {}
@@ -130,6 +128,7 @@ class Link:
         if kind == READY:
             self.problem = content[0]
             self.is_ready = not self.problem
+            self._on_ready()
             return b""
         if kind == CANCEL:
             self._cancel(content[0])
@@ -205,6 +204,9 @@ class ProcessManager:
         self._processes: dict[int, BaseProcess] = {}
         self._problem = ""
         self._is_stopping = False
+        self._num_running = count
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._change = asyncio.Event()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._keep_running, args=(row,), daemon=True) for row in range(count)]
         for thread in self._threads:
@@ -218,27 +220,29 @@ class ProcessManager:
 
     async def run(self, backend: Backend, *, stop: asyncio.Event, on_serving: Callable[[], None]) -> None:
         """Serve until `stop` is set, then let running requests finish; RuntimeError if a process cannot be started."""
+        self._loop = asyncio.get_running_loop()
         backend.add_flush(self._flush)
         with self._lock:
             self._backend = backend
             for link in self._links.values():
                 link.start(backend, self._pool)
-        while not self._is_ready():
-            await asyncio.sleep(POLL_SECONDS)
-        on_serving()
-        while not stop.is_set():
-            self._raise_problem()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), POLL_SECONDS)
+        waiting = asyncio.ensure_future(stop.wait())
+        waiting.add_done_callback(lambda _: self._change.set())
+        try:
+            await self._wait_until(self._is_ready)
+            on_serving()
+            await self._wait_until(stop.is_set)
+        finally:
+            waiting.cancel()
         with self._lock:
             self._is_stopping = True
             # Clients that no process has accepted must not wait for one.
             self._listener.close()
             for link in self._links.values():
                 link.send(pack(STOP))
-        until = time.monotonic() + self._settings.limits.drain + CLOSE_SECONDS + EXIT_SECONDS
-        while any(thread.is_alive() for thread in self._threads) and time.monotonic() < until:
-            await asyncio.sleep(POLL_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.limits.drain + CLOSE_SECONDS + EXIT_SECONDS):
+                await self._wait_until(lambda: self._num_running == 0)
 
     def close(self) -> None:
         """Kill the processes that have not ended."""
@@ -251,13 +255,22 @@ class ProcessManager:
         self._pool.shutdown(cancel_futures=True)
 
     def _is_ready(self) -> bool:
-        self._raise_problem()
         with self._lock:
             return len(self._links) == len(self._threads) and all(link.is_ready for link in self._links.values())
 
-    def _raise_problem(self) -> None:
-        if self._problem:
-            raise RuntimeError(f"a process of the HTTP server cannot be started: {self._problem}")
+    async def _wait_until(self, is_true: Callable[[], bool]) -> None:
+        while not is_true():
+            if self._problem:
+                raise RuntimeError(f"a process of the HTTP server cannot be started: {self._problem}")
+            await self._change.wait()
+            self._change.clear()
+
+    def _notify(self) -> None:
+        """Let `run` look at what has changed; called in any thread."""
+        # Without a loop, `run` has not been called yet, or is over.
+        with contextlib.suppress(RuntimeError):
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._change.set)
 
     def _flush(self) -> None:
         """Called in the engine's thread."""
@@ -265,19 +278,26 @@ class ProcessManager:
             link.flush()
 
     def _keep_running(self, row: int) -> None:
-        while (link := self._start(row)) is not None:
-            link.read()
-            process = self._processes[row]
-            process.join()
-            self._counters.of(row).clear_gauges()
-            if self._is_stopping:
-                return
-            if not link.is_ready:
-                self._problem = link.problem or f"it ended with exit code {process.exitcode}"
-                return
-            log.error(
-                "an HTTP process has ended with exit code %s: its requests fail, and it is replaced", process.exitcode
-            )
+        try:
+            while (link := self._start(row)) is not None and self._follow(link, row):
+                pass
+        except OSError as error:
+            self._problem = str(error)
+        self._num_running -= 1
+        self._notify()
+
+    def _follow(self, link: Link, row: int) -> bool:
+        """Read messages until a process ends; return True if it has to be replaced."""
+        link.read()
+        process = self._processes[row]
+        process.join()
+        self._counters.of(row).clear_gauges()
+        if not link.is_ready:
+            self._problem = link.problem or f"it ended with exit code {process.exitcode}"
+        elif not self._is_stopping:
+            reason = "an HTTP process has ended with exit code %s: its requests have failed, and it is replaced"
+            log.error(reason, process.exitcode)
+        return link.is_ready and not self._is_stopping
 
     def _start(self, row: int) -> Link | None:
         """Start a process; None if the server stops."""
@@ -289,7 +309,7 @@ class ProcessManager:
             process = spawn_context.Process(target=run_http_process, args=arguments, name=f"http-{row}")
             process.start()
             other_end.close()
-            self._processes[row], self._links[row] = process, (link := Link(own_end))
+            self._processes[row], self._links[row] = process, (link := Link(own_end, self._notify))
             if self._backend is not None:
                 link.start(self._backend, self._pool)
             return link
