@@ -13,7 +13,8 @@ from maxhydra.data.turn_parser import TurnParser
 from maxhydra.decode.detokenize import Detokenizer
 from maxhydra.decode.request import Delta, Handle, Request
 from maxhydra.decode.sampling_params import PromptEncoder
-from tests.decode.test_openai_server import HELLO, RunningServer
+from tests.decode.test_openai_server import HELLO
+from tests.support.running_server import RunningServer
 from tests.support.skips import import_optional
 
 openai = import_optional("openai", extra="test")
@@ -87,7 +88,7 @@ def running(template: str) -> Iterator[tuple[ScriptedEngine, Any]]:
     data = compose([f"data.tokenizer.chat_template={template}"]).config.data
     engine = ScriptedEngine()
     server = RunningServer(
-        engine,  # type: ignore[arg-type]
+        engine,
         PromptEncoder(data, vocab_size=320),
         max_sequences=20,
     )

@@ -39,6 +39,10 @@ class Counters:
         self._values[self._start + COLUMNS[name]] += amount
         return self.total(name)
 
+    def own(self, name: str | int) -> int:
+        """Return the number of this process."""
+        return self._values[self._start + COLUMNS[name]]
+
     def total(self, name: str | int) -> int:
         """Return the sum over all processes."""
         return sum(self._values[COLUMNS[name] :: len(COLUMNS)])
