@@ -149,6 +149,14 @@ def test_a_process_that_dies_is_replaced(server: RunningServer) -> None:
     wait_for(lambda: server.post({"prompt": "a"}, TEXT)[0] == 200 and numbers(server, 200)[0] > before)
 
 
+def test_a_process_without_an_engine_ends(server: RunningServer) -> None:
+    assert server.manager is not None
+    lost = workers(server)[1]
+    server.manager._links[1]._pipe.shutdown(socket.SHUT_RDWR)
+    wait_for(lambda: not is_alive(lost))
+
+
+@pytest.mark.exhaustive
 def test_an_engine_failure_is_reported_by_all_processes(prompts: PromptEncoder) -> None:
     server = RunningServer(FakeEngine(seconds=0.01), prompts, processes=1)
     try:
@@ -162,7 +170,7 @@ def test_an_engine_failure_is_reported_by_all_processes(prompts: PromptEncoder) 
         server.end()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processes_end_with_the_engine() -> None:
     """The kernel ends the engine's process, which cannot tell the others."""
     script = """
