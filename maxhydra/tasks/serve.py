@@ -115,7 +115,7 @@ def _num_http_processes(task: ServeTask, platform: Platform) -> int:
     """Number of processes of the HTTP server; 0: it runs in this one."""
     if task.http_processes is not None:
         return task.http_processes
-    cores = len(os.sched_getaffinity(0))
+    cores = os.cpu_count() or 1
     return 0 if platform is Platform.cpu else min(cores // CORES_PER_PROCESS, MAX_PROCESSES)
 
 
