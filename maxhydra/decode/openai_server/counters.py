@@ -22,6 +22,8 @@ class Counters:
     def __init__(self, values: MutableSequence[int] | None = None, row: int = 0):
         """`values`: of all processes; by default there is one."""
         self._values = [0] * len(COLUMNS) if values is None else values
+        self.is_local = values is None
+        """Whether there is only this process, which is the engine's."""
         self.row, self.num_rows = row, len(self._values) // len(COLUMNS)
         self._start = row * len(COLUMNS)
 

@@ -219,6 +219,7 @@ class Service:
         """Send counters in the Prometheus text format."""
         counters, limit = self.counters, self._settings.max_sequences
         queue = {"sequences": counters.total("sequences"), "sequences_limit": limit}
+        queue |= {"processes": 0 if counters.is_local else counters.num_rows}
         statuses, finishes = counters.totals(STATUSES), counters.totals(FINISHES)
         stats = await self._engine.call("stats")
         text = format_metrics(stats, queue, statuses, finishes, model=self._defaults.model).encode()
