@@ -236,7 +236,8 @@ class Sequence:
 
     def _cut(self, tokens: List[int], eos: frozenset[int]) -> List[int]:
         """Cut new tokens after EOS, before an invalid token, or at the maximum."""
-        tokens = tokens[: self._max_tokens - len(self.tokens)]
+        if len(self.tokens) + len(tokens) > self._max_tokens:
+            tokens = tokens[: self._max_tokens - len(self.tokens)]
         if min(tokens, default=0) < 0 or not eos.isdisjoint(tokens):
             last = next(index for index, token in enumerate(tokens) if token < 0 or token in eos)
             tokens = tokens[: last + (tokens[last] >= 0)]

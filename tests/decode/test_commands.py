@@ -121,8 +121,8 @@ def test_a_killed_command_resumes_and_completes_each_prompt_once(folder: Path) -
     assert other.returncode == 2 and "has a completion of record 0 for a different prompt or sampling" in other.stderr
 
 
-@pytest.mark.default_cases("2")
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.default_cases("1")
+@pytest.mark.parametrize("processes", [0, 1])
 def test_the_server_completes_requests_and_stops_on_sigterm(folder: Path, tmp_path: Path, processes: int) -> None:
     serve = [override.replace("task=decode", "task=serve") for override in DECODE]
     serve += [f"task.http_processes={processes}"]

@@ -1,6 +1,7 @@
 """The HTTP server in processes of its own: the same responses, common limits, and the death of either side."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import pytest
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.data.audio.tokens import Clips
-from maxhydra.decode.openai_server import engine_messages
+from maxhydra.decode.openai_server import EncoderSettings, engine_messages
 from maxhydra.decode.openai_server.counters import Counters
 from maxhydra.decode.openai_server.http11 import HttpError
 from maxhydra.decode.request import Delta, Request, TokenLogprob
@@ -149,6 +150,7 @@ def test_a_process_that_dies_is_replaced(server: RunningServer) -> None:
     wait_for(lambda: server.post({"prompt": "a"}, TEXT)[0] == 200 and numbers(server, 200)[0] > before)
 
 
+@pytest.mark.exhaustive
 def test_a_process_without_an_engine_ends(server: RunningServer) -> None:
     assert server.manager is not None
     lost = workers(server)[1]
@@ -202,15 +204,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_process_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
-    template = tmp_path / "t.jinja"
-    template.write_text("{{ messages[0].content }}")
-    data = compose([f"data.tokenizer.chat_template={template}"]).config.data
-    server = RunningServer(FakeEngine(), PromptEncoder(data, vocab_size=320), processes=1)
-    template.write_text("changed")
-    os.kill(workers(server)[0], signal.SIGKILL)
+def test_a_process_that_cannot_start_ends_the_server(prompts: PromptEncoder) -> None:
+    settings = dataclasses.replace(EncoderSettings.of(prompts), files="changed")
+    server = RunningServer(FakeEngine(), prompts, processes=1, encoder=settings, waits=False)
     server.thread.join(240)
-    assert "files have changed since the server started" in str(server.failure)
+    assert "cannot be started: the tokenizer's files have changed since the server started" in str(server.failure)
     server.end()
 
 

@@ -13,6 +13,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -23,7 +24,8 @@ from maxhydra.decode.openai_server.http11 import HttpError
 from maxhydra.decode.request import Delta, Request, TokenLogprob
 
 READY, START, STOP, SUBMIT, CANCEL, CALL, RESULT, ERROR, DELTAS = range(9)
-REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(Request))
+# The audio is the last field.
+REQUEST_VALUES = attrgetter(*(field.name for field in dataclasses.fields(Request)))
 ARRAY = 1
 # Bytes of a message; images may take hundreds of MiB.
 MAX_MESSAGE = 2**32 - 1
@@ -49,14 +51,14 @@ class Unpacker:
         yield from self._stream
 
 
-def encode_request(request: Request) -> list[Any]:
-    return [getattr(request, name) for name in REQUEST_FIELDS]
+def encode_request(request: Request) -> tuple[Any, ...]:
+    values: tuple[Any, ...] = REQUEST_VALUES(request)
+    return values
 
 
 def decode_request(values: Sequence[Any]) -> Request:
-    named = dict(zip(REQUEST_FIELDS, values, strict=True))
-    named["audio"] = None if named["audio"] is None else Clips(*named["audio"])
-    return Request(**named)
+    *others, audio = values
+    return Request(*others, None if audio is None else Clips(*audio))
 
 
 def encode_delta(number: int, delta: Delta) -> tuple[Any, ...]:
