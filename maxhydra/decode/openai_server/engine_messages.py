@@ -45,7 +45,7 @@ class Unpacker:
     def __init__(self) -> None:
         self._stream = msgpack.Unpacker(use_list=False, ext_hook=_unpack_array, max_buffer_size=MAX_MESSAGE)
 
-    def feed(self, data: bytes) -> Iterator[Message]:
+    def feed(self, data: bytes | memoryview) -> Iterator[Message]:
         """Iterate over the messages that are complete with this data."""
         self._stream.feed(data)
         yield from self._stream
@@ -58,7 +58,8 @@ def encode_request(request: Request) -> tuple[Any, ...]:
 
 def decode_request(values: Sequence[Any]) -> Request:
     *others, audio = values
-    return Request(*others, None if audio is None else Clips(*audio))
+    given: list[Any] = [*others, None if audio is None else Clips(*audio)]
+    return Request(*given)
 
 
 def encode_delta(number: int, delta: Delta) -> tuple[Any, ...]:

@@ -74,10 +74,10 @@ class Link:
 
     def read(self) -> None:
         """Read messages until the process ends; then cancel its sequences."""
-        unpacker = Unpacker()
+        unpacker, buffer = Unpacker(), memoryview(bytearray(CHUNK))
         with contextlib.suppress(OSError):
-            while data := self._pipe.recv(CHUNK):
-                replies = [self._receive(kind, content) for kind, *content in unpacker.feed(data)]
+            while count := self._pipe.recv_into(buffer):
+                replies = [self._receive(kind, content) for kind, *content in unpacker.feed(buffer[:count])]
                 self.send(b"".join(replies))
         with self._lock:
             self._is_ended = True
