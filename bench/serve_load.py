@@ -128,6 +128,14 @@ def cpu_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def all_cpu_seconds(process: int) -> list[float]:
+    """CPU seconds of the engine's process, and of the HTTP processes that it has started."""
+    children = [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        children += [int(child) for child in (thread / "children").read_text().split()]
+    return [cpu_seconds(process), sum(map(cpu_seconds, set(children)))]
+
+
 def metrics(port: int) -> dict[str, float]:
     command = ["curl", "-s", f"http://127.0.0.1:{port}/metrics"]
     lines = subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()
@@ -141,9 +149,9 @@ def percentile(values: list[float], share: float) -> float | None:
 
 def measure(port: int, process: int, clients: int, options: argparse.Namespace) -> dict[str, object]:
     run_load(port, clients=clients, tokens=options.tokens, seconds=min(WARM_SECONDS, options.seconds))
-    memory, before, cpu, start = memory_mib(process), metrics(port), cpu_seconds(process), time.monotonic()
+    memory, before, cpu, start = memory_mib(process), metrics(port), all_cpu_seconds(process), time.monotonic()
     parts = run_load(port, clients=clients, tokens=options.tokens, seconds=options.seconds)
-    seconds, cpu = time.monotonic() - start, cpu_seconds(process) - cpu
+    seconds, cpu = time.monotonic() - start, [b - a for a, b in zip(cpu, all_cpu_seconds(process), strict=True)]
     after = metrics(port)
     latencies = [value for part in parts for value in part.latencies]
     first_tokens = [value for part in parts for value in part.first_tokens]
@@ -160,7 +168,8 @@ def measure(port: int, process: int, clients: int, options: argparse.Namespace) 
         **{f"p{100 * share:.0f}_s": percentile(latencies, share) for share in (0.5, 0.95, 0.99)},
         **{f"first_token_p{100 * share:.0f}_s": percentile(first_tokens, share) for share in (0.5, 0.95)},
         "tokens_per_second": round(tokens / options.seconds, 1),
-        "cpu_us_per_token": round(1e6 * cpu / max(tokens, 1), 2),
+        "engine_cpu_us_per_token": round(1e6 * cpu[0] / max(tokens, 1), 2),
+        "http_cpu_us_per_token": round(1e6 * cpu[1] / max(tokens, 1), 2),
         "programs_compiled": after["engine_programs_compiled"],
         "programs_compiled_under_load": after["engine_programs_compiled"] - before["engine_programs_compiled"],
         "memory_start_mib": round(memory, 1),

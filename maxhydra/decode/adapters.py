@@ -22,7 +22,7 @@ import numpy as np
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.quantization import Adapter, AdapterKind
 from maxhydra.convert.load import load_adapter
-from maxhydra.decode.request import UnknownAdapterError
+from maxhydra.decode.request import AdapterError, LoadedAdapter, UnknownAdapterError
 from maxhydra.decode.weight_layout import WeightLayout
 from maxhydra.layers import LoraSpec
 from maxhydra.model import ModelDef, merge_trees, split_trainable
@@ -66,26 +66,6 @@ class AdapterLimits:
         sizes: dict[str, Any] = {"rank": self.rank, "alpha": float(self.rank), "targets": list(self.targets)}
         adapter = Adapter(kind=AdapterKind.lora, dropout=0.0, b_rate_ratio=1.0, **sizes)
         return dataclasses.replace(base, adapter=adapter, adapter_slots=self.slots + 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadedAdapter:
-    """An adapter in a slot of the stacks."""
-
-    name: str
-    location: str
-    slot: int
-    number: int
-    """Number of the load, from 1: a name that is loaded again is another adapter."""
-
-    @property
-    def prefix_root(self) -> int:
-        """Root of the adapter's prefixes in the prefix cache."""
-        return -self.number
-
-
-class AdapterError(ValueError):
-    """An adapter cannot be loaded or unloaded; the message says why."""
 
 
 class _User(Protocol):

@@ -7,6 +7,7 @@ too, so text that could be the beginning of one is also held back.
 from collections.abc import Sequence
 
 from maxhydra.data import Tokenizer
+from maxhydra.decode.request import Delta, Request
 
 # Decoders emit this for bytes that are not a complete character.
 REPLACEMENT = "�"
@@ -97,6 +98,28 @@ def _prompt_tail(prompt: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     tails = (list(prompt[-PROMPT_TOKENS - extra :]) for extra in range(MAX_CHARACTER_TOKENS))
     complete = (tail for tail in tails if not tokenizer.decode(tail).startswith(REPLACEMENT))
     return next(complete, list(prompt[-PROMPT_TOKENS:]))
+
+
+class DeltaDetokenizer:
+    """Makes the text of the deltas of one request that the engine leaves to their receiver."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request):
+        self._tokenizer, self._request = tokenizer, request
+        self._detokenizer: Detokenizer | None = None
+
+    def add(self, delta: Delta) -> Delta:
+        """Return a delta with its text."""
+        if delta.is_detokenized:
+            return delta
+        if self._detokenizer is None:
+            names_special = self._request.names_special
+            self._detokenizer = Detokenizer(self._tokenizer, self._request.prompt, names_special=names_special)
+        # Such a completion has no stop strings, so that the last token of a stopped one is EOS.
+        text = self._detokenizer.add(delta.tokens[:-1] if delta.finish == "stop" else delta.tokens)
+        if delta.finish is not None:
+            text += self._detokenizer.flush()
+        others = delta.logprobs, delta.finish, delta.error, delta.prompt_logprobs, delta.experts
+        return Delta(text, delta.tokens, *others)
 
 
 class StopMatcher:

@@ -8,6 +8,7 @@ emits earlier tokens.
 """
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -45,6 +46,8 @@ class Emitter:
         self._read: deque[Read] = deque()
         self._num_earlier = 0
         """Calls of earlier iterations whose tokens are not emitted."""
+        self.flushes: list[Callable[[], None]] = []
+        """Called after the deltas of a call."""
         self.num_tokens = 0
         """Tokens emitted so far."""
         self.num_drafted = self.num_accepted = 0
@@ -60,6 +63,11 @@ class Emitter:
     def is_verifying(self) -> bool:
         """Whether grammars have yet to verify tokens: sequences may restart."""
         return any(pending.num_restarts is not None for pending, _ in self._pending)
+
+    def flush(self) -> None:
+        """Let listeners send the deltas that they have received."""
+        for flush in self.flushes:
+            flush()
 
     def close(self) -> None:
         """Wait for the thread that reads tokens."""
@@ -151,6 +159,7 @@ class Emitter:
                 sequence.fail(f"the grammar cannot be followed: {error[:500]}")
             if sequence.is_finished:
                 finished.append(sequence)
+        self.flush()
         # Free slots after all deltas are sent: bookkeeping must not delay clients.
         for sequence in finished:
             self._scheduler.release(sequence)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import as_completed
 from functools import partial
@@ -23,14 +23,14 @@ from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.config.schema.decode import Pooling
 from maxhydra.config.schema.run import Progress
 from maxhydra.data import Tokenizer
-from maxhydra.decode.adapters import AdapterLimits, AdapterTable, LoadedAdapter
+from maxhydra.decode.adapters import AdapterLimits, AdapterTable
 from maxhydra.decode.audio_limits import AudioLimits
 from maxhydra.decode.draft_model import DraftModel
 from maxhydra.decode.emission import Emitter
 from maxhydra.decode.grammar import GrammarCompiler
 from maxhydra.decode.image_limits import ImageLimits
 from maxhydra.decode.inbox import Inbox
-from maxhydra.decode.request import Handle, Request, RequestRejectedError
+from maxhydra.decode.request import Handle, LoadedAdapter, Request, RequestRejectedError
 from maxhydra.decode.runner import Runner
 from maxhydra.decode.sampler import MAX_LOGPROBS
 from maxhydra.decode.scheduler import PrefillChunk, Scheduler
@@ -144,6 +144,10 @@ class Engine:
             sequence.constraint = self._grammars.constrain(request.grammar)
         return sequence
 
+    def add_flush(self, flush: Callable[[], None]) -> None:
+        """Call `flush` in the engine's thread after the deltas of each call, so that listeners send them together."""
+        self._emitter.flushes.append(flush)
+
     def stats(self) -> dict[str, float]:
         """Return counts of running and waiting sequences, used and cached pages, generated and prefilled tokens.
 
@@ -250,6 +254,7 @@ class Engine:
                     sequence.fail(self._failure)
                 else:
                     sequence.cancel()
+            self._emitter.flush()
             self._emitter.close()
             for runner in self._runners:
                 runner.programs.close()
@@ -267,6 +272,8 @@ class Engine:
         for update in turn.updates:
             update()
         self._scheduler.drop(turn.cancelled)
+        if turn.cancelled:
+            self._emitter.flush()
         return not turn.is_last
 
     def _step(self) -> None:

@@ -45,6 +45,8 @@ class Request:
     """The text contains the names of special tokens, except of the one that ends the completion."""
     grammar: str = ""
     """What the completion must match, as made by a function of grammar.py; empty: anything."""
+    detokenize: bool = True
+    """False: the receiver makes the text of the deltas; the engine still does where stop strings need it."""
     images: np.ndarray | None = dataclasses.field(default=None, compare=False)
     """[images, *model.vision.image_shape] images of the prompt or their tiles, in order; None: no images."""
     audio: Clips | None = dataclasses.field(default=None, compare=False)
@@ -66,7 +68,8 @@ class TokenLogprob:
     """Version of the weights that sampled the token, as given to the engine with them."""
 
 
-@dataclasses.dataclass(frozen=True)
+# Not frozen: the engine makes one for every sequence in every call, and a frozen one takes three times as long.
+@dataclasses.dataclass(slots=True)
 class Delta:
     """A streaming update: text that can no longer change, its tokens, and the finish reason if the sequence ended."""
 
@@ -81,6 +84,8 @@ class Delta:
     experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
     """With the finish reason, if the engine records them: experts [tokens, L, K] of prompt and completion, except the
     last token."""
+    is_detokenized: bool = True
+    """False: the text is empty, and the receiver makes it; see `Request.detokenize`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +180,26 @@ class RequestRejectedError(ValueError):
 
 class UnknownAdapterError(RequestRejectedError):
     """No adapter of this name is loaded; the message lists the names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter in a slot of the stacks."""
+
+    name: str
+    location: str
+    slot: int
+    number: int
+    """Number of the load, from 1: a name that is loaded again is another adapter."""
+
+    @property
+    def prefix_root(self) -> int:
+        """Root of the adapter's prefixes in the prefix cache."""
+        return -self.number
+
+
+class AdapterError(ValueError):
+    """An adapter cannot be loaded or unloaded; the message says why."""
 
 
 class Engine(Protocol):

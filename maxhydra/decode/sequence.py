@@ -10,11 +10,10 @@ import numpy as np
 
 from maxhydra.config.schema.decode import LARGEST
 from maxhydra.data import Tokenizer
-from maxhydra.decode.adapters import LoadedAdapter
 from maxhydra.decode.detokenize import Detokenizer, StopMatcher
 from maxhydra.decode.grammar import Constraint
 from maxhydra.decode.page_pool import Place
-from maxhydra.decode.request import MAX_BIAS, MEDIA, Delta, Handle, Request, TokenLogprob
+from maxhydra.decode.request import MAX_BIAS, MEDIA, Delta, Handle, LoadedAdapter, Request, TokenLogprob
 from maxhydra.decode.sampler import SamplingFeatures
 
 NOT_FINITE = "the model's logits are NaN or infinite: its weights are corrupt or overflow their dtype"
@@ -60,7 +59,12 @@ class Sequence:
         self._detokenizer: Detokenizer | None = None
         self._stop_matcher = StopMatcher(request.stop)
         # A stop string is only found in text.
-        self._is_streamed = request.stream or bool(request.stop)
+        self._is_streamed, self._has_text = (
+            request.stream or bool(request.stop),
+            request.detokenize or bool(request.stop),
+        )
+        self._num_emitted = len(self.tokens)
+        """Tokens of prompt and completion that were emitted; only counted by `_append_ids`."""
         self._logprobs: list[TokenLogprob] = []
         """Of tokens that were not emitted yet."""
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -168,8 +172,8 @@ class Sequence:
         """Append sampled tokens up to the last valid one and emit a delta; return how many were appended."""
         eos = NO_TOKENS if self.request.ignore_eos else eos
         valid = self._cut(tokens, eos)
-        if not self._is_streamed:
-            return self._append_silently(valid, logprobs, tokenizer=tokenizer, eos=eos, is_cut=len(valid) < len(tokens))
+        if not (self._is_streamed and self._has_text):
+            return self._append_ids(valid, logprobs, tokenizer=tokenizer, eos=eos, is_cut=len(valid) < len(tokens))
         if self._detokenizer is None:
             self._detokenizer = self._make_detokenizer(tokenizer)
         text, finish, count = "", None, 0
@@ -193,25 +197,33 @@ class Sequence:
     def _make_detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
         return Detokenizer(tokenizer, self.request.prompt, names_special=self.request.names_special)
 
-    def _append_silently(
+    def _append_ids(
         self, valid: List[int], logprobs: List[TokenLogprob], *, tokenizer: Tokenizer, eos: frozenset[int], is_cut: bool
     ) -> int:
-        """Append valid tokens, and emit all of the sequence once it is finished."""
+        """Append valid tokens, and emit them as ids, or all of the sequence once it is finished."""
         self.tokens += valid
         if logprobs:
             self._logprobs += logprobs[: len(valid)]
         is_eos = bool(valid) and valid[-1] in eos
-        if is_eos or len(self.tokens) >= self._max_tokens:
-            self.is_finished = True
-            generated = self.tokens[len(self.request.prompt) :]
-            detokenizer = self._make_detokenizer(tokenizer)
-            text = detokenizer.add(generated[:-1] if is_eos else generated) + detokenizer.flush()
-            finish, experts = "stop" if is_eos else "length", self._recorded_experts()
-            logprobs, prompt_logprobs = tuple(self._logprobs), self._take_prompt_logprobs()
-            self.handle.put(Delta(text, tuple(generated), logprobs, finish, "", prompt_logprobs, experts=experts))
-        elif is_cut:
+        self.is_finished = is_eos or len(self.tokens) >= self._max_tokens
+        if self.is_finished or (self._is_streamed and valid):
+            self._emit_ids(tokenizer, is_eos=is_eos)
+        if is_cut and not self.is_finished:
             self.fail(NOT_FINITE)
         return len(valid)
+
+    def _emit_ids(self, tokenizer: Tokenizer, *, is_eos: bool) -> None:
+        """Emit the tokens that were not emitted yet; their text only if all are emitted together."""
+        new, self._num_emitted = self.tokens[self._num_emitted :], len(self.tokens)
+        text, finish, experts = "", None, None
+        if self.is_finished:
+            finish, experts = "stop" if is_eos else "length", self._recorded_experts()
+        if self._has_text:
+            detokenizer = self._make_detokenizer(tokenizer)
+            text = detokenizer.add(new[:-1] if is_eos else new) + detokenizer.flush()
+        logprobs, self._logprobs = tuple(self._logprobs), []
+        scores = self._take_prompt_logprobs()
+        self.handle.put(Delta(text, tuple(new), logprobs, finish, "", scores, experts, self._has_text))
 
     def _take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
         """The log-probabilities of the prompt, the first time only."""
@@ -224,7 +236,8 @@ class Sequence:
 
     def _cut(self, tokens: List[int], eos: frozenset[int]) -> List[int]:
         """Cut new tokens after EOS, before an invalid token, or at the maximum."""
-        tokens = tokens[: self._max_tokens - len(self.tokens)]
+        if len(self.tokens) + len(tokens) > self._max_tokens:
+            tokens = tokens[: self._max_tokens - len(self.tokens)]
         if min(tokens, default=0) < 0 or not eos.isdisjoint(tokens):
             last = next(index for index, token in enumerate(tokens) if token < 0 or token in eos)
             tokens = tokens[: last + (tokens[last] >= 0)]

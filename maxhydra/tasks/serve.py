@@ -1,12 +1,15 @@
 """task=serve: an OpenAI-compatible HTTP server, until it receives a signal."""
 
 import asyncio
+import contextlib
 import dataclasses
 import ipaddress
 import logging
 import os
 import signal
 import socket
+from collections.abc import Awaitable, Callable
+from contextlib import closing
 from functools import partial
 
 import jax
@@ -21,10 +24,15 @@ from maxhydra.decode.open import open_adapters, open_engine, open_prompts, read_
 from maxhydra.decode.openai_server import (
     Access,
     AdapterRoutes,
+    Backend,
+    EncoderSettings,
+    HttpSettings,
     Limits,
-    PoolingRoutes,
+    LocalClient,
+    ProcessManager,
     ServerDefaults,
     Service,
+    ServiceSettings,
     allow_connections,
     listen,
     serve,
@@ -37,6 +45,8 @@ from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = True
 KEEPS_RUN = False
+# Of an accelerator's host, whose other cores run the engine, its compiler and the readers of media.
+CORES_PER_PROCESS, MAX_PROCESSES = 4, 4
 log = logging.getLogger("maxhydra")
 
 
@@ -56,24 +66,40 @@ def run(job: Job) -> Outcome:
     is_local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
     if not is_local and key is None:
         log.warning("anyone who can reach %s can use this server: set task.api_key_env to require a key", task.host)
-    profiler = Profiler(config.profile, job.run.path)
     name = task.model_name or job.choices.get("model", "model")
-    engine, adapters = _open(config, engine_config, prompts, name, profiler=profiler)
+    settings = _settings(config, prompts, Access(key, is_local=is_local), name)
+    count = _num_http_processes(task, job.machine.hardware.platform)
+    with contextlib.ExitStack() as stack:
+        profiler = Profiler(config.profile, job.run.path)
+        stack.callback(profiler.close)
+        # The processes load the tokenizer while this one loads the weights.
+        manager = stack.enter_context(ProcessManager(count, listener, settings)) if count else None
+        engine, adapters = _open(config, engine_config, prompts, name, profiler=profiler)
+        stack.callback(engine.close)
+        backend = Backend(engine, adapters=adapters, profiler=profiler)
+        if manager is None:
+            service = stack.enter_context(closing(Service(LocalClient(backend), prompts, settings.service)))
+            serving = partial(serve, listener, service, settings.limits)
+        else:
+            serving = partial(manager.run, backend)
+        asyncio.run(_serve_until_signal(serving, partial(_announce, name, listener)))
+    return Outcome("finished", "stopped by a signal")
+
+
+def _settings(config: Config, prompts: PromptEncoder, access: Access, name: str) -> HttpSettings:
+    task = config.task
+    assert isinstance(task, ServeTask)
     context = task.engine.max_context or config.model.context_length
     vocab_size = config.model.vocab_size
-    defaults = ServerDefaults(name, task.sampling, task.max_samples, vocab_size, context, task.has_adapters)
-    # An engine of several processes takes part in collective calls only.
-    pooling = PoolingRoutes(engine, prompts, defaults, task.pooling, is_reward_model)
-    service = Service(
-        engine,
-        prompts,
-        defaults,
-        access=Access(key, is_local=is_local),
+    service = ServiceSettings(
+        ServerDefaults(name, task.sampling, task.max_samples, vocab_size, context, task.has_adapters),
+        access,
         max_sequences=task.engine.max_batch + task.queue,
         seed=config.run.seed,
-        profiler=profiler,
-        adapters=adapters,
-        pooling=pooling if jax.process_count() == 1 else None,
+        has_live_adapters=task.lora.live,
+        # An engine of several processes takes part in collective calls only.
+        pooling=task.pooling if jax.process_count() == 1 else None,
+        is_reward_model=config.model.head is Head.score,
     )
     limits = Limits(
         max_body=int(task.max_body_mib * 2**20),
@@ -82,13 +108,15 @@ def run(job: Job) -> Outcome:
         keep_alive=task.keep_alive,
         drain=task.drain,
     )
-    try:
-        asyncio.run(_serve_until_signal(listener, service, limits, name))
-    finally:
-        service.close()
-        engine.close()
-        profiler.close()
-    return Outcome("finished", "stopped by a signal")
+    return HttpSettings(EncoderSettings.of(prompts), service, limits)
+
+
+def _num_http_processes(task: ServeTask, platform: Platform) -> int:
+    """Number of processes of the HTTP server; 0: it runs in this one."""
+    if task.http_processes is not None:
+        return task.http_processes
+    cores = os.cpu_count() or 1
+    return 0 if platform is Platform.cpu else min(cores // CORES_PER_PROCESS, MAX_PROCESSES)
 
 
 def _open(
@@ -124,7 +152,7 @@ def _follow(config: Config, engine: EngineConfig, prompts: PromptEncoder) -> Out
     return Outcome("finished", "stopped by process 0")
 
 
-async def _serve_until_signal(listener: socket.socket, service: Service, limits: Limits, name: str) -> None:
+async def _serve_until_signal(serving: Callable[..., Awaitable[None]], announce: Callable[[], None]) -> None:
     """Serve until SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, then finish running requests; a second signal stops at once."""
     stop, stop_now = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -132,13 +160,16 @@ async def _serve_until_signal(listener: socket.socket, service: Service, limits:
     hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *hangup):
         loop.add_signal_handler(number, lambda: (stop_now if stop.is_set() else stop).set())
+    work = asyncio.ensure_future(serving(stop=stop, on_serving=announce))
+    second_signal = asyncio.ensure_future(stop_now.wait())
+    await asyncio.wait({work, second_signal}, return_when=asyncio.FIRST_COMPLETED)
+    if work.done():
+        work.result()
+
+
+def _announce(name: str, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     print(f"serving {name} on http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
-    serving = asyncio.ensure_future(serve(listener, service, limits, stop=stop))
-    second_signal = asyncio.ensure_future(stop_now.wait())
-    await asyncio.wait({serving, second_signal}, return_when=asyncio.FIRST_COMPLETED)
-    if serving.done():
-        serving.result()
 
 
 def _read_api_key(task: ServeTask) -> str | None:

@@ -6,11 +6,11 @@ import pytest
 from selenium.webdriver.common.by import By
 
 from maxhydra.config.compose.composer import compose
-from maxhydra.decode.openai_server import Limits
 from maxhydra.decode.sampling_params import PromptEncoder
-from tests.decode.test_openai_server import LIMITS, TEMPLATE, RunningServer
+from tests.decode.test_openai_server import TEMPLATE
 from tests.support.browser import chromium, console_messages, sent_requests
 from tests.support.fake_engine import WORDS, FakeEngine
+from tests.support.running_server import RunningServer
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def server(tmp_path_factory):
     path.write_text(TEMPLATE)
     prompts = PromptEncoder(compose([f"data.tokenizer.chat_template={path}"]).config.data, vocab_size=320)
     engine = FakeEngine(seconds=0.02)
-    server = RunningServer(engine, prompts, key=None, max_sequences=20, limits=Limits(**LIMITS))
+    server = RunningServer(engine, prompts, max_sequences=20)
     yield server
     server.end()
 

@@ -1,12 +1,7 @@
 """Requests with different adapters share one engine, and each gets the tokens of its own merged model."""
 
-import asyncio
 import concurrent.futures
 import functools
-import json
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,13 +20,14 @@ from maxhydra.convert.hf import hf_source
 from maxhydra.convert.load import load_weights
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode import draft_policy
-from maxhydra.decode.adapters import AdapterError, AdapterLimits, AdapterReader, AdapterTable
+from maxhydra.decode.adapters import AdapterLimits, AdapterReader, AdapterTable
 from maxhydra.decode.engine import Engine
-from maxhydra.decode.openai_server import Access, AdapterRoutes, Limits, ServerDefaults, Service, listen, serve
-from maxhydra.decode.request import Completion, Request, UnknownAdapterError
+from maxhydra.decode.openai_server import AdapterRoutes, ServerDefaults
+from maxhydra.decode.request import AdapterError, Completion, Request, UnknownAdapterError
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh
+from tests.support.running_server import RunningServer
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -224,53 +220,29 @@ def test_adapters_are_loaded_and_unloaded_under_load(engine: Engine, model: Mode
     assert (engine.wait_for_compiles(), engine.stats()["programs_compiled"]) == compiled
 
 
-class Server:
-    """A server in a thread over an engine that another fixture closes."""
+class Server(RunningServer):
+    """A server over an engine that another fixture closes."""
 
-    def __init__(self, engine: Engine, read: Callable[[str], object]):
-        self._listener, self._ready = listen("127.0.0.1", 0), threading.Event()
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        prompts = PromptEncoder(Data(), vocab_size=264)
+    def __init__(self, engine: Engine, read: Callable[[str], object], processes: int):
         defaults = ServerDefaults("base", Sampling(max_tokens=8, ignore_eos=True), 8, 64, 64, has_adapters=True)
         routes = AdapterRoutes(engine, read, model="base", is_live=True)
-        limits = Limits(max_body=2**20, max_connections=50, timeout=60.0, keep_alive=60.0, drain=5.0)
+        prompts = PromptEncoder(Data(), vocab_size=264)
+        super().__init__(engine, prompts, processes=processes, adapters=routes, defaults=defaults)
 
-        async def main() -> None:
-            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-            access = Access(None, is_local=True)
-            service = Service(engine, prompts, defaults, access=access, max_sequences=64, seed=0, adapters=routes)
-            self._ready.set()
-            await serve(self._listener, service, limits, stop=self._stop)
-            service.close()
-
-        self._thread = threading.Thread(target=lambda: asyncio.run(main()))
-        self._thread.start()
-        self._ready.wait()
-
-    def post(self, path: str, **fields: str) -> tuple[int, dict[str, Any]]:
-        request = urllib.request.Request(self.url + path, json.dumps(fields).encode())
-        request.add_header("Content-Type", "application/json")
-        try:
-            with urllib.request.urlopen(request) as response:
-                return response.status, json.load(response)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+    def change(self, path: str, **fields: str) -> tuple[int, dict[str, Any]]:
+        return self.post(fields, path)
 
 
-@pytest.fixture
-def server(engine: Engine, model: ModelDef) -> Iterator[Server]:
-    running = Server(engine, functools.partial(AdapterReader(model, LIMITS).read, "lora_path"))
+@pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def server(engine: Engine, model: ModelDef, request: pytest.FixtureRequest) -> Iterator[Server]:
+    running = Server(engine, functools.partial(AdapterReader(model, LIMITS).read, "lora_path"), request.param)
     yield running
-    running.close()
+    running.end(closes_engine=False)
 
 
 def test_the_model_of_a_request_names_an_adapter(server: Server, folders: dict[str, Path]) -> None:
     """With the client of OpenAI; adapters are in the list of models, and an unknown one is reported with all names."""
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    client = server.client()
     names = [card.id for card in client.models.list()]
     assert names == ["base", *ADAPTERS] and client.models.retrieve("two").parent == "base"
     prompt = PROMPTS[1]
@@ -290,15 +262,15 @@ def test_the_model_of_a_request_names_an_adapter(server: Server, folders: dict[s
 @pytest.mark.slow
 def test_clients_load_and_unload_adapters(server: Server, folders: dict[str, Path], tmp_path: Path) -> None:
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-    assert server.post(load, lora_name="one", lora_path=str(folders["one"]))[0] == 400, "the name is taken"
-    assert server.post(unload, lora_name="eight")[0] == 200
-    status, answer = server.post(unload, lora_name="eight")
+    assert server.change(load, lora_name="one", lora_path=str(folders["one"]))[0] == 400, "the name is taken"
+    assert server.change(unload, lora_name="eight")[0] == 200
+    status, answer = server.change(unload, lora_name="eight")
     assert status == 404 and "'eight' is not available; accepted: 'base', 'one'" in answer["error"]["message"]
-    status, answer = server.post(load, lora_name="eight", lora_path=str(tmp_path / "absent"))
+    status, answer = server.change(load, lora_name="eight", lora_path=str(tmp_path / "absent"))
     assert status == 400 and "does not exist" in answer["error"]["message"]
-    assert server.post(load, lora_name="base", lora_path=str(folders["eight"]))[0] == 400
-    assert server.post(load, lora_name="eight")[0] == 400
-    assert server.post(load, lora_name="eight", lora_path=str(folders["eight"]))[0] == 200
+    assert server.change(load, lora_name="base", lora_path=str(folders["eight"]))[0] == 400
+    assert server.change(load, lora_name="eight")[0] == 400
+    assert server.change(load, lora_name="eight", lora_path=str(folders["eight"]))[0] == 200
 
 
 @pytest.mark.slow

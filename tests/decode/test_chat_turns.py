@@ -11,10 +11,10 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.data.turn_parser import TurnParser
 from maxhydra.decode.detokenize import Detokenizer
-from maxhydra.decode.openai_server import Limits
 from maxhydra.decode.request import Delta, Handle, Request
 from maxhydra.decode.sampling_params import PromptEncoder
-from tests.decode.test_openai_server import HELLO, LIMITS, RunningServer
+from tests.decode.test_openai_server import HELLO
+from tests.support.running_server import RunningServer
 from tests.support.skips import import_optional
 
 openai = import_optional("openai", extra="test")
@@ -73,6 +73,9 @@ class ScriptedEngine:
             handle.put(Delta(piece, (1,), finish="stop" if number == len(pieces) - 1 else None))
         return handle
 
+    def add_flush(self, flush: Any) -> None:
+        """All deltas are queued before anyone listens."""
+
     def stats(self) -> dict[str, float]:
         return {"running": 0, "waiting": 0}
 
@@ -85,11 +88,9 @@ def running(template: str) -> Iterator[tuple[ScriptedEngine, Any]]:
     data = compose([f"data.tokenizer.chat_template={template}"]).config.data
     engine = ScriptedEngine()
     server = RunningServer(
-        engine,  # type: ignore[arg-type]
+        engine,
         PromptEncoder(data, vocab_size=320),
-        key=None,
         max_sequences=20,
-        limits=Limits(**LIMITS),
     )
     try:
         engine.server = server

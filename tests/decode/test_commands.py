@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,8 +121,11 @@ def test_a_killed_command_resumes_and_completes_each_prompt_once(folder: Path) -
     assert other.returncode == 2 and "has a completion of record 0 for a different prompt or sampling" in other.stderr
 
 
-def test_the_server_completes_requests_and_stops_on_sigterm(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.default_cases("1")
+@pytest.mark.parametrize("processes", [0, 1])
+def test_the_server_completes_requests_and_stops_on_sigterm(folder: Path, tmp_path: Path, processes: int) -> None:
     serve = [override.replace("task=decode", "task=serve") for override in DECODE]
+    serve += [f"task.http_processes={processes}"]
     serve += ["data.tokenizer.chat_template=chat.jinja", "task.port=0", "task.api_key_env=KEY", "task.model_name=mine"]
     program = str(fork_server.write_script(tmp_path / "maxhydra", compile_cache.PREFIX))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -145,6 +149,11 @@ def test_the_server_completes_requests_and_stops_on_sigterm(folder: Path, tmp_pa
         assert best == sorted(best, reverse=True) and all(value <= 0 for value in best)
     with pytest.raises(openai.BadRequestError, match=r"task\.engine\.max_context"):
         client.completions.create(model="mine", prompt="x" * 5000)
+    authorized = urllib.request.Request(
+        address[1].replace("/v1", "/metrics"), headers={"Authorization": "Bearer sesame-1234"}
+    )
+    with urllib.request.urlopen(authorized, timeout=SECONDS) as response:
+        assert f"\nmaxhydra_server_processes {processes}\n".encode() in response.read()
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0 and b"sesame" not in out + err and b"Traceback" not in err, err.decode()

@@ -23,6 +23,7 @@ from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.config.schema.health import Profile
 from maxhydra.data.tokenizers.byte import ByteTokenizer
+from maxhydra.decode.detokenize import DeltaDetokenizer
 from maxhydra.decode.draft_model import DraftModel
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.open import open_engine, split_devices
@@ -264,6 +265,23 @@ def test_a_request_that_does_not_stream_gets_the_same_completion(engine):
         deltas = list(handle)
         assert Completion.from_deltas(deltas) == engine.submit(request).result()
         assert len(deltas) == 1 or request.stop
+
+
+def received(engine, request: Request) -> Completion:
+    """The completion of a request whose receiver makes the text."""
+    detokenizer, flushes = DeltaDetokenizer(ByteTokenizer(), request), []
+    engine.add_flush(lambda: flushes.append(engine.stats()["running"]))
+    deltas = list(engine.submit(dataclasses.replace(request, detokenize=False)))
+    assert all(delta.is_detokenized == bool(request.stop) for delta in deltas)
+    wait_for(lambda: len(flushes) >= len(deltas))
+    return Completion.from_deltas([detokenizer.add(delta) for delta in deltas])
+
+
+def test_the_receiver_can_make_the_text(engine):
+    for request in (*varied_requests(4), make_request("ab", logprobs=1, max_tokens=5), make_request("a", stop=("b",))):
+        completion = engine.submit(request).result()
+        for stream in (False, True):
+            assert received(engine, dataclasses.replace(request, stream=stream)) == completion
 
 
 @pytest.mark.slow
@@ -554,6 +572,7 @@ def test_stop_strings_and_eos_tokens_end_a_completion():
     completion = with_eos.submit(make_request("go", max_tokens=30, temperature=1.0, seed=1)).result()
     assert (completion.finish, completion.tokens) == ("stop", plain.tokens[: first + 1])
     assert completion.text == text[:first]
+    assert received(with_eos, make_request("go", max_tokens=30, temperature=1.0, seed=1)) == completion
     assert (
         with_eos.submit(make_request("go", max_tokens=30, temperature=1.0, seed=1, ignore_eos=True)).result() == plain
     )

@@ -18,13 +18,13 @@ from maxhydra.decode.grammar import (
     lark_grammar,
     regex_grammar,
 )
-from maxhydra.decode.openai_server import Limits
 from maxhydra.decode.request import Completion, RequestRejectedError
 from maxhydra.decode.sampling_params import PromptEncoder
 from tests.decode.test_engine import CONTEXT, EOS, logits_without_cache, make_request, shared_programs, start
-from tests.decode.test_openai_server import HELLO, LIMITS, TEMPLATE, RunningServer
+from tests.decode.test_openai_server import HELLO, TEMPLATE
 from tests.support.json_schemas import random_schema
 from tests.support.polling import wait_for
+from tests.support.running_server import RunningServer
 from tests.support.skips import import_optional
 
 llguidance = pytest.importorskip("llguidance", reason="needs the extra serve")
@@ -201,9 +201,7 @@ def test_the_server_compiles_response_formats_of_the_openai_client(tmp_path):
     data = compose([f"data.tokenizer.chat_template={tmp_path / 't.jinja'}"]).config.data
     engine = start(**LONG)
     engine.max_context = 1500
-    server = RunningServer(
-        engine, PromptEncoder(data, vocab_size=264), key=None, max_sequences=9, limits=Limits(**LIMITS)
-    )
+    server = RunningServer(engine, PromptEncoder(data, vocab_size=264), max_sequences=9)
     try:
         make = server.client().chat.completions.create
         schema = random_schema(3)

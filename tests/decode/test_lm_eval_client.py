@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from maxhydra.config.compose.composer import compose
-from maxhydra.decode.openai_server import Limits
 from maxhydra.decode.sampling_params import PromptEncoder
 from tests.decode.test_engine import CONTEXT, logits_without_cache, start
-from tests.decode.test_openai_server import LIMITS, RunningServer
+from tests.support.running_server import RunningServer
 
 
 @pytest.mark.slow
@@ -21,7 +20,7 @@ def test_log_likelihoods_of_the_lm_eval_client():
     engine = start()
     engine.max_context = CONTEXT
     prompts = PromptEncoder(compose([]).config.data, vocab_size=264)
-    server = RunningServer(engine, prompts, key=None, max_sequences=20, limits=Limits(**LIMITS))
+    server = RunningServer(engine, prompts, max_sequences=20)
     rng = random.Random(0)
     cases = []
     for length in (3, 20, 41):

@@ -1,6 +1,5 @@
 """The server as seen by its clients: OpenAI's client library, and raw sockets for invalid requests."""
 
-import asyncio
 import base64
 import contextlib
 import io
@@ -10,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,106 +21,23 @@ from tokenizers import Regex, pre_tokenizers
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.options import model_option
 from maxhydra.config.schema.decode import Sampling
-from maxhydra.config.schema.health import Profile
-from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, listen, parser_process, serve
+from maxhydra.decode.openai_server import ServerDefaults, parser_process
 from maxhydra.decode.openai_server.http11 import HttpError
 from maxhydra.decode.openai_server.request_schema import parse
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder
 from maxhydra.decode.request import Completion, Delta, Request, TokenLogprob
 from maxhydra.decode.sampling_params import PromptEncoder
-from maxhydra.runtime.profiler import Profiler
 from tests.support.fake_engine import WORDS, FakeEngine
 from tests.support.pictures import picture
+from tests.support.running_server import RunningServer, eventually, parse_response
 from tests.support.skips import import_optional
 from tests.support.vocabularies import byte_level, save
 
 openai = import_optional("openai", extra="test")
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
-LIMITS = {"max_body": 2**20, "max_connections": 200, "timeout": 60.0, "keep_alive": 5.0, "drain": 5.0}
 VISION = model_option("llama4-tiny-vision").vision
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-class RunningServer:
-    """A server in a thread, with clients."""
-
-    def __init__(
-        self,
-        engine: FakeEngine,
-        prompts: PromptEncoder,
-        *,
-        key: str | None,
-        max_sequences: int,
-        limits: Limits,
-        **more: Any,
-    ):
-        self.engine, self.listener = engine, listen("127.0.0.1", 0)
-        self.port = self.listener.getsockname()[1]
-        defaults = ServerDefaults("tiny", Sampling(max_tokens=4), 8, 320, engine.max_context)  # type: ignore[call-arg]
-        self._ready = threading.Event()
-
-        async def main() -> None:
-            self.loop, self.stop = asyncio.get_running_loop(), asyncio.Event()
-            access = Access(key, is_local=True)
-            self.profiler = Profiler(Profile(), Path("outputs/it"))
-            options = {"access": access, "max_sequences": max_sequences, "seed": 0, "profiler": self.profiler, **more}
-            self.service = Service(engine, prompts, defaults, **options)  # type: ignore[arg-type]
-            self._ready.set()
-            await serve(self.listener, self.service, limits, stop=self.stop)
-
-        self.thread = threading.Thread(target=lambda: asyncio.run(main()))
-        self.thread.start()
-        self._ready.wait()
-
-    def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=240)
-
-    def raw(self, data: bytes, *, until_closed: bool = True) -> bytes:
-        """Send bytes, and read until the server closes the connection or sends nothing more."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=240) as connection:
-            with contextlib.suppress(ConnectionError):
-                connection.sendall(data)
-            received = b""
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                while part := connection.recv(65536):
-                    received += part
-                    if not until_closed and b"\r\n\r\n" in received:
-                        break
-            return received
-
-    def post(self, body: bytes | dict[str, Any], path: str = "/v1/chat/completions") -> tuple[int, dict[str, Any]]:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        return parse_response(self.raw(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data))
-
-    def get(self, path: str) -> bytes:
-        return self.raw(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-
-    def idle(self, seconds: float = 240) -> bool:
-        """Return True if every slot becomes free in time."""
-        return eventually(lambda: self.engine.stats()["running"] + self.engine.stats()["waiting"] == 0, seconds)
-
-    def end(self) -> None:
-        self.loop.call_soon_threadsafe(self.stop.set)
-        self.thread.join(240)
-        assert not self.thread.is_alive()
-        self.service.close()
-        self.engine.close()
-
-
-def parse_response(data: bytes) -> tuple[int, dict[str, Any]]:
-    head, _, body = data.partition(b"\r\n\r\n")
-    return int(head.split()[1]), json.loads(body)
-
-
-def eventually(happens: Any, seconds: float = 240) -> bool:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if happens():
-            return True
-        time.sleep(0.01)
-    return bool(happens())
 
 
 @pytest.fixture(scope="module")
@@ -133,25 +48,25 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
 
 
 @contextlib.contextmanager
-def running(
-    prompts: PromptEncoder,
-    *,
-    key: str | None = None,
-    max_sequences: int = 200,
-    seconds: float = 0.0,
-    slots: int = 8,
-    **limits: Any,
-) -> Iterator[RunningServer]:
-    engine = FakeEngine(slots=slots, seconds=seconds)
-    server = RunningServer(engine, prompts, key=key, max_sequences=max_sequences, limits=Limits(**{**LIMITS, **limits}))
+def running(prompts: PromptEncoder, *, seconds: float = 0.0, slots: int = 8, **options: Any) -> Iterator[RunningServer]:
+    server = RunningServer(FakeEngine(slots=slots, seconds=seconds), prompts, **options)
     try:
         yield server
     finally:
         server.end()
 
 
+@pytest.fixture(
+    scope="module", params=[0, pytest.param(2, marks=pytest.mark.exhaustive)], ids=["in_process", "processes"]
+)
+def server(prompts: PromptEncoder, request: pytest.FixtureRequest) -> Iterator[RunningServer]:
+    with running(prompts, processes=request.param) as server:
+        yield server
+
+
 @pytest.fixture(scope="module")
-def server(prompts: PromptEncoder) -> Iterator[RunningServer]:
+def local_server(prompts: PromptEncoder) -> Iterator[RunningServer]:
+    """In this process, whose constants a test may change."""
     with running(prompts) as server:
         yield server
 
@@ -566,38 +481,39 @@ def test_large_bodies_give_the_same_completions(server: RunningServer) -> None:
         small, large = (server.post(each, path) for each in (body, {**body, **LARGE}))
         assert small[0] == large[0] and small[1].get("error") == large[1].get("error")
         assert small[1].get("choices") == large[1].get("choices") and small[1].get("usage") == large[1].get("usage")
-    process = server.service._parser._process
-    assert process is not None and process.is_alive()
-    process.kill()
-    process.join()
-    assert server.post({"prompt": "1", **LARGE}, TEXT)[0] == 200
+    if server.manager is None:
+        process = server.service._parser._process
+        assert process is not None and process.is_alive()
+        process.kill()
+        process.join()
+        assert server.post({"prompt": "1", **LARGE}, TEXT)[0] == 200
 
 
 @pytest.mark.slow
-def test_a_body_that_takes_too_long_to_parse(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert server.post({"prompt": "1", **LARGE}, TEXT)[0] == 200
-    os.kill(server.service._parser._process.pid, signal.SIGSTOP)
+def test_a_body_that_takes_too_long_to_parse(local_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert local_server.post({"prompt": "1", **LARGE}, TEXT)[0] == 200
+    os.kill(local_server.service._parser._process.pid, signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(parser_process, "PARSE_SECONDS", 0.1)
-        status, body = server.post({"prompt": "1", **LARGE}, TEXT)
+        status, body = local_server.post({"prompt": "1", **LARGE}, TEXT)
         assert status == 400 and "was not parsed within 0.1 s" in body["error"]["message"]
-    assert server.post({"prompt": "1", **LARGE}, TEXT)[0] == 200
+    assert local_server.post({"prompt": "1", **LARGE}, TEXT)[0] == 200
 
 
-def test_too_many_large_bodies_are_rejected(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_large_bodies_are_rejected(local_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser_process, "MAX_PENDING", 100_000)
     data = json.dumps({"prompt": "1", "user": "a" * 60_000}).encode()
     head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(data)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=240) as slow:
+    with socket.create_connection(("127.0.0.1", local_server.port), timeout=240) as slow:
         slow.sendall(head.encode() + data[:-1])
-        assert eventually(lambda: server.service._parser._pending == len(data))
-        answer = server.raw(head.encode() + data)
+        assert eventually(lambda: local_server.service.counters.total("large_bytes") == len(data))
+        answer = local_server.raw(head.encode() + data)
         assert b" 429 " in answer and b"Retry-After: 1" in answer and b"large requests are being read" in answer
-        assert server.post({"prompt": "1"}, TEXT)[0] == 200
+        assert local_server.post({"prompt": "1"}, TEXT)[0] == 200
         slow.sendall(data[-1:])
         assert b" 200 " in slow.recv(4096)
-    assert server.post(data, TEXT)[0] == 200 and server.service._parser._pending == 0
+    assert local_server.post(data, TEXT)[0] == 200 and local_server.service.counters.total("large_bytes") == 0
 
 
 @pytest.mark.slow
@@ -714,7 +630,7 @@ def test_a_disconnected_client_frees_its_slots(prompts: PromptEncoder, stream: b
 
 def test_shutdown_drains_requests_and_cancels_slow_ones(prompts: PromptEncoder) -> None:
     engine = FakeEngine(seconds=0.5)
-    server = RunningServer(engine, prompts, key=None, max_sequences=9, limits=Limits(**{**LIMITS, "drain": 2.0}))
+    server = RunningServer(engine, prompts, max_sequences=9, drain=2.0)
     make = server.client().completions.create
     with ThreadPoolExecutor(2) as pool:
         short, long = (pool.submit(make, model="tiny", prompt="a", max_tokens=n) for n in (8, 450))

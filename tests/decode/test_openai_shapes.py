@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from tests.decode.test_chat_turns import CALLS, TOOLS, TURNS, running
-from tests.decode.test_openai_server import HELLO, RunningServer, prompts, server  # noqa: F401
+from tests.decode.test_openai_server import HELLO, prompts, server  # noqa: F401
 from tests.support.openai_shapes import check_event, check_shape
+from tests.support.running_server import RunningServer
 from tests.support.skips import import_optional
 
 openai = import_optional("openai", extra="test")

@@ -18,14 +18,14 @@ from maxhydra.convert.hf import hf_source
 from maxhydra.convert.load import load_weights
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
-from maxhydra.decode.openai_server import Limits, PoolingRoutes, ServerDefaults
+from maxhydra.decode.openai_server import PoolingRoutes, ServerDefaults
 from maxhydra.decode.openai_server.http11 import HttpError
 from maxhydra.decode.openai_server.pooling_routes import EMBEDDINGS, SCORE
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.model import build
 from maxhydra.sharding import Sharder, build_mesh
-from tests.decode.test_openai_server import LIMITS, RunningServer
 from tests.support.openai_shapes import check_shape
+from tests.support.running_server import RunningServer
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -103,17 +103,11 @@ def routes(engine: Engine, *, is_reward_model: bool = False) -> PoolingRoutes:
     return PoolingRoutes(engine, prompts, defaults, Pooling.last, is_reward_model)
 
 
-def test_the_openai_client_reads_embeddings(engine: Engine, folder: Path) -> None:
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_the_openai_client_reads_embeddings(engine: Engine, folder: Path, processes: int) -> None:
     made = routes(engine)
     engine.max_context = 64  # type: ignore[attr-defined]
-    server = RunningServer(
-        engine,
-        made.prompts,
-        key=None,
-        max_sequences=9,
-        limits=Limits(**LIMITS),
-        pooling=made,  # type: ignore[arg-type]
-    )
+    server = RunningServer(engine, made.prompts, max_sequences=9, processes=processes, pooling=Pooling.last)
     try:
         client = server.client()
         # The client asks for base64 unless an encoding is named.
@@ -123,9 +117,7 @@ def test_the_openai_client_reads_embeddings(engine: Engine, folder: Path) -> Non
         shape = server.post({"input": TEXTS}, EMBEDDINGS)[1]
         missing = server.post({"input": "x", "dimensions": 8}, EMBEDDINGS)
     finally:
-        server.loop.call_soon_threadsafe(server.stop.set)
-        server.thread.join(240)
-        server.service.close()
+        server.end(closes_engine=False)
     ids = [made.prompts.encode_text(text) for text in TEXTS]
     vectors = np.array([expected(folder, each, Pooling.last) for each in ids])
     for response in (binary, plain):

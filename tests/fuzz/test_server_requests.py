@@ -1,11 +1,9 @@
 """Requests to the server: every one is answered, or rejected with a status and a message."""
 
-import asyncio
 import contextlib
 import json
 import socket
 import string
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,14 @@ from hypothesis import strategies as st
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.decode import Sampling
-from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, listen, serve
+from maxhydra.decode.openai_server import Access, ServerDefaults
 from maxhydra.decode.openai_server.http11 import HttpError, dump_slices, parse_head
 from maxhydra.decode.openai_server.request_schema import SUPPORTED_CHAT, parse
 from maxhydra.decode.sampling_params import PromptEncoder
 from maxhydra.record.loopback import is_allowed_host
 from tests.support.fake_engine import FakeEngine
 from tests.support.fuzzing import fuzz
+from tests.support.running_server import RunningServer
 
 DEFAULTS = ServerDefaults("tiny", Sampling(max_tokens=4), 8, 320, 512)  # type: ignore[call-arg]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
@@ -137,26 +136,9 @@ def test_responses_in_slices_are_json(value: Any) -> None:
 @pytest.fixture(scope="module")
 def port(prompts: PromptEncoder) -> Iterator[int]:
     """Port of a server in a thread."""
-    listener, engine, ready = listen("127.0.0.1", 0), FakeEngine(), threading.Event()
-    limits = Limits(max_body=2**20, max_connections=50, timeout=5.0, keep_alive=5.0, drain=1.0)
-    running: dict[str, Any] = {}
-
-    async def main() -> None:
-        running.update(loop=asyncio.get_running_loop(), stop=asyncio.Event())
-        running["service"] = Service(
-            engine, prompts, DEFAULTS, access=Access(None, is_local=True), max_sequences=20, seed=0
-        )
-        ready.set()
-        await serve(listener, running["service"], limits, stop=running["stop"])
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
-    thread.start()
-    ready.wait()
-    yield listener.getsockname()[1]
-    running["loop"].call_soon_threadsafe(running["stop"].set)
-    thread.join()
-    running["service"].close()
-    engine.close()
+    server = RunningServer(FakeEngine(), prompts, max_sequences=20, max_connections=50, timeout=5.0, drain=1.0)
+    yield server.port
+    server.end()
 
 
 def request_over_socket(port: int, data: bytes) -> bytes:

@@ -8,6 +8,7 @@ import dataclasses
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -38,7 +39,7 @@ class FakeEngine:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._written = self._read = 0
-        self._failure = ""
+        self._failure, self._flushes = "", list[Callable[[], None]]()
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()
 
@@ -54,6 +55,13 @@ class FakeEngine:
         with self._lock:
             self._waiting.append((request, handle))
         return handle
+
+    def add_flush(self, flush: Callable[[], None]) -> None:
+        self._flushes.append(flush)
+
+    def _flush(self) -> None:
+        for flush in self._flushes:
+            flush()
 
     def stats(self) -> dict[str, float]:
         with self._lock:
@@ -72,6 +80,7 @@ class FakeEngine:
             self._running, self._waiting = [], deque()
         for handle in unfinished:
             handle.put(Delta("", (), finish="error", error=reason))
+        self._flush()
 
     def close(self) -> None:
         self._closed.set()
@@ -87,11 +96,13 @@ class FakeEngine:
                 running = self._running
             time.sleep(self.seconds if running and self.seconds else 0.0005)
             after = [self._step(*sequence) for sequence in running]
+            self._flush()
             with self._lock:
                 if self._running is running:
                     self._running = [sequence for sequence in after if sequence is not None]
         for _, handle, *_ in [*self._running, *self._waiting]:
             handle.put(Delta("", (), finish="cancelled"))
+        self._flush()
 
     def _step(self, request: Request, handle: Handle, done: int) -> tuple[Request, Handle, int] | None:
         if handle.is_cancelled:

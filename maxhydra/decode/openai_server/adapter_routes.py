@@ -1,13 +1,12 @@
 """Adapters in the HTTP API: their cards in the list of models, and the requests that load and unload them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from maxhydra.config import ConfigError
-from maxhydra.decode.adapters import AdapterError, LoadedAdapter
 from maxhydra.decode.openai_server.http11 import HttpError
 from maxhydra.decode.openai_server.request_schema import bad_field, parse_object
-from maxhydra.decode.request import RequestRejectedError
+from maxhydra.decode.request import AdapterError, LoadedAdapter, RequestRejectedError
 
 # Paths, fields and status codes are those of vLLM.
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -33,6 +32,11 @@ class AdapterRoutes:
         """`read`: weights of a location; ConfigError if they do not fit. `model`: name of the model without adapters.
         `is_live`: whether clients may load and unload adapters."""
         self._engine, self._read, self._model, self.is_live = engine, read, model, is_live
+
+    @property
+    def models(self) -> list[str]:
+        """Names of the model and of its adapters."""
+        return [self._model, *self._engine.adapters]
 
     def cards(self, card: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """By name, the cards of the loaded adapters, with the fields of `card`."""
@@ -63,14 +67,8 @@ class AdapterRoutes:
         try:
             self._engine.unload_adapter(name)
         except RequestRejectedError:
-            raise self.unknown_model(name) from None
+            raise unknown_model(name, self.models) from None
         return f"Success: LoRA adapter '{name}' removed successfully."
-
-    def unknown_model(self, name: str) -> HttpError:
-        """The error for a model that is neither the engine's nor one of its adapters."""
-        names = ", ".join(map(repr, (self._model, *self._engine.adapters)))
-        reason = f"model {name[:100]!r} is not available; accepted: {names}"
-        return HttpError(404, reason, param="model", code="model_not_found")
 
     def _parse(self, body: bytes, fields: tuple[str, ...]) -> list[str]:
         values = parse_object(body)
@@ -81,3 +79,9 @@ class AdapterRoutes:
             if not isinstance(values.get(field), str) or not values[field]:
                 raise bad_field(field, "must be a non-empty string")
         return [values[field] for field in fields]
+
+
+def unknown_model(name: str, models: Iterable[str]) -> HttpError:
+    """The error for a model that is none of the available ones."""
+    reason = f"model {name[:100]!r} is not available; accepted: {', '.join(map(repr, models))}"
+    return HttpError(404, reason, param="model", code="model_not_found")

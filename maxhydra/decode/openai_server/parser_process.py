@@ -8,7 +8,6 @@ as they were received and results as JSON and token ids: nothing that a client h
 import array
 import asyncio
 import dataclasses
-import hashlib
 import json
 import os
 import threading
@@ -18,12 +17,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from maxhydra.config import ConfigError
-from maxhydra.config.schema.audio import Audio
-from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.decode import Sampling
-from maxhydra.config.schema.vision import Vision
-from maxhydra.data.tokenizers import input_files, template_files
+from maxhydra.decode.openai_server.counters import Counters
+from maxhydra.decode.openai_server.encoder_settings import EncoderSettings
 from maxhydra.decode.openai_server.http11 import RETRY, HttpError
 from maxhydra.decode.openai_server.request_schema import CompletionRequest, ServerDefaults, encode_prompts, parse
 from maxhydra.decode.sampling_params import PromptEncoder
@@ -41,11 +37,8 @@ NICENESS = 10
 class ParserProcess:
     """Parses large bodies one after the other in a child process."""
 
-    def __init__(self, prompts: PromptEncoder, defaults: ServerDefaults):
-        self._settings = _Settings(
-            prompts.data, prompts.vocab_size, prompts.vision, prompts.audio, defaults, _files_digest(prompts.data)
-        )
-        self._pending = 0
+    def __init__(self, prompts: PromptEncoder, defaults: ServerDefaults, counters: Counters):
+        self._settings, self._defaults, self._counters = EncoderSettings.of(prompts), defaults, counters
         self._thread = ThreadPoolExecutor(1, "parser")
         self._lock = threading.Lock()
         self._process: BaseProcess | None = None
@@ -54,13 +47,14 @@ class ParserProcess:
 
     def reserve(self, size: int) -> None:
         """Admit a body of `size` bytes, before it is read; HttpError with status 429 if too many are pending."""
-        if self._pending and self._pending + size > MAX_PENDING:
-            reason = f"{self._pending / 2**20:.1f} MiB of large requests are being read; retry later"
+        total = self._counters.add("large_bytes", size)
+        if size < total > MAX_PENDING:
+            self.release(size)
+            reason = f"{(total - size) / 2**20:.1f} MiB of large requests are being read; retry later"
             raise HttpError(429, reason, code="too_many_large_requests", headers=RETRY)
-        self._pending += size
 
     def release(self, size: int) -> None:
-        self._pending -= size
+        self._counters.add("large_bytes", -size)
 
     async def parse(self, body: bytes, *, is_chat: bool) -> CompletionRequest:
         """Return the request with its prompts as token ids; HttpError as from `request_schema.parse`."""
@@ -102,7 +96,9 @@ class ParserProcess:
             if self._is_closed:
                 raise HttpError(503, "the server is shutting down", headers=RETRY)
             pipe, child_end = spawn_context.Pipe()
-            self._process = spawn_context.Process(target=_serve, args=(child_end, self._settings), daemon=True)
+            self._process = spawn_context.Process(
+                target=_serve, args=(child_end, self._settings, self._defaults), daemon=True
+            )
             self._process.start()
             child_end.close()
             self._pipe = pipe
@@ -125,46 +121,18 @@ class ParserProcess:
         self._process = self._pipe = None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Settings:
-    """The settings with which the process encodes prompts exactly as the server does."""
-
-    data: Data
-    vocab_size: int
-    vision: Vision | None
-    audio: Audio | None
-    defaults: ServerDefaults
-    files: str
-    """Digest of the tokenizer's files when the server read them."""
-
-
-def _files_digest(data: Data) -> str:
-    digest = hashlib.sha256()
-    for path in [*input_files(data.tokenizer), *template_files(data.tokenizer)]:
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
-
-
-def _serve(pipe: Connection, settings: _Settings) -> None:
+def _serve(pipe: Connection, settings: EncoderSettings, defaults: ServerDefaults) -> None:
     """Main of the process: reply to bodies until the server closes the pipe."""
     ignore_run_signals()
     exit_with_parent()
     os.nice(NICENESS)
     limit_memory(MEMORY)
-    try:
-        media: dict[str, Any] = {"vision": settings.vision, "audio": settings.audio}
-        encoder = PromptEncoder(settings.data, vocab_size=settings.vocab_size, **media)
-        if encoder.has_template:
-            _ = encoder.template
-        is_same = _files_digest(settings.data) == settings.files
-        problem = "" if is_same else "the tokenizer's files have changed since the server started: restart it"
-    except (ConfigError, OSError) as error:
-        problem = f"the tokenizer cannot be loaded again: {error}"
+    encoder, problem = settings.load()
     pipe.send_bytes(problem.encode(errors="replace"))
-    while True:
+    while encoder is not None:
         try:
             kind, body = pipe.recv_bytes(), pipe.recv_bytes()
-            pipe.send_bytes(_reply(body, encoder, settings.defaults, is_chat=kind == b"chat"))
+            pipe.send_bytes(_reply(body, encoder, defaults, is_chat=kind == b"chat"))
         except (EOFError, OSError):
             return
 

@@ -1,6 +1,8 @@
 """The routes: check access, submit completions to the engine within the queue limit, send or stream the results."""
 
 import asyncio
+import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +12,13 @@ from importlib import resources
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from maxhydra.decode.grammar import GrammarError
+from maxhydra.config.schema.decode import Pooling
 from maxhydra.decode.openai_server.access import Access
-from maxhydra.decode.openai_server.adapter_routes import LOAD_ADAPTER, UNLOAD_ADAPTER, AdapterRoutes
+from maxhydra.decode.openai_server.adapter_routes import LOAD_ADAPTER, UNLOAD_ADAPTER, unknown_model
 from maxhydra.decode.openai_server.chat_turns import ChatTurns
-from maxhydra.decode.openai_server.delta_queue import DeltaQueue, Mailbox
-from maxhydra.decode.openai_server.fields import bad_field
+from maxhydra.decode.openai_server.counters import FINISHES, STATUSES, Counters
+from maxhydra.decode.openai_server.delta_queue import DeltaQueue
+from maxhydra.decode.openai_server.engine_client import EngineClient
 from maxhydra.decode.openai_server.http11 import JSON_TYPE, RETRY, Connection, HttpError, RequestHead, dump_slices
 from maxhydra.decode.openai_server.metrics import format_metrics
 from maxhydra.decode.openai_server.parser_process import ParserProcess
@@ -31,9 +34,8 @@ from maxhydra.decode.openai_server.response_schema import ResponseBuilder, echo_
 from maxhydra.decode.openai_server.responses_api import to_chat_request, to_response
 from maxhydra.decode.openai_server.responses_stream import ResponseStream
 from maxhydra.decode.openai_server.tokenize import detokenize, tokenize
-from maxhydra.decode.request import Completion, Delta, Engine, RequestRejectedError, UnknownAdapterError
+from maxhydra.decode.request import Completion, Delta, Request
 from maxhydra.decode.sampling_params import MediaPrompt, PromptEncoder, make_requests
-from maxhydra.runtime.profiler import Profiler
 
 T = TypeVar("T")
 Route = Callable[[RequestHead, bytes, Connection, ExitStack], Coroutine[Any, Any, None]]
@@ -62,37 +64,38 @@ def is_large(head: RequestHead) -> bool:
     return head.length > LARGE_BODY
 
 
+@dataclasses.dataclass(frozen=True)
+class ServiceSettings:
+    """Settings of the routes."""
+
+    defaults: ServerDefaults
+    access: Access
+    max_sequences: int
+    """Running and queued sequences; further requests get status 429."""
+    seed: int
+    has_live_adapters: bool = False
+    """Whether clients may load and unload adapters."""
+    pooling: Pooling | None = None
+    """Of embeddings; None: there are none."""
+    is_reward_model: bool = False
+    """Scores are the only route."""
+
+
 class Service:
-    """The routes over one engine, in one event loop; the engine's thread only posts deltas to it."""
+    """The routes over one engine, in one event loop."""
 
     def __init__(
-        self,
-        engine: Engine,
-        prompts: PromptEncoder,
-        defaults: ServerDefaults,
-        *,
-        access: Access,
-        max_sequences: int,
-        seed: int,
-        profiler: Profiler | None = None,
-        adapters: AdapterRoutes | None = None,
-        pooling: PoolingRoutes | None = None,
+        self, engine: EngineClient, prompts: PromptEncoder, settings: ServiceSettings, counters: Counters | None = None
     ):
-        """`max_sequences`: running and queued sequences; further requests get status 429. `adapters`: None if
-        requests cannot name adapters. `pooling`: None without embeddings; of a reward model, the only route."""
-        self._pooling, self._num_pooling = pooling, 0
-        self._adapters = adapters
-        self._profiler = profiler
-        self._engine, self._prompts, self._defaults = engine, prompts, defaults
-        self._access, self._max_sequences, self._seed = access, max_sequences, seed
-        self._num_sequences = self._num_prompts = 0
-        self._failure: str | None = None
-        self._statuses: dict[int, int] = {}
-        self._finishes: dict[str, int] = {}
+        """`counters`: shared with the other processes of the server, if there are any."""
+        self._engine, self._prompts, self._settings = engine, prompts, settings
+        self._defaults, self._access = settings.defaults, settings.access
+        self.counters = counters or Counters()
+        # Numbers that no other process uses.
+        self._prompt_numbers = itertools.count(self.counters.row, self.counters.num_rows)
         self._pool, self._logprobs_pool = ThreadPoolExecutor(THREADS, "server"), ThreadPoolExecutor(THREADS, "logprobs")
         self._pooling_pool = ThreadPoolExecutor(1, "pooling")
-        self._parser = ParserProcess(prompts, defaults)
-        self._mailbox = Mailbox()
+        self._parser = ParserProcess(prompts, settings.defaults, self.counters)
         self._turns = ChatTurns(prompts)
         # Computed once, and before the first request, which would wait for it.
         _ = prompts.tokenizer.max_token_bytes
@@ -104,18 +107,21 @@ class Service:
             "/v1/models": ("GET", self._models),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._tokenize),
-            f"/v1/models/{defaults.model}": ("GET", self._models),
+            f"/v1/models/{settings.defaults.model}": ("GET", self._models),
             "/": ("GET", self._page),
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
             "/profile": ("POST", self._profile),
         }
-        if pooling is not None:
+        self._pooling: PoolingRoutes | None = None
+        if settings.pooling is not None:
+            arguments = engine, prompts, settings.defaults, settings.pooling, settings.is_reward_model
+            self._pooling = PoolingRoutes(*arguments)
             self._paths |= dict.fromkeys((EMBEDDINGS, SCORE), ("POST", self._pool_texts))
-        if pooling is not None and pooling.is_reward_model:
+        if settings.is_reward_model:
             removed = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/", EMBEDDINGS)
             self._paths = {path: route for path, route in self._paths.items() if path not in removed}
-        if adapters is not None and adapters.is_live:
+        if settings.has_live_adapters:
             self._paths |= dict.fromkeys((LOAD_ADAPTER, UNLOAD_ADAPTER), ("POST", self._change_adapters))
 
     def admit(self, head: RequestHead) -> None:
@@ -134,7 +140,7 @@ class Service:
             pending.callback(self._parser.release, head.length)
 
     def count(self, status: int) -> None:
-        self._statuses[status] = self._statuses.get(status, 0) + 1
+        self.counters.add(status)
 
     async def handle(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
         """Serve a request; `pending` is closed once its body is parsed."""
@@ -145,45 +151,49 @@ class Service:
 
     def _find_route(self, path: str) -> tuple[str, Route] | None:
         """Method and handler of a path; the cards of adapters have paths too."""
-        is_card = self._adapters is not None and path.startswith(CARDS)
+        is_card = self._defaults.has_adapters and path.startswith(CARDS)
         return self._paths.get(path) or (("GET", self._models) if is_card else None)
 
     def close(self) -> None:
+        self._parser.close()
         self._pool.shutdown(cancel_futures=True)
         self._logprobs_pool.shutdown(cancel_futures=True)
         self._pooling_pool.shutdown(cancel_futures=True)
+
+    def kill_parser(self) -> None:
+        """End the process that parses large bodies, before this one exits."""
         self._parser.close()
 
     async def _health(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
-        self._require_engine()
+        await self._engine.call("check_health")
         await connection.send_json(200, {"status": "ok"}, headers={})
 
     async def _profile(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
         """Profile the next iterations of the engine; only for clients on this machine."""
-        if self._profiler is None or not connection.is_local:
+        folder = await self._engine.call("start_profile") if connection.is_local else None
+        if folder is None:
             raise HttpError(403, "profiles can only be requested from the machine of the server")
-        self._profiler.request()
-        await connection.send_json(202, {"status": "requested", "folder": str(self._profiler.folder)}, headers={})
+        await connection.send_json(202, {"status": "requested", "folder": folder}, headers={})
 
     async def _models(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
         name = self._defaults.model
         card = {"object": "model", "created": self._created, "owned_by": "maxhydra"}
         cards = {name: {"id": name, **card}}
-        cards |= {} if self._adapters is None else self._adapters.cards(card)
+        if self._defaults.has_adapters:
+            cards |= await self._engine.call("adapter_cards", card)
         if not head.path.startswith(CARDS):
             return await connection.send_json(200, {"object": "list", "data": list(cards.values())}, headers={})
         named = head.path.removeprefix(CARDS)
-        if named not in cards and (named := unquote(named)) not in cards and self._adapters is not None:
-            raise self._adapters.unknown_model(named)
+        if named not in cards and (named := unquote(named)) not in cards:
+            raise unknown_model(named, list(cards))
         await connection.send_json(200, cards[named], headers={})
 
     async def _change_adapters(
         self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack
     ) -> None:
-        """Load or unload an adapter. In a thread: weights are read and copied to the devices."""
-        assert self._adapters is not None
-        change = self._adapters.load if head.path == LOAD_ADAPTER else self._adapters.unload
-        message = await asyncio.to_thread(change, body)
+        """Load or unload an adapter."""
+        method = "load_adapter" if head.path == LOAD_ADAPTER else "unload_adapter"
+        message = await self._engine.call(method, body)
         await connection.send_json(200, {"message": message}, headers={})
 
     async def _page(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
@@ -197,22 +207,22 @@ class Service:
     async def _pool_texts(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
         """Embed or score texts, in a thread that waits for the engine."""
         assert self._pooling is not None
-        if self._num_pooling >= self._max_sequences:
-            reason = f"{self._num_pooling} requests wait for embeddings; retry later"
-            raise HttpError(429, reason, code="queue_full", headers=RETRY)
-        self._num_pooling += 1
+        self._reserve("pooling", 1, "requests wait for embeddings")
         try:
             work = partial(self._pooling.respond, head.path, body)
             response = await asyncio.get_running_loop().run_in_executor(self._pooling_pool, work)
         finally:
-            self._num_pooling -= 1
+            self.counters.add("pooling", -1)
         await connection.send_json(200, response, headers={})
 
     async def _metrics(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
         """Send counters in the Prometheus text format."""
-        queue = {"sequences": self._num_sequences, "sequences_limit": self._max_sequences}
-        stats = self._engine.stats()
-        text = format_metrics(stats, queue, self._statuses, self._finishes, model=self._defaults.model).encode()
+        counters, limit = self.counters, self._settings.max_sequences
+        queue = {"sequences": counters.total("sequences"), "sequences_limit": limit}
+        queue |= {"processes": 0 if counters.is_local else counters.num_rows}
+        statuses, finishes = counters.totals(STATUSES), counters.totals(FINISHES)
+        stats = await self._engine.call("stats")
+        text = format_metrics(stats, queue, statuses, finishes, model=self._defaults.model).encode()
         await connection.send(200, text, headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def _complete(self, head: RequestHead, body: bytes, connection: Connection, pending: ExitStack) -> None:
@@ -227,29 +237,7 @@ class Service:
         else:
             request = parse(body, self._defaults, is_chat=is_chat)
         pending.close()
-        count = request.sequences
-        if self._num_sequences + count > self._max_sequences:
-            reason = f"{self._num_sequences} sequences are running or queued, the limit of task.queue; retry later"
-            raise HttpError(429, reason, code="queue_full", headers=RETRY)
-        self._num_sequences += count
-        queue = DeltaQueue(self._mailbox, self._on_finish)
-        try:
-            limit = self._defaults.max_context
-            if len(body) <= TINY_BODY:
-                prompts = encode_prompts(request, self._prompts, limit)
-            else:
-                prompts = await self._in_thread(lambda: encode_prompts(request, self._prompts, limit))
-            media = None
-            if request.images or request.audios:
-                # Decoding an image may take a second, and compiling a grammar too.
-                media = await self._in_thread(partial(insert_media, request, prompts, self._prompts))
-                prompts = [media.prompt]
-            if request.grammar:
-                await self._in_thread(lambda: self._submit(request, prompts, media, queue))
-            else:
-                self._submit(request, prompts, media, queue)
-        finally:
-            self._num_sequences -= count - len(queue.handles)
+        queue, prompts = await self._submit(request, len(body))
         builder = ResponseBuilder(
             is_chat=is_chat,
             model=request.adapter or self._defaults.model,
@@ -278,52 +266,70 @@ class Service:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _submit(
-        self, request: CompletionRequest, prompts: list[list[int]], media: MediaPrompt | None, queue: DeltaQueue
-    ) -> None:
-        for prompt in prompts:
-            number, self._num_prompts = self._num_prompts, self._num_prompts + 1
-            engine_requests = make_requests(
+    async def _submit(self, request: CompletionRequest, size: int) -> tuple[DeltaQueue, list[list[int]]]:
+        """Submit the sequences of a request within the queue limit; also return its prompts as token ids."""
+        self._reserve("sequences", request.sequences, "sequences are running or queued, the limit of task.queue")
+        queue: DeltaQueue | None = None
+        try:
+            prompts, media = await self._encode(request, size)
+            engine_requests = self._engine_requests(request, prompts, media)
+            queue = DeltaQueue(engine_requests, self._prompts.tokenizer, self._on_finish)
+            await self._engine.submit(engine_requests, queue, field="messages" if request.is_chat else "prompt")
+        except BaseException:
+            # Also if the client disconnects meanwhile.
+            num_finished = queue.discard() if queue is not None else 0
+            self.counters.add("sequences", num_finished - request.sequences)
+            raise
+        return queue, prompts
+
+    def _reserve(self, name: str, count: int, description: str) -> None:
+        """Count running work; HttpError with status 429 if that exceeds the limit."""
+        total = self.counters.add(name, count)
+        if total > self._settings.max_sequences:
+            self.counters.add(name, -count)
+            reason = f"{total - count} {description}; retry later"
+            raise HttpError(429, reason, code="queue_full", headers=RETRY)
+
+    async def _encode(self, request: CompletionRequest, size: int) -> tuple[list[list[int]], MediaPrompt | None]:
+        """Token ids of the prompts, with those of images and audio clips; `size`: bytes of the body."""
+        encode = partial(encode_prompts, request, self._prompts, self._defaults.max_context)
+        prompts = encode() if size <= TINY_BODY else await self._in_thread(encode)
+        if not (request.images or request.audios):
+            return prompts, None
+        # Decoding an image may take a second.
+        media = await self._in_thread(partial(insert_media, request, prompts, self._prompts))
+        return [media.prompt], media
+
+    def _engine_requests(
+        self, request: CompletionRequest, prompts: list[list[int]], media: MediaPrompt | None
+    ) -> list[Request]:
+        """Requests of the engine for all samples of all prompts, whose text is made here."""
+        return [
+            engine_request
+            for prompt in prompts
+            for engine_request in make_requests(
                 prompt,
                 request.sampling,
                 samples=request.samples,
-                seed=self._seed,
-                number=number,
+                seed=self._settings.seed,
+                number=next(self._prompt_numbers),
                 logprobs=request.logprobs,
                 stream=request.stream,
                 adapter=request.adapter,
                 logit_bias=tuple((token, value) for token, value in request.logit_bias),
                 grammar=request.grammar,
+                detokenize=False,
                 names_special=self._turns.has_parts(request),
                 prompt_logprobs=request.logprobs if request.echo else None,
                 images=None if media is None else media.images,
                 audio=None if media is None else media.audio,
             )
-            for engine_request in engine_requests:
-                try:
-                    queue.add(self._engine.submit(engine_request))
-                except UnknownAdapterError:
-                    queue.cancel()
-                    assert self._adapters is not None and request.adapter is not None
-                    raise self._adapters.unknown_model(request.adapter) from None
-                except GrammarError as error:
-                    queue.cancel()
-                    raise bad_field("response_format", f"is invalid: {error}") from None
-                except RequestRejectedError as error:
-                    queue.cancel()
-                    self._require_engine()
-                    raise bad_field("messages" if request.is_chat else "prompt", f"is invalid: {error}") from None
+        ]
 
     def _on_finish(self, delta: Delta) -> None:
-        """Count a finished sequence; the last one that was not cancelled determines the health of the engine."""
-        self._num_sequences -= 1
-        self._finishes[delta.finish or ""] = self._finishes.get(delta.finish or "", 0) + 1
-        if delta.finish != "cancelled":
-            self._failure = delta.error if delta.finish == "error" else None
-
-    def _require_engine(self) -> None:
-        if self._failure is not None:
-            raise HttpError(503, f"the engine failed: {self._failure}", code="engine_failed")
+        """Count a finished sequence."""
+        self.counters.add("sequences", -1)
+        self.counters.add(delta.finish or "error")
 
     async def _send_complete(
         self,
@@ -333,7 +339,7 @@ class Service:
         convert: Callable[[dict[str, Any]], dict[str, Any]] | None,
     ) -> None:
         """Send the complete response, `convert`ed to that of another API."""
-        deltas: list[list[Delta]] = [[] for _ in queue.handles]
+        deltas: list[list[Delta]] = [[] for _ in range(queue.size)]
         while queue.num_unfinished:
             for index, delta in await queue.take():
                 _raise_failure(delta)
@@ -355,8 +361,8 @@ class Service:
         self, head: RequestHead, connection: Connection, queue: DeltaQueue, builder: ResponseBuilder | ResponseStream
     ) -> None:
         await connection.start_events(head)
-        await connection.send_events([each for index in range(len(queue.handles)) for each in builder.opening(index)])
-        sent, num_tokens = [0] * len(queue.handles), 0
+        await connection.send_events([each for index in range(queue.size) for each in builder.opening(index)])
+        sent, num_tokens = [0] * queue.size, 0
         while queue.num_unfinished:
             events: list[Any] = []
             for index, delta in await queue.take():

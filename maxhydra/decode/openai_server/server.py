@@ -7,7 +7,7 @@ import logging
 import resource
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +16,9 @@ from maxhydra.decode.openai_server.http11 import RETRY, Connection, HttpError, R
 from maxhydra.decode.openai_server.routes import Service
 
 log = logging.getLogger("maxhydra")
-BACKLOG = 512
+BACKLOG = 1024
+# Connections that are accepted at a time: several processes that wait for them get equal shares.
+NUM_ACCEPTED = 1
 # Time for cancelled connections to close.
 CLOSE_SECONDS = 5.0
 ACCEPT_SECONDS = 0.01
@@ -82,8 +84,16 @@ def allow_connections(count: int) -> None:
         raise ConfigError(problem) from None
 
 
-async def serve(listener: socket.socket, service: Service, limits: Limits, *, stop: asyncio.Event) -> None:
+async def serve(
+    listener: socket.socket,
+    service: Service,
+    limits: Limits,
+    *,
+    stop: asyncio.Event,
+    on_serving: Callable[[], None] = lambda: None,
+) -> None:
     """Serve until `stop` is set, then let running requests finish for up to limits.drain seconds."""
+    on_serving()
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
@@ -94,7 +104,7 @@ async def serve(listener: socket.socket, service: Service, limits: Limits, *, st
 
 class _Server:
     def __init__(self, service: Service, limits: Limits):
-        self._service, self._limits = service, limits
+        self._service, self._limits, self._counters = service, limits, service.counters
         self._connections: set[asyncio.Task[None]] = set()
         self._busy: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
@@ -102,7 +112,8 @@ class _Server:
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
         self._stop = stop
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(self._protocol, sock=listener)
+        server = await loop.create_server(self._protocol, sock=listener, backlog=NUM_ACCEPTED)
+        listener.listen(BACKLOG)
         await stop.wait()
         # If closed while it accepts a connection, asyncio's server would leak that socket.
         loop.remove_reader(listener)
@@ -125,7 +136,12 @@ class _Server:
         assert isinstance(reader, WatchedReader)
         task = asyncio.ensure_future(self._connection(reader, writer))
         self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
+        self._counters.add("connections")
+        task.add_done_callback(self._end_connection)
+
+    def _end_connection(self, task: asyncio.Task[None]) -> None:
+        self._connections.discard(task)
+        self._counters.add("connections", -1)
 
     async def _connection(self, reader: WatchedReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(reader, writer, timeout=self._limits.timeout)
@@ -133,7 +149,7 @@ class _Server:
         assert task is not None
         idle = self._limits.timeout
         try:
-            if len(self._connections) > self._limits.max_connections:
+            if self._counters.total("connections") > self._limits.max_connections:
                 reason = f"more than task.max_connections={self._limits.max_connections} connections are open"
                 await self._send_error(connection, HttpError(503, reason, headers=RETRY), close=True)
                 return
