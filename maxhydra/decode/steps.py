@@ -276,9 +276,9 @@ class CompiledSteps:
 
     def _compile_sample(self, key: SampleKey) -> Program:
         config = self._model.config
-        shape, sharding = (key.rows, config.vocab_size), self._logits_sharding
-        if key.logit_steps:
-            shape, sharding = (key.logit_steps, *shape), self._step_logits_sharding
+        steps = (key.logit_steps,) if key.logit_steps else ()
+        sharding = self._step_logits_sharding if steps else self._logits_sharding
+        shape = *steps, key.rows, config.vocab_size
         logits = jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtypes.logits.value), sharding=sharding)
         jitted = jax.jit(make_sample(key.features), donate_argnums=0, out_shardings=self.replicated)
         masks = [self._abstract_inputs(*self._mask_shape(key.rows))] if key.features.mask else []
@@ -298,7 +298,8 @@ class CompiledSteps:
             state = *state, self._abstract_drafts(drafting.context)
             shardings = *shardings, self._draft_shardings, *2 * (self.replicated,)
         else:
-            shardings = Decoded(*shardings, *3 * (self.replicated,), self._step_logits_sharding)
+            step_results = self.replicated, self.replicated, self.replicated, self._step_logits_sharding
+            shardings = Decoded(self.cache.shardings, self.replicated, *step_results)  # type: ignore[arg-type]
         if drafting is not None and key.shape.tokens > 1:
             size, drafter = self._cache_spec.page_size, self._make_drafter(drafting, key)
             decode = make_verify_steps(self._layout, self._sharder, key, hidden, drafter=drafter, page_size=size)
