@@ -1,8 +1,8 @@
 """Structured output: random JSON schemas that completions must validate with, and the cost of masks per token.
 
 python bench/structured_output.py schemas [--count 1000] [OVERRIDES ...]
-python bench/structured_output.py cost [--batch 32] [--tokens 64] [--temperatures 0 1] [--ways auto 0 1 2 4]
-    [--rates 0 0.01 0.05 0.12] [--random-weights] [--any-text] [OVERRIDES ...]
+python bench/structured_output.py cost [--batch 32] [--tokens 64] [--temperatures 0,1] [--ways auto,0,1,2,4]
+    [--rates 0,0.01,0.05,0.12] [--random-weights] [--any-text] [OVERRIDES ...]
 python bench/structured_output.py host [--batch 32] [--tokens 64] [--stream] [--any-text] [OVERRIDES ...]
 
 `schemas` needs the packages of the extras serve and test. The default model is SmolLM2-135M-Instruct from the package
@@ -293,6 +293,10 @@ def measure_host(engine: Engine, ids: list[int], arguments: argparse.Namespace) 
     return {"batch": arguments.batch, **figures, "parts": by_part, **verified(engine)}
 
 
+def numbers(text: str) -> list[float]:
+    return [float(each) for each in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=("schemas", "cost", "host"))
@@ -303,9 +307,9 @@ def main() -> None:
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--any-text", action="store_true")
     parser.add_argument("--vocab-size", type=int, default=128256)
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--rates", type=float, nargs="+", default=[])
-    parser.add_argument("--ways", nargs="+", default=["auto"])
+    parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
+    parser.add_argument("--rates", type=numbers, default=[])
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=["auto"])
     parser.add_argument("--repeats", type=int, default=2)
     arguments, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -4,8 +4,8 @@ A mask depends on all tokens before it, so that a step with masks waits for the 
 the one that masked sampling gives, since both take the largest of the same perturbed logits (sampler.py). So calls
 sample without masks, and the host verifies their tokens while the next call runs. The logits of such calls are kept
 until they are verified: where a grammar rejects a token, it is sampled again from the same logits, with a mask, and the
-row continues with it. What its call and the one in flight have computed for the row after the rejected token is lost:
-with K steps per call, (K - 1) / 2 + K steps. Short calls lose less per rejection, and long ones cost the host less per
+row continues with it. The later steps of that call and of the one in flight are lost for this row: with K steps per
+call, (K - 1) / 2 + K steps. Short calls lose less per rejection, and long ones cost the host less per
 token. The rejections of the latest tokens and the measured time of calls decide.
 
 Where the calls must be a function of the requests (deterministic=true, several processes), fixed times are used; with
@@ -24,8 +24,8 @@ from maxhydra.decode.sequence import Sequence
 
 # Steps per call whose tokens grammars verify.
 STEP_COUNTS = (1, 2, 4)
-# Time of a step with masks, and what a call without takes in addition to its steps, relative to a step; unless they are
-# measured. A model of 1B takes 2.61 ms and 1.15 ms for a step with and without masks on an H200, at batch 32.
+# Time of a step with masks, and overhead of a call without masks, relative to a step; unless they are measured. A model
+# of 1B takes 2.61 ms and 1.15 ms for a step with and without masks on an H200, at batch 32.
 MASKED_STEP, CALL_OVERHEAD = 2.0, 0.1
 # Tokens after which their weight in the rejections of a sequence, and of all sequences, is one half.
 SEQUENCE_TOKENS, ENGINE_TOKENS = 64, 1024
