@@ -96,8 +96,9 @@ class EmptySteps(CompiledSteps):
             token_B, last_token_N = random_tokens(state.last_token_N, head_BC, mask_BW, vocab_size)
             return state._replace(last_token_N=last_token_N), sampled(token_B)
 
-        steps = (key.logit_steps,) if key.logit_steps else ()
-        logits, head = self._abstract_inputs(*steps, key.rows, 1), self._abstract_inputs(key.rows, HEAD)
+        logits, head = self._abstract_inputs(key.rows, 1), self._abstract_inputs(key.rows, HEAD)
+        if key.logit_steps:
+            logits = jax.ShapeDtypeStruct((key.logit_steps, *logits.shape), logits.dtype, sharding=self.replicated)
         masks = [self._abstract_inputs(*self._mask_shape(key.rows))] if key.features.mask else []
         arguments = self._abstract_slots(), logits, head, *masks
         return jax.jit(sample, donate_argnums=0, keep_unused=True).lower(*arguments).compile()

@@ -128,6 +128,10 @@ class CallTimes:
         seconds, others = self.seconds(key), self.seconds(other)
         return None if seconds is None or others is None else seconds / others
 
+    def forget(self, key: Hashable) -> None:
+        """Drop the times of a program."""
+        self._seconds.pop(key, None)
+
     def seconds(self, key: Hashable) -> float | None:
         """Median seconds of a call; None before it was timed often enough."""
         times = self._seconds[key]

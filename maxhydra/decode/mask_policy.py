@@ -12,6 +12,7 @@ Where the calls must be a function of the requests (deterministic=true, several 
 deterministic=true, the rejections of earlier sequences have no effect.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as List
@@ -35,6 +36,8 @@ FIRST_RATE, PRIOR_TOKENS = 0.02, 32
 MAX_MASKED_STEPS = 1024
 # Steps per token from which on the cost of masks is measured, and for how many steps per size of the batch.
 TRIAL_LOSS, TRIAL_STEPS = 1.1, 8
+# Calls after which the time of others that were not used since counts as unknown: the machine may have been busy.
+MAX_AGE = 256
 # Elements of the logits that a call of more than one step keeps: half a GiB.
 MAX_LOGITS = 2**27
 
@@ -81,6 +84,8 @@ class MaskPolicy:
         """Steps with masks since calls without were tried."""
         self._trial_steps: Counter[int] = Counter()
         """Steps with masks by size of the batch."""
+        self._num_calls, self._last_calls = 0, dict[tuple[int, int], int]()
+        """Number of calls so far, and at the last one with each size of the batch and number of steps."""
 
     def interrupt(self) -> None:
         """Other work is dispatched before the next call."""
@@ -97,6 +102,8 @@ class MaskPolicy:
         if not any(sequence.constraint is not None for sequence in sequences):
             self._times.interrupt()
             return None
+        self._num_calls += 1
+        self._last_calls[_size(sequences), num_steps] = self._num_calls
         return self._times.start((_size(sequences), num_steps))
 
     def record(self, sequence: Sequence, verification: Verification) -> None:
@@ -145,10 +152,15 @@ class MaskPolicy:
         assumed = {0: MASKED_STEP} | {count: 1 + CALL_OVERHEAD / count for count in self.step_counts}
         if self._times is None:
             return assumed
+        for count in self.step_counts:
+            if self._last_calls.get((size, count), self._num_calls) < self._num_calls - MAX_AGE:
+                self._times.forget((size, count))
         calls = {count: self._times.seconds((size, count)) for count in assumed}
         measured = {count: seconds / max(count, 1) for count, seconds in calls.items() if seconds is not None}
         unit = min((seconds / assumed[count] for count, seconds in measured.items()), default=1.0)
-        return {count: unit * seconds for count, seconds in assumed.items()} | measured
+        found = {count: unit * seconds for count, seconds in assumed.items()} | measured
+        # Longer calls, and those without masks, take no longer per step, unless the machine was busy when measured.
+        return dict(zip(found, itertools.accumulate(found.values(), min), strict=True))
 
 
 def make_mask_policy(config: Config, model: Model, multi_steps: int, *, is_measured: bool) -> MaskPolicy:

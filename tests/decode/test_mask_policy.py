@@ -327,3 +327,11 @@ def test_few_steps_are_chosen_where_their_logits_are_large(monkeypatch: pytest.M
             8, vocab_size=vocab_size, is_supported=True, is_measured=False, is_deterministic=False
         )
         assert [decoding.call([8] * 64) for _ in range(60)][-1] == num_steps
+
+
+def test_calls_that_were_slow_once_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = Decoding(monkeypatch, is_measured=True, cost=2.0)
+    decoding.overhead = 50.0
+    assert [decoding.call([0] * 4) for _ in range(60)][-1] == 0
+    decoding.overhead = 0.1
+    assert [decoding.call([4] * 4) for _ in range(2000)][-1] == 4
