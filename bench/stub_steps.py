@@ -18,8 +18,8 @@ import numpy as np
 import random_weights
 
 from maxhydra.decode import runner
-from maxhydra.decode.sampler import ALL_TOKENS, SampledTokens
-from maxhydra.decode.step_functions import Forwarded
+from maxhydra.decode.sampler import SampledTokens
+from maxhydra.decode.step_functions import Decoded, Forwarded
 from maxhydra.decode.step_inputs import HEAD, START, TARGET, advance, num_columns
 from maxhydra.decode.steps import CompiledSteps
 
@@ -65,15 +65,15 @@ class StubSteps(CompiledSteps):
     def forward(self, shape: Any, weights: Any, cache: Any, slots: Any, inputs: Any, *media: Any) -> Any:
         return Forwarded(inputs[:, :1], cache, inputs, None, None, None if shape.is_prefill else inputs)
 
-    def sample(self, slot_state: Any, output: Any, *args: Any) -> Any:
-        return slot_state, self._sample((len(output.logits_BV),), 1)
+    def sample(self, slot_state: Any, logits: Any, *args: Any) -> Any:
+        return slot_state, self._sample((logits.shape[-2],), 1)
 
     def choose_multi_step(self, key: Any) -> Any:
         return key
 
-    def decode_multi(self, key: Any, weights: Any, state: Any, inputs_BC: Any, mask_BW: Any) -> Any:
+    def decode_multi(self, key: Any, weights: Any, state: Any, inputs_BC: Any) -> Any:
         tokens = self._sample((key.num_steps, key.shape.rows), key.num_steps)
-        return *state, inputs_BC, tokens, None
+        return Decoded(*state, inputs_BC, tokens, None, np.empty((*tokens.token_B.shape, 1)))
 
 
 class EmptySteps(CompiledSteps):
@@ -97,6 +97,8 @@ class EmptySteps(CompiledSteps):
             return state._replace(last_token_N=last_token_N), sampled(token_B)
 
         logits, head = self._abstract_inputs(key.rows, 1), self._abstract_inputs(key.rows, HEAD)
+        if key.logit_steps:
+            logits = jax.ShapeDtypeStruct((key.logit_steps, *logits.shape), logits.dtype, sharding=self.replicated)
         masks = [self._abstract_inputs(*self._mask_shape(key.rows))] if key.features.mask else []
         arguments = self._abstract_slots(), logits, head, *masks
         return jax.jit(sample, donate_argnums=0, keep_unused=True).lower(*arguments).compile()
@@ -104,26 +106,19 @@ class EmptySteps(CompiledSteps):
     def _compile_multi_step(self, key: Any) -> Any:
         vocab_size = self._model.config.vocab_size
 
-        def decode(weights: Any, cache: Any, state: Any, inputs_BC: Any, mask_BW: Any = None) -> Any:
+        def decode(weights: Any, cache: Any, state: Any, inputs_BC: Any) -> Any:
             def step(last_token_N: Any, number: Any) -> Any:
                 head_BC = inputs_BC.at[:, START].add(number)
-                free = random_tokens(last_token_N, head_BC, None, vocab_size)
-                if mask_BW is None:
-                    return free[::-1]
-                masked = random_tokens(last_token_N, head_BC, mask_BW, vocab_size)
-                is_free_B = (number > 0) | (mask_BW == jnp.uint32(ALL_TOKENS)).all(axis=1)
-                token_B = jnp.where(is_free_B, free[0], masked[0])
-                slots_B = head_BC[:, TARGET].astype(jnp.int32)
-                return last_token_N.at[slots_B].set(token_B.astype(last_token_N.dtype)), token_B
+                return random_tokens(last_token_N, head_BC, None, vocab_size)[::-1]
 
             steps = jnp.arange(key.num_steps, dtype=jnp.uint32)
             last_token_N, token_SB = jax.lax.scan(step, state.last_token_N, steps)
             state = state._replace(last_token_N=last_token_N)
-            return cache, state, advance(inputs_BC, key.num_steps), sampled(token_SB), None
+            logits_SBV = jnp.zeros((*token_SB.shape, 1), jnp.uint32)
+            return Decoded(cache, state, advance(inputs_BC, key.num_steps), sampled(token_SB), None, logits_SBV)
 
         inputs = self._abstract_inputs(key.shape.rows, num_columns(key.shape))
-        masks = [self._abstract_inputs(*self._mask_shape(key.shape.rows))] if key.features.mask else []
-        arguments = self._abstract_weights, self.cache.abstract, self._abstract_slots(), inputs, *masks
+        arguments = self._abstract_weights, self.cache.abstract, self._abstract_slots(), inputs
         return jax.jit(decode, donate_argnums=(1, 2), keep_unused=True).lower(*arguments).compile()
 
 

@@ -125,10 +125,17 @@ class CallTimes:
 
     def ratio(self, key: Hashable, other: Hashable) -> float | None:
         """Cost of a call relative to the other's; None before both were timed often enough."""
-        times = [self._seconds[each] for each in (key, other)]
-        if min(map(len, times)) < MIN_TIMES:
-            return None
-        return statistics.median(times[0]) / statistics.median(times[1])
+        seconds, others = self.seconds(key), self.seconds(other)
+        return None if seconds is None or others is None else seconds / others
+
+    def forget(self, key: Hashable) -> None:
+        """Drop the times of a program."""
+        self._seconds.pop(key, None)
+
+    def seconds(self, key: Hashable) -> float | None:
+        """Median seconds of a call; None before it was timed often enough."""
+        times = self._seconds[key]
+        return None if len(times) < MIN_TIMES else statistics.median(times)
 
 
 class DraftPolicy:

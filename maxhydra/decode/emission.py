@@ -21,7 +21,7 @@ from maxhydra.decode.pending import PendingTokens, ReadTokens
 from maxhydra.decode.prompt_scores import token_logprob
 from maxhydra.decode.sampler import SampledTokens
 from maxhydra.decode.scheduler import Scheduler
-from maxhydra.decode.sequence import Sequence
+from maxhydra.decode.sequence import RejectedToken, Sequence
 
 Read = tuple[PendingTokens, ReadTokens]
 
@@ -114,8 +114,8 @@ class Emitter:
         read, rows = pending.read(), list[Constraint | None]()
         if pending.num_restarts is not None:
             rows = [None if each is None or each.is_finished else each.constraint for each in pending.sequences]
-            read = read.truncate(self._grammars.verify(rows, read.tokens, pending.num_restarts))
-            return pending.truncate([len(new) for new in read.tokens]), read
+            verifications = self._grammars.verify(rows, read.tokens, pending.num_restarts)
+            return pending.truncate(verifications), read.truncate(verifications)
         rows = [
             None if sequence is None or sequence.is_finished or min(new) < 0 else sequence.constraint
             for sequence, new in zip(pending.sequences, read.tokens, strict=pending.sampled is not None)
@@ -124,13 +124,14 @@ class Emitter:
             self._grammars.advance(rows, read.tokens, needs_masks=self._mask_policy.is_masking)
         return pending, read
 
-    def _follow(self, sequence: Sequence, verification: Verification) -> None:
+    def _follow(self, sequence: Sequence, verification: Verification, row: int, logits_SBV: jax.Array | None) -> None:
         """Count the tokens of a call without masks, and let the sequence restart if one was rejected."""
         self._mask_policy.record(sequence, verification)
         self.num_allowed += verification.num_accepted
         self.num_rejected += verification.is_rejected
         if verification.is_rejected and not sequence.is_finished:
-            sequence.restart()
+            assert logits_SBV is not None
+            sequence.restart(RejectedToken(logits_SBV, verification.num_accepted, row))
 
     def _emit(self, pending: PendingTokens, read: ReadTokens) -> None:
         """Send tokens to the handles of their sequences, and free the slots of sequences that end."""
@@ -154,7 +155,7 @@ class Emitter:
                 logprobs = [token_logprob(sampled, (step, row), top, pending.version) for step in steps]
             self.num_tokens += sequence.append(read.tokens[row], logprobs, tokenizer=self._tokenizer, eos=self._eos)
             if read.verifications is not None and (verification := read.verifications[row]) is not None:
-                self._follow(sequence, verification)
+                self._follow(sequence, verification, row, pending.logits_SBV)
             if sequence.constraint is not None and not sequence.is_finished and (error := sequence.constraint.error):
                 sequence.fail(f"the grammar cannot be followed: {error[:500]}")
             if sequence.is_finished:

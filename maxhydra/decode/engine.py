@@ -321,20 +321,27 @@ class Engine:
 
     def _decode(self) -> None:
         """Dispatch a decode step of every running sequence, or a multi-step call."""
-        rows = self._scheduler.next_rows()
+        rows = self._next_rows()
         if not rows:
             return
         pending = self._runner.decode_multi(rows)
         if pending is None and (self._emitter.is_verifying or any(sequence.num_uncertain for sequence in rows)):
             # The next single step begins where calls end whose tokens are verified, which is known once they are read.
             self._emitter.emit_all()
-            rows = self._scheduler.next_rows()
+            rows = self._next_rows()
         if pending is None and rows:
             shape = self._decode_shape(rows)
             self._precompile(rows, shape)
             pending = self._runner.decode(rows, shape, self._next_masks)
         if pending is not None:
             self._emitter.add(pending)
+
+    def _next_rows(self) -> list[Sequence]:
+        """Return the running sequences that still need tokens, after sampling rejected ones again."""
+        resampled = self._runner.resample(self._scheduler.next_rows())
+        for pending in resampled:
+            self._emitter.add(pending)
+        return self._scheduler.next_rows()
 
     def _next_masks(self, rows: list[Sequence | None]) -> np.ndarray | jax.Array:
         """Read all tokens, on which these masks depend."""

@@ -98,13 +98,26 @@ class Constraint:
         if num_restarts < self.num_rejections:
             return Verification(len(tokens), 0, is_rejected=False)
         end = next((index for index, token in enumerate(tokens) if token < 0 or token in eos), len(tokens))
-        accepted = self.matcher.try_consume_tokens(tokens[:end])
+        accepted = self._consume_allowed(tokens[:end])
         self.mask_W = None
         if accepted == end < len(tokens) and (tokens[end] < 0 or self.matcher.is_accepting()):
             return Verification(end + 1, end + 1, is_rejected=False)
         is_rejected = accepted < len(tokens)
         self.num_rejections += is_rejected
         return Verification(len(tokens), accepted, is_rejected)
+
+    def _consume_allowed(self, tokens: List[int]) -> int:
+        """Advance by the tokens up to the first that a mask would not have; return their number.
+
+        Where the grammar forces a text, masks have only the first token of its canonical tokenization, but the matcher
+        also consumes other tokenizations.
+        """
+        for count, token in enumerate(tokens):
+            if self.matcher.compute_ff_bytes() and (forced := self.matcher.compute_ff_tokens()) and forced[0] != token:
+                return count
+            if not self.matcher.try_consume_tokens([token]):
+                return count
+        return len(tokens)
 
     def allows(self, token: int) -> bool:
         """Whether the mask, which must be computed, has this token."""

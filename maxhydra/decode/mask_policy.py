@@ -1,17 +1,18 @@
 """Decides for each decode call whether grammars mask every token, or verify tokens that were sampled without masks.
 
 A mask depends on all tokens before it, so that a step with masks waits for the host. A token that the mask allows is
-the one that masked sampling gives, since both take the largest of the same perturbed logits (sampler.py). So calls of
-several steps sample without masks, and the host verifies their tokens while the next call runs. Where a grammar rejects
-a token, the row restarts after the last accepted one, with a mask in the first step of its next call. This loses the
-rest of the call and the one that is in flight, so it pays only if grammars rarely reject a token: the acceptance of the
-latest calls decides, compared with the measured cost of a step with masks. All such calls use a program that takes
-masks for its first step, so that a rejection needs no other program.
+the one that masked sampling gives, since both take the largest of the same perturbed logits (sampler.py). So calls
+sample without masks, and the host verifies their tokens while the next call runs. The logits of such calls are kept
+until they are verified: where a grammar rejects a token, it is sampled again from the same logits, with a mask, and the
+row continues with it. The later steps of that call and of the one in flight are lost for this row: with K steps per
+call, (K - 1) / 2 + K steps. Short calls lose less per rejection, and long ones cost the host less per
+token. The rejections of the latest tokens and the measured time of calls decide.
 
-Where the calls must be a function of the requests (deterministic=true, several processes), a fixed cost is used; with
-deterministic=true, the acceptance of earlier sequences has no effect.
+Where the calls must be a function of the requests (deterministic=true, several processes), fixed times are used; with
+deterministic=true, the rejections of earlier sequences have no effect.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as List
@@ -22,76 +23,88 @@ from maxhydra.decode.draft_policy import CallTimes
 from maxhydra.decode.grammar import Verification
 from maxhydra.decode.sequence import Sequence
 
-# Steps of a call whose tokens grammars verify. With K steps a rejection loses (K - 1) / 2 + K on average; a call should
-# take longer than the host needs to verify the tokens of the one before.
-VERIFIED_STEPS = 4
-# Cost of a step with masks relative to a step of a call without, unless it is measured: a model of 1B takes 2.61 and
-# 1.15 ms on an H200, at batch 32.
-FIXED_COST = 2.0
-# Steps after which their weight in the acceptance of a sequence, and of all sequences, is one half.
-SEQUENCE_STEPS, ENGINE_STEPS = 64, 1024
-# Steps that a sequence is assumed to have had, with the acceptance of all sequences: the fixed parts of a JSON object,
-# with which it begins, are rejected more often than its strings.
-PRIOR_STEPS = 32
-# Steps with masks after which the acceptance counts as unknown and calls without masks are tried again: about 50
-# steps, before it is known again, which lose about 2 % of the time.
+# Steps per call whose tokens grammars verify.
+STEP_COUNTS = (1, 2, 4)
+# Time of a step with masks, and overhead of a call without masks, relative to a step; unless they are measured. A model
+# of 1B takes 2.61 ms and 1.15 ms for a step with and without masks on an H200, at batch 32.
+MASKED_STEP, CALL_OVERHEAD = 2.0, 0.1
+# Tokens after which their weight in the rejections of a sequence, and of all sequences, is one half.
+SEQUENCE_TOKENS, ENGINE_TOKENS = 64, 1024
+# What is assumed before the first tokens: this part of them rejected, and as many tokens.
+FIRST_RATE, PRIOR_TOKENS = 0.02, 32
+# Steps with masks after which the rejections count as unknown, and calls without masks are tried again.
 MAX_MASKED_STEPS = 1024
 # Steps per token from which on the cost of masks is measured, and for how many steps per size of the batch.
-TRIAL_LOSS, TRIAL_STEPS = 1.25, 8
+TRIAL_LOSS, TRIAL_STEPS = 1.1, 8
+# Calls after which the time of others that were not used since counts as unknown: the machine may have been busy.
+MAX_AGE = 256
+# Elements of the logits that a call of more than one step keeps: half a GiB.
+MAX_LOGITS = 2**27
 
 
-class Acceptance:
-    """Weighted sums of the steps without masks, and of their tokens that the grammars accepted."""
+class RejectionRate:
+    """The part of the tokens sampled without masks that grammars rejected, as a weighted average."""
 
-    def __init__(self, averaged_steps: int, steps_per_token: float = 1.0):
-        """`steps_per_token`: assumed at first."""
-        self._averaged_steps = averaged_steps
-        self._steps, self._tokens = float(PRIOR_STEPS), PRIOR_STEPS / steps_per_token
+    def __init__(self, averaged_tokens: int, rate: float = FIRST_RATE):
+        """`rate`: assumed at first."""
+        self._averaged_tokens = averaged_tokens
+        self._tokens, self._rejected = float(PRIOR_TOKENS), PRIOR_TOKENS * rate
 
     def add(self, verification: Verification) -> None:
-        weight = self._averaged_steps / (self._averaged_steps + verification.num_steps)
-        self._steps = weight * self._steps + verification.num_steps
-        self._tokens = weight * self._tokens + verification.num_accepted
+        count = verification.num_accepted + verification.is_rejected
+        weight = self._averaged_tokens / (self._averaged_tokens + count)
+        self._tokens = weight * self._tokens + count
+        self._rejected = weight * self._rejected + verification.is_rejected
 
     @property
-    def steps_per_token(self) -> float:
-        """1 if all tokens were accepted."""
-        return self._steps / self._tokens
+    def value(self) -> float:
+        return self._rejected / self._tokens
 
 
 class MaskPolicy:
-    """Chooses between calls with and without masks."""
+    """Chooses the steps of the next call, and whether it has masks."""
 
-    def __init__(self, multi_steps: int, *, is_supported: bool, is_measured: bool, is_deterministic: bool):
+    def __init__(
+        self, multi_steps: int, *, vocab_size: int, is_supported: bool, is_measured: bool, is_deterministic: bool
+    ):
         """`multi_steps`: of a call without grammars. `is_supported`: whether sequences can restart after an earlier
         token. `is_measured`: the cost of masks is measured. `is_deterministic`: choices do not depend on sequences that
         were decoded before."""
-        self.num_steps, self._is_supported = min(multi_steps, VERIFIED_STEPS), is_supported
+        self._multi_steps, self._vocab_size, self._is_supported = multi_steps, vocab_size, is_supported
+        self.step_counts = [count for count in STEP_COUNTS if is_supported and count <= multi_steps]
+        """Of calls whose tokens grammars verify."""
         self._is_deterministic = is_deterministic
         self.is_masking = not is_supported
         """Whether the latest batch with grammars has masks in every step."""
         self._times = CallTimes() if is_measured else None
-        self._all = Acceptance(ENGINE_STEPS)
-        self._sequences: dict[int, Acceptance] = {}
+        self._all = RejectionRate(ENGINE_TOKENS)
+        self._sequences: dict[int, RejectionRate] = {}
         """By the number of the sequence."""
         self._num_masked = 0
         """Steps with masks since calls without were tried."""
         self._trial_steps: Counter[int] = Counter()
         """Steps with masks by size of the batch."""
+        self._num_calls, self._last_calls = 0, dict[tuple[int, int], int]()
+        """Number of calls so far, and at the last one with each size of the batch and number of steps."""
 
     def interrupt(self) -> None:
         """Other work is dispatched before the next call."""
         if self._times is not None:
             self._times.interrupt()
 
-    def start(self, sequences: List[Sequence], *, is_masked: bool) -> Callable[[], None] | None:
-        """Return a function to call once the tokens of this call, which is dispatched next, have arrived."""
+    def start(self, sequences: List[Sequence], *, num_steps: int) -> Callable[[], None] | None:
+        """Return a function to call once the tokens of this call, which is dispatched next, have arrived.
+
+        `num_steps`: 0 of a step with masks.
+        """
         if self._times is None or not self._is_supported:
             return None
         if not any(sequence.constraint is not None for sequence in sequences):
             self._times.interrupt()
             return None
-        return self._times.start((_size(sequences), is_masked))
+        self._num_calls += 1
+        self._last_calls[_size(sequences), num_steps] = self._num_calls
+        return self._times.start((_size(sequences), num_steps))
 
     def record(self, sequence: Sequence, verification: Verification) -> None:
         """Count the tokens of a call without masks."""
@@ -99,39 +112,55 @@ class MaskPolicy:
             self._sequences[sequence.number].add(verification)
         self._all.add(verification)
 
-    def verifies(self, sequences: List[Sequence]) -> bool:
-        """Whether the next call should sample without masks; called once per call."""
+    def choose_steps(self, sequences: List[Sequence]) -> int:
+        """Steps of the next call; 0 of a step with masks. Called once per call."""
         constrained = [sequence for sequence in sequences if sequence.constraint is not None]
-        if constrained:
-            self.is_masking = not self._chooses_verification(sequences, constrained)
-        return not (constrained and self.is_masking)
+        if not constrained:
+            return self._multi_steps
+        num_steps = self._choose_verified_steps(sequences, constrained)
+        self.is_masking = num_steps == 0
+        return num_steps
 
-    def _chooses_verification(self, sequences: List[Sequence], constrained: List[Sequence]) -> bool:
+    def _choose_verified_steps(self, sequences: List[Sequence], constrained: List[Sequence]) -> int:
         if not self._is_supported or not all(sequence.is_verifiable for sequence in constrained):
-            return False
+            return 0
         if self._num_masked >= MAX_MASKED_STEPS and not self._is_deterministic:
-            self._all, self._sequences, self._num_masked = Acceptance(ENGINE_STEPS), {}, 0
-        steps, size = self._expected_steps(sequences, constrained), _size(sequences)
-        is_trial = self._times is not None and steps > TRIAL_LOSS and self._trial_steps[size] < TRIAL_STEPS
-        if steps <= self._mask_cost(size) and not is_trial:
-            return True
+            self._all, self._sequences, self._num_masked = RejectionRate(ENGINE_TOKENS), {}, 0
+        rate, size = self._expected_rate(sequences, constrained), _size(sequences)
+        kept = self._vocab_size << size
+        counts = [count for count in self.step_counts if count == 1 or count * kept <= MAX_LOGITS]
+        seconds = self._step_seconds(size)
+        best = min(counts, key=lambda count: seconds[count] * _steps_per_token(count, rate))
+        loss = _steps_per_token(best, rate)
+        is_trial = self._times is not None and loss > TRIAL_LOSS and self._trial_steps[size] < TRIAL_STEPS
+        if seconds[best] * loss <= seconds[0] and not is_trial:
+            return best
         self._num_masked += 1
         self._trial_steps[size] += 1
-        return False
+        return 0
 
-    def _expected_steps(self, sequences: List[Sequence], constrained: List[Sequence]) -> float:
-        """Mean steps per token over the sequences, of which those without a grammar use every token."""
-        known, prior = self._sequences, 1.0 if self._is_deterministic else self._all.steps_per_token
+    def _expected_rate(self, sequences: List[Sequence], constrained: List[Sequence]) -> float:
+        """Mean part of rejected tokens over the sequences; of those without a grammar, no token is rejected."""
+        known, prior = self._sequences, FIRST_RATE if self._is_deterministic else self._all.value
         self._sequences = {
-            each.number: known.get(each.number) or Acceptance(SEQUENCE_STEPS, prior) for each in constrained
+            each.number: known.get(each.number) or RejectionRate(SEQUENCE_TOKENS, prior) for each in constrained
         }
-        steps = sum(acceptance.steps_per_token for acceptance in self._sequences.values())
-        return (len(sequences) - len(constrained) + steps) / len(sequences)
+        return sum(rate.value for rate in self._sequences.values()) / len(sequences)
 
-    def _mask_cost(self, size: int) -> float:
-        """Cost of a step with masks relative to one of a call without."""
-        ratio = None if self._times is None else self._times.ratio((size, True), (size, False))
-        return FIXED_COST if ratio is None else self.num_steps * ratio
+    def _step_seconds(self, size: int) -> dict[int, float]:
+        """Seconds per step of calls with each number of steps, or in any unit if none is measured; 0: with masks."""
+        assumed = {0: MASKED_STEP} | {count: 1 + CALL_OVERHEAD / count for count in self.step_counts}
+        if self._times is None:
+            return assumed
+        for count in self.step_counts:
+            if self._last_calls.get((size, count), self._num_calls) < self._num_calls - MAX_AGE:
+                self._times.forget((size, count))
+        calls = {count: self._times.seconds((size, count)) for count in assumed}
+        measured = {count: seconds / max(count, 1) for count, seconds in calls.items() if seconds is not None}
+        unit = min((seconds / assumed[count] for count, seconds in measured.items()), default=1.0)
+        found = {count: unit * seconds for count, seconds in assumed.items()} | measured
+        # Longer calls, and those without masks, take no longer per step, unless the machine was busy when measured.
+        return dict(zip(found, itertools.accumulate(found.values(), min), strict=True))
 
 
 def make_mask_policy(config: Config, model: Model, multi_steps: int, *, is_measured: bool) -> MaskPolicy:
@@ -139,8 +168,17 @@ def make_mask_policy(config: Config, model: Model, multi_steps: int, *, is_measu
     # A recurrent state cannot be reset to before a rejected token.
     is_supported = multi_steps > 1 and config.speculation.method is None and not model.is_recurrent
     return MaskPolicy(
-        multi_steps, is_supported=is_supported, is_measured=is_measured, is_deterministic=config.deterministic
+        multi_steps,
+        vocab_size=model.vocab_size,
+        is_supported=is_supported,
+        is_measured=is_measured,
+        is_deterministic=config.deterministic,
     )
+
+
+def _steps_per_token(num_steps: int, rate: float) -> float:
+    """Steps per token if this part of the tokens is rejected."""
+    return 1 + rate * ((num_steps - 1) / 2 + num_steps)
 
 
 def _size(sequences: List[Sequence]) -> int:

@@ -1,6 +1,7 @@
 """Results of calls that were dispatched to the device and not read yet. B rows, T tokens per row."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as List
 from typing import NamedTuple
 
 import jax
@@ -59,13 +60,19 @@ class PendingTokens(NamedTuple):
     """None if the host knows the counts."""
     num_restarts: list[int] | None = None
     """Of a call without masks for rows with a grammar: `Sequence.num_restarts` of each row when it is dispatched."""
+    logits_SBV: jax.Array | None = None
+    """Of all steps of such a call."""
     on_arrival: Callable[[], None] | None = None
     """Called when the tokens have arrived."""
 
-    def truncate(self, counts: list[int]) -> "PendingTokens":
-        """The call with fewer valid tokens in some rows."""
+    def truncate(self, verifications: List[Verification | None]) -> "PendingTokens":
+        """The call with the tokens that the grammars accept."""
+        pairs = list(zip(self.counts, verifications, strict=True))
+        counts = [count if each is None else each.num_accepted for count, each in pairs]
+        # The rejected token is sampled again from the same logits.
+        inputs = [count if each is None else each.num_accepted + each.is_rejected for count, each in pairs]
         records = tuple(
-            each._replace(counts=counts) if isinstance(each, PendingExperts) else each for each in self.records
+            each._replace(counts=inputs) if isinstance(each, PendingExperts) else each for each in self.records
         )
         return self._replace(counts=counts, records=records)
 
@@ -135,3 +142,14 @@ def start_copy(rows: list[Sequence | None], sampled: SampledTokens, counts: list
     for array in jax.tree.leaves(sampled):
         array.copy_to_host_async()
     return PendingTokens(rows, sampled, counts, version)
+
+
+def group_rejected(sequences: List[Sequence]) -> list[tuple[jax.Array, list[Sequence | None]]]:
+    """The logits of each call with tokens that grammars rejected, and its rows with their sequences."""
+    calls: dict[int, tuple[jax.Array, list[Sequence | None]]] = {}
+    for sequence in sequences:
+        if (rejected := sequence.rejected) is not None:
+            logits_SBV = rejected.logits_SBV
+            _, rows = calls.setdefault(id(logits_SBV), (logits_SBV, [None] * logits_SBV.shape[1]))
+            rows[rejected.row] = sequence
+    return list(calls.values())

@@ -25,12 +25,19 @@ from maxhydra.decode.grammar import join_masks
 from maxhydra.decode.histories import Histories
 from maxhydra.decode.mask_policy import make_mask_policy
 from maxhydra.decode.page_pool import Capacity, Place
-from maxhydra.decode.pending import PendingExperts, PendingTokens, PendingVerified, PrefillOutput, start_copy
+from maxhydra.decode.pending import (
+    PendingExperts,
+    PendingTokens,
+    PendingVerified,
+    PrefillOutput,
+    group_rejected,
+    start_copy,
+)
 from maxhydra.decode.pooling import Pooler
 from maxhydra.decode.prompt_scores import PendingScores
 from maxhydra.decode.scheduler import PrefillChunk
 from maxhydra.decode.sequence import Sequence
-from maxhydra.decode.slot_state import SlotState, set_controls, set_last_tokens
+from maxhydra.decode.slot_state import SlotState, set_controls
 from maxhydra.decode.step_functions import Forwarded, MultiStepKey
 from maxhydra.decode.step_inputs import (
     Buckets,
@@ -39,6 +46,7 @@ from maxhydra.decode.step_inputs import (
     decode_inputs,
     image_inputs,
     prefill_inputs,
+    resample_inputs,
     sampling_features,
 )
 from maxhydra.decode.steps import CompiledSteps
@@ -131,8 +139,7 @@ class Runner:
         needed = [shape for shape in shapes if (is_prefilling if shape.is_prefill else is_decoding)]
         if is_decoding and self._drafting is not None:
             self._histories.warm_up()
-        self._slot_state = set_last_tokens(self._slot_state, {})
-        return self.programs.warm_up(needed, self.multi_steps, self.mask_policy.num_steps)
+        return self.programs.warm_up(needed, self.multi_steps, self.mask_policy.step_counts)
 
     @property
     def decodes_single_steps(self) -> bool:
@@ -202,7 +209,7 @@ class Runner:
         output = self._forward(shape, inputs_BC, image_inputs(rows, shape), audio_inputs(rows, shape))
         first_tokens = None
         if any(completed):
-            first_tokens = self._sample(completed, output, self._known_masks)
+            first_tokens = self._sample(completed, output.logits_BV, output.head_BC, self._known_masks)
         records: list[PendingExperts | PendingScores] = []
         if output.experts_BTLK is not None:
             sequences = [None if chunk is None else chunk.sequence for chunk in rows]
@@ -236,65 +243,63 @@ class Runner:
             self._histories.forget(sequences)
             on_arrival = self._policy.start(1, is_speculative=False)
         else:
-            on_arrival = self.mask_policy.start(sequences, is_masked=True)
+            on_arrival = self.mask_policy.start(sequences, num_steps=0)
         self._assign_adapters((sequence.place, sequence) for sequence in sequences)
         rows, inputs_BC = self._decode_inputs(shape, shape, sequences)
-        self._restart(rows)
         output = self._forward(shape, inputs_BC)
         for sequence in sequences:
             sequence.num_computed += 1
         assert output.next_BC is not None
         self._keep_inputs(shape, sequences, output.next_BC)
         ids = output.experts_BTLK
-        pending = self._sample(rows, output, next_masks)._replace(on_arrival=on_arrival)
+        pending = self._sample(rows, output.logits_BV, output.head_BC, next_masks)._replace(on_arrival=on_arrival)
         return pending if ids is None else pending._replace(records=(PendingExperts(rows, pending.counts, ids),))
 
     def decode_multi(self, sequences: list[Sequence]) -> PendingTokens | None:
         """Decode several tokens per sequence in one call; None if that program is being compiled, or masks are needed.
 
-        All calls have the same number of steps, or `VERIFIED_STEPS` with a grammar. Steps beyond a row's last token
-        are masked, which costs less than a program for every number, and makes calls a function of the requests alone.
+        All calls have the same number of steps, unless grammars verify the tokens: see mask_policy.py. Steps beyond a
+        row's last token are masked, which costs less than a program for every number, and makes calls a function of
+        the requests alone.
         """
-        if not self.mask_policy.verifies(sequences):
+        if (num_steps := self.mask_policy.choose_steps(sequences)) == 0:
             return None
         if self._policy is not None:
             return self._decode_from_history(sequences, self._policy)
         if self.multi_steps == 1:
             return None
         features = sampling_features(sequences)
-        num_steps = self.mask_policy.num_steps if features.mask else self.multi_steps
         shape = self.buckets.decode_shape(sequences, lookahead=num_steps - 1, extra_rows=0)
         key = self.programs.choose_multi_step(MultiStepKey(shape, features, num_steps))
         if key is None:
             return None
-        on_arrival = self.mask_policy.start(sequences, is_masked=False)
+        on_arrival = self.mask_policy.start(sequences, num_steps=key.num_steps)
         self._assign_adapters((sequence.place, sequence) for sequence in sequences)
         rows, inputs_BC = self._decode_inputs(key, key.shape, sequences)
-        mask_BW = self._restart(rows)
-        self._cache, self._slot_state, inputs_BC, sampled, ids = self.programs.decode_multi(
-            key, self._weights, (self._cache, self._slot_state), inputs_BC, mask_BW
-        )
+        decoded = self.programs.decode_multi(key, self._weights, (self._cache, self._slot_state), inputs_BC)
+        self._cache, self._slot_state = decoded.cache, decoded.slot_state
         counts = [0 if sequence is None else min(key.num_steps, sequence.remaining) for sequence in rows]
         for sequence, count in zip(rows, counts, strict=True):
             if sequence is not None:
                 sequence.num_computed += count
-        self._keep_inputs(key, sequences, inputs_BC)
+        self._keep_inputs(key, sequences, decoded.next_BC)
+        ids = decoded.experts_BSLK
         records = () if ids is None else (PendingExperts(rows, counts, ids),)
-        num_restarts = [0 if each is None else each.num_restarts for each in rows] if features.mask else None
-        pending = start_copy(rows, sampled, counts, self.version)
-        return pending._replace(records=records, num_restarts=num_restarts, on_arrival=on_arrival)
+        pending = start_copy(rows, decoded.sampled, counts, self.version)._replace(records=records)
+        if features.mask:
+            num_restarts = [0 if each is None else each.num_restarts for each in rows]
+            pending = pending._replace(num_restarts=num_restarts, logits_SBV=decoded.logits_SBV)
+        return pending._replace(on_arrival=on_arrival)
 
-    def _restart(self, rows: list[Sequence | None]) -> np.ndarray | None:
-        """Let the next call continue after the last known tokens of rows that restart; return their next masks."""
-        restarting = [each if each is not None and each.is_restarting else None for each in rows]
-        tokens: dict[int, int] = {}
-        for each in filter(None, restarting):
-            assert each.place is not None
-            tokens[each.place.slot], each.is_restarting = each.tokens[-1], False
-        if not tokens:
-            return None
-        self._slot_state = set_last_tokens(self._slot_state, tokens)
-        return self._known_masks(restarting)
+    def resample(self, sequences: list[Sequence]) -> list[PendingTokens]:
+        """Sample tokens that grammars rejected again, with masks, from the logits of their calls."""
+        resampled = []
+        for logits_SBV, rows in group_rejected(sequences):
+            head_BC = resample_inputs(rows, self.programs.padding_slot)
+            resampled.append(self._sample(rows, logits_SBV, head_BC, self._known_masks))
+            for each in filter(None, rows):
+                each.rejected = None
+        return resampled
 
     def _decode_from_history(self, sequences: list[Sequence], policy: DraftPolicy) -> PendingTokens | None:
         """Decode with or without drafts; None for a plain single step, or while the programs are being compiled.
@@ -384,8 +389,10 @@ class Runner:
     def _known_masks(self, rows: list[Sequence | None]) -> np.ndarray:
         return join_masks([None if each is None else each.constraint for each in rows], self._num_mask_words)
 
-    def _sample(self, rows: list[Sequence | None], output: Forwarded, make_masks: MaskMaker) -> PendingTokens:
+    def _sample(
+        self, rows: list[Sequence | None], logits: jax.Array, head_BC: np.ndarray | jax.Array, make_masks: MaskMaker
+    ) -> PendingTokens:
         features = sampling_features(rows)
         mask_BW = make_masks(rows) if features.mask else None
-        self._slot_state, sampled = self.programs.sample(self._slot_state, output, features, mask_BW)
+        self._slot_state, sampled = self.programs.sample(self._slot_state, logits, head_BC, features, mask_BW)
         return start_copy(rows, sampled, [int(sequence is not None) for sequence in rows], self.version)

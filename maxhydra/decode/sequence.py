@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Sequence as List
 from functools import cached_property, lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from maxhydra.config.schema.decode import LARGEST
@@ -18,6 +19,15 @@ from maxhydra.decode.sampler import SamplingFeatures
 
 NOT_FINITE = "the model's logits are NaN or infinite: its weights are corrupt or overflow their dtype"
 NO_TOKENS: frozenset[int] = frozenset()
+
+
+class RejectedToken(NamedTuple):
+    """The logits of a token that was sampled without a mask, and that a grammar rejected."""
+
+    logits_SBV: jax.Array
+    """Of all steps of its call."""
+    step: int
+    row: int
 
 
 class Sequence:
@@ -48,8 +58,8 @@ class Sequence:
         """Tokens that speculative calls in flight may compute and generate in addition to those that are counted."""
         self.num_drafted = self.num_accepted = 0
         """Tokens that speculative calls drafted for it, and those of them that were accepted."""
-        self.is_restarting = False
-        """Whether the next call continues after the last known token, with a mask: the grammar rejected the next."""
+        self.rejected: RejectedToken | None = None
+        """The next token, if the grammar rejected it, until it is sampled again."""
         self.num_restarts = 0
         self.is_finished = False
         self.place: Place | None = None
@@ -159,12 +169,12 @@ class Sequence:
         self.num_scheduled += count - counted
         self.num_uncertain -= most - counted
 
-    def restart(self) -> None:
+    def restart(self, rejected: RejectedToken) -> None:
         """Continue after the last known token: calls in flight continue with one that the grammar rejects."""
-        self.num_computed = len(self.tokens) - 1
+        self.num_computed = len(self.tokens)
         self.num_scheduled = len(self.tokens) - len(self.request.prompt)
         self.num_restarts += 1
-        self.is_restarting = True
+        self.rejected = rejected
 
     def append(
         self, tokens: List[int], logprobs: List[TokenLogprob], *, tokenizer: Tokenizer, eos: frozenset[int]

@@ -3,7 +3,6 @@
 B rows, N slots (the last one is the padding slot), V vocabulary, K biased tokens.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple, Self
 
 import jax
@@ -73,15 +72,3 @@ def set_controls(state: SlotState, slot: int, request: Request) -> SlotState:
 @jax.jit
 def _set_rows(arrays: tuple[jax.Array, ...], slot: jax.Array, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return tuple(array.at[slot].set(row) for array, row in zip(arrays, rows, strict=True))
-
-
-def set_last_tokens(state: SlotState, tokens: Mapping[int, int]) -> SlotState:
-    """Set the last tokens of slots; a call that is in flight has stored later ones."""
-    token_N = np.full(state.last_token_N.shape, -1, np.int32)
-    token_N[list(tokens)] = list(tokens.values())
-    return state._replace(last_token_N=_replace_known(state.last_token_N, token_N))
-
-
-@jax.jit
-def _replace_known(last_token_N: jax.Array, token_N: jax.Array) -> jax.Array:
-    return jnp.where(token_N >= 0, token_N, last_token_N)

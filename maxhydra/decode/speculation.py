@@ -34,7 +34,7 @@ from maxhydra.decode.drafting import (
 )
 from maxhydra.decode.sampler import SampledTokens, SamplingArrays, SamplingFeatures, greedy_tokens
 from maxhydra.decode.slot_state import SlotState, sample_slots
-from maxhydra.decode.step_functions import MultiStepKey
+from maxhydra.decode.step_functions import Decoded, MultiStepKey
 from maxhydra.decode.step_inputs import REMAINING, SLOT, START, StepInputs
 from maxhydra.decode.weight_layout import WeightLayout
 from maxhydra.layers import PageTable
@@ -151,7 +151,7 @@ def make_verify_steps(
 
 
 def make_plain_steps(
-    decode: Callable[..., tuple[Tree, SlotState, jax.Array, SampledTokens, jax.Array | None]], key: MultiStepKey
+    decode: Callable[..., Decoded], key: MultiStepKey
 ) -> Callable[..., tuple[Tree, SlotState, DraftState, jax.Array, Verified]]:
     """Return the multi-step function `decode` with positions from the history, to which it appends its tokens.
 
@@ -167,7 +167,7 @@ def make_plain_steps(
         last_token_B1 = slot_state.last_token_N[slots_B][:, None]
         current_BC = inputs_BC.at[:, START].set(last_B.astype(inputs_BC.dtype))
         current_BC = current_BC.at[:, REMAINING].set(remaining_B.astype(inputs_BC.dtype))
-        cache, slot_state, _, sampled, experts = decode(stored, cache, slot_state, current_BC)
+        cache, slot_state, _, sampled, experts, _ = decode(stored, cache, slot_state, current_BC)
         is_used_SB = jnp.arange(key.num_steps)[:, None] < remaining_B
         # The last token before the call may have been sampled by the prefill.
         tokens_BS = jnp.concatenate([last_token_B1, jnp.maximum(sampled.token_B.T, 0)], axis=1)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from maxhydra.decode.adapters import StepWeights
 from maxhydra.decode.prompt_scores import score_prompts
-from maxhydra.decode.sampler import ALL_TOKENS, SampledTokens, SamplingFeatures, greedy_tokens
+from maxhydra.decode.sampler import SampledTokens, SamplingFeatures, greedy_tokens
 from maxhydra.decode.slot_state import SlotState, sample_slots
 from maxhydra.decode.step_inputs import HEAD, StepInputs, StepShape, advance
 from maxhydra.decode.weight_layout import WeightLayout
@@ -26,9 +26,12 @@ class SampleKey(NamedTuple):
 
     rows: int
     features: SamplingFeatures
+    logit_steps: int = 0
+    """Steps of the multi-step call whose logits it samples from; 0: those of a forward call."""
 
     def covers(self, other: "SampleKey") -> bool:
-        return self.rows == other.rows and self.features.covers(other.features)
+        is_same = self.rows == other.rows and self.logit_steps == other.logit_steps
+        return is_same and self.features.covers(other.features)
 
     @property
     def size(self) -> int:
@@ -44,7 +47,10 @@ class SampleKey(NamedTuple):
 
 
 class MultiStepKey(NamedTuple):
-    """Key of a multi-step decode program: several tokens per row, each fed back into the next step."""
+    """Key of a multi-step decode program: several tokens per row, each fed back into the next step.
+
+    With `features.mask` it samples without masks and also returns its logits; see mask_policy.py.
+    """
 
     shape: StepShape
     features: SamplingFeatures
@@ -152,11 +158,15 @@ def make_hidden(
 
 
 def make_sample(features: SamplingFeatures) -> Callable[..., tuple[SlotState, SampledTokens]]:
+    """Return a function that samples from logits [B, V], or [steps, B, V] with inputs of `resample_inputs`."""
+
     def sample_rows(
-        slot_state: SlotState, logits_BV: jax.Array, head_BC: jax.Array, mask_BW: jax.Array | None = None
+        slot_state: SlotState, logits: jax.Array, head_BC: jax.Array, mask_BW: jax.Array | None = None
     ) -> tuple[SlotState, SampledTokens]:
         inputs = StepInputs.unpack(head_BC, pages=0)
-        target_B = inputs.target_B
+        target_B, logits_BV = inputs.target_B, logits
+        if logits.ndim == 3:
+            logits_BV = jnp.take_along_axis(logits, inputs.remaining_B[None, :, None], axis=0)[0]
         usage_NV, sampled = sample_slots(features, slot_state, logits_BV, target_B, inputs.sampling, mask_BW)
         last_token_N = slot_state.last_token_N.at[target_B].set(jnp.maximum(sampled.token_B, 0))
         return slot_state._replace(last_token_N=last_token_N, usage_NV=usage_NV), sampled
@@ -164,22 +174,27 @@ def make_sample(features: SamplingFeatures) -> Callable[..., tuple[SlotState, Sa
     return sample_rows
 
 
+class Decoded(NamedTuple):
+    """Results of a multi-step call of S steps."""
+
+    cache: Tree
+    slot_state: SlotState
+    next_BC: jax.Array
+    """The inputs of the next call."""
+    sampled: SampledTokens
+    """[S, B]; entries beyond a row's remaining tokens are undefined."""
+    experts_BSLK: jax.Array | None
+    logits_SBV: jax.Array | None
+    """Of a program with `features.mask`."""
+
+
 def make_multi_step(
     layout: WeightLayout, sharder: Sharder, key: MultiStepKey, hidden: Callable[..., Any], *, padding_slot: int
-) -> Callable[..., tuple[Tree, SlotState, jax.Array, SampledTokens, jax.Array | None]]:
-    """Return a scan over decode steps: tokens are fed back in the carry, and stored in the slot state at the end.
+) -> Callable[..., Decoded]:
+    """Return a scan over decode steps: tokens are fed back in the carry, and stored in the slot state at the end."""
+    model, has_logits, features = layout.model, key.features.mask, key.features._replace(mask=False)
 
-    Masks are those of the first step.
-    """
-    model = layout.model
-
-    def decode(
-        stored: StepWeights,
-        cache: Tree,
-        slot_state: SlotState,
-        inputs_BC: jax.Array,
-        mask_BW: jax.Array | None = None,
-    ) -> tuple[Tree, SlotState, jax.Array, SampledTokens, jax.Array | None]:
+    def decode(stored: StepWeights, cache: Tree, slot_state: SlotState, inputs_BC: jax.Array) -> Decoded:
         inputs = StepInputs.unpack(inputs_BC, pages=key.shape.pages)
         table_BW, slots_B = inputs.rows
         adapters_B = stored.adapters_of(slots_B)
@@ -193,24 +208,24 @@ def make_multi_step(
             table = PageTable(table_BW, active_B)
             row_inputs = table, inputs.lag_B, adapters_B
             hidden_B1D, cache, experts = hidden(weights, cache, last_B[:, None], position_B1, *row_inputs)
-            if key.features.is_greedy:
+            if features.is_greedy and not has_logits:
                 logit_B, token_B = model.largest_logit(weights, hidden_B1D[:, 0], sharder)
-                return (cache, usage_NV, token_B), (greedy_tokens(logit_B, token_B), experts)
+                return (cache, usage_NV, token_B), (greedy_tokens(logit_B, token_B), experts, None)
             logits_BV = model.logits(weights, hidden_B1D, sharder)[:, 0]
             sampling = inputs.sampling._replace(position_B=inputs.start_B + number + 1)
             state = slot_state._replace(usage_NV=usage_NV)
-            masks = None if mask_BW is None else jnp.where(number == 0, mask_BW, jnp.uint32(ALL_TOKENS))
-            usage_NV, sampled = sample_slots(key.features, state, logits_BV, active_B, sampling, masks)
-            return (cache, usage_NV, jnp.maximum(sampled.token_B, 0)), (sampled, experts)
+            usage_NV, sampled = sample_slots(features, state, logits_BV, active_B, sampling)
+            results = sampled, experts, logits_BV if has_logits else None
+            return (cache, usage_NV, jnp.maximum(sampled.token_B, 0)), results
 
         initial = cache, slot_state.usage_NV, slot_state.last_token_N[slots_B]
-        (cache, usage_NV, _), (sampled, experts) = jax.lax.scan(step, initial, jnp.arange(key.num_steps))
+        (cache, usage_NV, _), (sampled, experts, logits) = jax.lax.scan(step, initial, jnp.arange(key.num_steps))
         experts = None if experts is None else jnp.moveaxis(experts[:, :, 0], 0, 1)
         active_B = jnp.where(inputs.remaining_B > 0, slots_B, padding_slot)
         last_step_B = jnp.clip(inputs.remaining_B, 1, key.num_steps) - 1
         last_B = sampled.token_B[last_step_B, jnp.arange(active_B.shape[0])]
         last_token_N = slot_state.last_token_N.at[active_B].set(jnp.maximum(last_B, 0))
         slot_state = slot_state._replace(last_token_N=last_token_N, usage_NV=usage_NV)
-        return cache, slot_state, advance(inputs_BC, key.num_steps), sampled, experts
+        return Decoded(cache, slot_state, advance(inputs_BC, key.num_steps), sampled, experts, logits)
 
     return decode

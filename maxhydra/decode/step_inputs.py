@@ -6,9 +6,6 @@ its first token; the number of tokens from there on; top_k, the number of biased
 two halves of the seed; the bits of temperature, top_p, min_p and the penalties; its page table; for a prefill the
 tokens. A padding row has no tokens and uses the padding slot.
 
-Related modules: steps has the jitted functions, compile_cache compiles them per bucket, weight_layout stores the
-weights for them.
-
 B rows, T tokens per row, W pages per row, C columns.
 """
 
@@ -144,10 +141,8 @@ class Buckets:
     def prefill_shape(self, chunks: List[PrefillChunk]) -> StepShape:
         """Return the bucket for one prefill call."""
         tokens = self.round_tokens(max(chunk.length for chunk in chunks))
-        pages, is_fresh = (
-            self.round_pages(max(chunk.stop for chunk in chunks)),
-            all(chunk.start == 0 for chunk in chunks),
-        )
+        pages = self.round_pages(max(chunk.stop for chunk in chunks))
+        is_fresh = all(chunk.start == 0 for chunk in chunks)
         count = self._fullest_group(chunks)
         rows = self.round_rows(count)
         if self.is_coarse:
@@ -365,12 +360,25 @@ def audio_inputs(rows: List[PrefillChunk | None], shape: StepShape) -> AudioClip
 def decode_inputs(rows: List[Sequence | None], shape: StepShape, padding_slot: int) -> np.ndarray:
     """Pack running sequences, from their last sampled token to the last token they may generate."""
 
-    def pack(sequence: Sequence) -> bytes:
-        place = sequence.place
-        assert place is not None
-        return _pack_head(sequence, place, (place.slot, sequence.num_computed, sequence.remaining), shape)
+    progress = [(0, 0) if each is None else (each.num_computed, each.remaining) for each in rows]
+    return _pack_sequences(rows, progress, shape, padding_slot)
 
-    return _join_rows([None if sequence is None else pack(sequence) for sequence in rows], shape, padding_slot)
+
+def resample_inputs(rows: List[Sequence | None], padding_slot: int) -> np.ndarray:
+    """Pack sequences whose next token is sampled again; their step takes the place of the number of tokens."""
+
+    progress = [(len(each.tokens), each.rejected.step) if each and each.rejected else (0, 0) for each in rows]
+    return _pack_sequences(rows, progress, StepShape(len(rows), 1, 0, is_prefill=False), padding_slot)
+
+
+def _pack_sequences(
+    rows: List[Sequence | None], progress: List[tuple[int, int]], shape: StepShape, padding_slot: int
+) -> np.ndarray:
+    packed: list[bytes | None] = []
+    for sequence, each in zip(rows, progress, strict=True):
+        place = sequence and sequence.place
+        packed.append(_pack_head(sequence, place, (place.slot, *each), shape) if sequence and place else None)
+    return _join_rows(packed, shape, padding_slot)
 
 
 def _pack_head(sequence: Sequence, place: Place, progress: tuple[int, int, int], shape: StepShape) -> bytes:

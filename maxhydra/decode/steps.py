@@ -32,6 +32,7 @@ from maxhydra.decode.sampler import ALL_TOKENS, SampledTokens, SamplingFeatures
 from maxhydra.decode.slot_state import SlotState
 from maxhydra.decode.speculation import Verified, make_plain_steps, make_verify_steps
 from maxhydra.decode.step_functions import (
+    Decoded,
     Forwarded,
     MultiStepKey,
     SampleKey,
@@ -58,7 +59,7 @@ RARE_FEATURES = (
     GREEDY._replace(random=True, filters=True),
     SamplingFeatures(random=True, filters=True, penalties=True, logprobs=True, bias=True),
 )
-# In multi-step calls masks are those of the first step; their programs have the longest context, for shorter ones too.
+# Multi-step programs with masks have the longest context, for shorter ones too.
 MASKED_FEATURES = (COMMON_FEATURES[-1]._replace(mask=True), RARE_FEATURES[-1]._replace(mask=True))
 
 
@@ -90,10 +91,9 @@ class CompiledSteps:
         self._abstract_weights = jax.tree.map(lambda leaf: abstract_array(leaf, leaf.sharding), weights)
         self.replicated = sharder.sharding(())
         self._logits_sharding = sharder.sharding(("act_batch", "act_vocab"))
+        self._step_logits_sharding = sharder.sharding((None, "act_batch", "act_vocab"))
         has_mtp = drafting is not None and drafting.method is SpeculationMethod.mtp
         self.cache = CacheArrays(partial(model.empty_cache, has_mtp=has_mtp), cache_spec, sharder)
-        self._full_masks: dict[int, jax.Array] = {}
-        """Masks [B, W] that allow all tokens, by their number of rows."""
         self._forwards: CompileCache[StepShape] = CompileCache(self._compile_forward, deterministic=deterministic)
         self._samplers: CompileCache[SampleKey] = CompileCache(self._compile_sample, deterministic=deterministic)
         self._multi_steps: CompileCache[MultiStepKey] = CompileCache(
@@ -112,7 +112,9 @@ class CompiledSteps:
         zeros = [jax.device_put(np.zeros(leaf.shape, leaf.dtype), self.replicated) for leaf in self._abstract_slots()]
         return self.cache.empty(), SlotState(*zeros)
 
-    def warm_up(self, shapes: Iterable[StepShape], num_steps: int, verified_steps: int) -> list[Future[Program]]:
+    def warm_up(
+        self, shapes: Iterable[StepShape], num_steps: int, verified_steps: Iterable[int]
+    ) -> list[Future[Program]]:
         """Start compiling the programs of these buckets, for bursts of `num_steps`; return one future per program.
 
         `verified_steps`: of bursts whose tokens grammars verify. Rarely used sampling features have programs for the
@@ -127,6 +129,7 @@ class CompiledSteps:
         drafting, most = self._drafting, max((shape.pages for shape in decode_shapes), default=0)
         masked = [(shape, MASKED_FEATURES[0]) for shape in decode_shapes if shape.pages == most]
         masked += [(shape, features) for shape in largest for features in MASKED_FEATURES[1:]]
+        masked_keys = [MultiStepKey(*each, steps) for each in masked for steps in verified_steps]
         verified = [] if drafting is None else [(replace(each, tokens=drafting.step_tokens), f) for each, f in decoded]
         fills = [shape for shape in prefill_shapes if not shape.is_fresh] if self._draft_layout is not None else []
         if num_steps == 1:
@@ -134,15 +137,15 @@ class CompiledSteps:
             sample_rows |= {shape.rows for shape in decode_shapes}
             decoded = []
         if num_steps == 1 or drafting is not None:
-            masked = []
-        samplers = [
+            masked_keys = []
+        samplers = [SampleKey(each.shape.rows, each.features, each.num_steps) for each in masked_keys] + [
             SampleKey(rows, each)
             for rows in sorted(sample_rows)
             for each in (*COMMON_FEATURES, *RARE_FEATURES, *MASKED_FEATURES)
         ]
         return [
             *self._multi_steps.warm_up(MultiStepKey(*each, num_steps) for each in decoded + verified),
-            *self._multi_steps.warm_up(MultiStepKey(*each, verified_steps) for each in masked),
+            *self._multi_steps.warm_up(masked_keys),
             *self._forwards.warm_up(prefill_shapes),
             *self._samplers.warm_up(samplers),
             *self._fills.warm_up(fills),
@@ -181,16 +184,22 @@ class CompiledSteps:
     def sample(
         self,
         slot_state: SlotState,
-        output: Forwarded,
+        logits: jax.Array,
+        head_BC: np.ndarray | jax.Array,
         features: SamplingFeatures,
         mask_BW: np.ndarray | jax.Array | None,
     ) -> tuple[SlotState, SampledTokens]:
-        """Sample a token for every row, and store it in the slot state. `mask_BW`: if features.mask."""
-        logits_BV, head_BC = output.logits_BV, output.head_BC
-        key = SampleKey(logits_BV.shape[0], features)
+        """Sample a token for every row, and store it in the slot state.
+
+        `logits`: of a forward call, or of all steps of a multi-step call. `mask_BW`: if features.mask.
+        """
+        *steps, rows, _ = logits.shape
+        key = SampleKey(rows, features, *steps)
         chosen = self._samplers.choose(key, eventual=key)
-        masks = self._masks(chosen.features, key.rows, mask_BW)
-        slot_state, sampled = self._samplers.get(chosen)(slot_state, logits_BV, head_BC, *masks)
+        masks: list[Any] = []
+        if chosen.features.mask:
+            masks = [np.full(self._mask_shape(rows), ALL_TOKENS, np.uint32) if mask_BW is None else mask_BW]
+        slot_state, sampled = self._samplers.get(chosen)(slot_state, logits, head_BC, *masks)
         return slot_state, sampled
 
     def choose_multi_step(self, key: MultiStepKey) -> MultiStepKey | None:
@@ -205,27 +214,10 @@ class CompiledSteps:
         weights: StepWeights,
         state: tuple[Tree, SlotState],
         inputs_BC: np.ndarray | jax.Array,
-        mask_BW: np.ndarray | None,
-    ) -> tuple[Tree, SlotState, jax.Array, SampledTokens, jax.Array | None]:
-        """Decode `key.num_steps` tokens per row; return them as [num_steps, B], with the inputs of the next call.
-
-        Entries beyond a row's remaining tokens are undefined. Experts are [B, num_steps, L, K]. `mask_BW`: of the
-        first step.
-        """
-        masks = self._masks(key.features, key.shape.rows, mask_BW)
-        cache, slot_state, next_BC, sampled, experts = self._multi_steps.get(key)(weights, *state, inputs_BC, *masks)
-        return cache, slot_state, next_BC, sampled, experts
-
-    def _masks(
-        self, features: SamplingFeatures, rows: int, mask_BW: np.ndarray | jax.Array | None
-    ) -> list[np.ndarray | jax.Array]:
-        """The masks of a program; None: all tokens are allowed. Empty if it takes none."""
-        if not features.mask:
-            return []
-        if mask_BW is None and rows not in self._full_masks:
-            make = partial(jnp.full, self._mask_shape(rows), ALL_TOKENS, jnp.uint32)
-            self._full_masks[rows] = jax.jit(make, out_shardings=self.replicated)()
-        return [self._full_masks[rows] if mask_BW is None else mask_BW]
+    ) -> Decoded:
+        """Decode `key.num_steps` tokens per row."""
+        decoded: Decoded = self._multi_steps.get(key)(weights, *state, inputs_BC)
+        return decoded
 
     def decode_from_history(
         self,
@@ -284,9 +276,10 @@ class CompiledSteps:
 
     def _compile_sample(self, key: SampleKey) -> Program:
         config = self._model.config
-        logits = jax.ShapeDtypeStruct(
-            (key.rows, config.vocab_size), jnp.dtype(config.dtypes.logits.value), sharding=self._logits_sharding
-        )
+        steps = (key.logit_steps,) if key.logit_steps else ()
+        sharding = self._step_logits_sharding if steps else self._logits_sharding
+        shape = *steps, key.rows, config.vocab_size
+        logits = jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtypes.logits.value), sharding=sharding)
         jitted = jax.jit(make_sample(key.features), donate_argnums=0, out_shardings=self.replicated)
         masks = [self._abstract_inputs(*self._mask_shape(key.rows))] if key.features.mask else []
         return jitted.lower(self._abstract_slots(), logits, self._abstract_inputs(key.rows, HEAD), *masks).compile()
@@ -302,18 +295,20 @@ class CompiledSteps:
         drafting = self._drafting
         decode: Callable[..., Any]
         if drafting is not None:
-            state, shardings = (*state, self._abstract_drafts(drafting.context)), (*shardings, self._draft_shardings)
+            state = *state, self._abstract_drafts(drafting.context)
+            shardings = *shardings, self._draft_shardings, *2 * (self.replicated,)
+        else:
+            step_results = self.replicated, self.replicated, self.replicated, self._step_logits_sharding
+            shardings = Decoded(self.cache.shardings, self.replicated, *step_results)  # type: ignore[arg-type]
         if drafting is not None and key.shape.tokens > 1:
             size, drafter = self._cache_spec.page_size, self._make_drafter(drafting, key)
             decode = make_verify_steps(self._layout, self._sharder, key, hidden, drafter=drafter, page_size=size)
         else:
             plain = make_multi_step(self._layout, self._sharder, key, hidden, padding_slot=self.padding_slot)
             decode = plain if drafting is None else make_plain_steps(plain, key)
-        shardings = *shardings, *(5 - len(shardings)) * (self.replicated,)
         donated = tuple(range(1, 1 + len(state)))
         jitted = jax.jit(decode, donate_argnums=donated, out_shardings=shardings)
-        masks = [self._abstract_inputs(*self._mask_shape(key.shape.rows))] if key.features.mask else []
-        return jitted.lower(self._abstract_weights, *state, inputs, *masks).compile()
+        return jitted.lower(self._abstract_weights, *state, inputs).compile()
 
     def _make_drafter(self, drafting: Drafting, key: MultiStepKey) -> Drafter:
         if drafting.method is SpeculationMethod.mtp:

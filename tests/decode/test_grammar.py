@@ -11,6 +11,7 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.grammar import (
+    Constraint,
     GrammarCompiler,
     GrammarError,
     _Vocabulary,
@@ -187,6 +188,44 @@ def test_concurrent_sequences_have_separate_lexers():
         one.advance([None, *alone], [[], *tokens])
         several.advance([*concurrently, None], [*tokens, []])
     assert not any(each.error for each in (*alone, *concurrently))
+
+
+class WordTokenizer(ByteTokenizer):
+    """Bytes and a few words: a text has several tokenizations, and the canonical one has the longest words."""
+
+    words = ("name", "na", "me", "address", "add", '":', ' "', '{"', "fix", "ed", "fixed", "true", "blue")
+    vocab_size = ByteTokenizer.vocab_size + len(words)
+
+    def token_bytes(self, id: int) -> bytes:
+        number = id - ByteTokenizer.vocab_size
+        return self.words[number].encode() if number >= 0 else super().token_bytes(id)
+
+    def encode(self, text: str) -> list[int]:
+        pieces = re.findall("|".join(sorted(map(re.escape, self.words), key=len, reverse=True)) + "|.", text, re.DOTALL)
+        ids = {word: ByteTokenizer.vocab_size + number for number, word in enumerate(self.words)}
+        return [id for piece in pieces for id in ([ids[piece]] if piece in ids else piece.encode())]
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), WordTokenizer()], ids=lambda each: type(each).__name__)
+def test_verification_accepts_just_the_tokens_of_the_mask(tokenizer: ByteTokenizer) -> None:
+    """Of a text that the grammar forces, masks have the canonical tokenization only."""
+    compiler = GrammarCompiler(tokenizer, eos=(EOS,), vocab_size=300, threads=1)
+    forced = {"type": "object", "properties": {"address": {"const": "fixed"}, "name": {"type": "null"}}}
+    rng, num_forced, required = np.random.default_rng(0), 0, {"required": ["address", "name"]}
+    for schema in ({**forced, **required, "additionalProperties": False}, *map(random_schema, range(6))):
+        constraint = compiler.constrain(json_grammar(schema))
+        for _ in range(50):
+            mask_W = compiler.masks([constraint])[0]
+            allowed = np.flatnonzero(np.unpackbits(mask_W.view(np.uint8), bitorder="little"))
+            num_forced += len(allowed) == 1
+            for token in range(tokenizer.vocab_size):
+                copy = Constraint(constraint.matcher.deep_copy(), 0, mask_W)
+                verification = copy.verify([token], 0, (EOS,))
+                assert verification.num_accepted == (token in allowed) != verification.is_rejected, token
+            if (token := int(rng.choice(allowed))) == EOS:
+                break
+            compiler.advance([constraint], [[token]])
+    assert num_forced > 20
 
 
 def test_token_bytes_join_to_the_text():

@@ -27,7 +27,6 @@ from tests.support.polling import wait_for
 
 pytest.importorskip("llguidance", reason="needs the extra serve")
 __all__ = ["shared_programs"]
-NUM_STEPS = 4
 # A random model mostly samples tokens that these reject.
 PATTERNS = (r"[\x00-\x7f]{0,60}", r"[^a]*a[^b]*b", "[ab]{5}c", r"[a-p]{3,9}[q-z]*", r"([0-9]{3}-){2}[a-f]+!")
 
@@ -70,7 +69,7 @@ def masked_completions() -> list[list[Completion]]:
 @pytest.fixture
 def never_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grammars verify all tokens, however few they accept."""
-    monkeypatch.setattr(mask_policy, "FIXED_COST", float("inf"))
+    monkeypatch.setattr(mask_policy, "MASKED_STEP", float("inf"))
 
 
 ENGINES = {
@@ -233,69 +232,106 @@ def test_rows_that_restart_keep_their_adapters() -> None:
     assert len({each.tokens for each in found[0][:3]}) == 3, "the adapters have no effect"
 
 
+def make_policy(**changes: bool) -> MaskPolicy:
+    return MaskPolicy(8, **{"vocab_size": 264, "is_supported": True, "is_deterministic": False, **changes})
+
+
 class Decoding:
     """A batch that is decoded by a policy, and a clock that the calls advance."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_measured: bool, cost: float, rows: int = 4):
-        """`cost`: of a step with masks relative to one without."""
+        """`cost`: of a step with masks relative to one without; a call without takes `overhead` in addition."""
         self.seconds = 0.0
         monkeypatch.setattr(draft_policy.time, "perf_counter", lambda: self.seconds)
-        self.policy = MaskPolicy(8, is_supported=True, is_measured=is_measured, is_deterministic=False)
-        self.cost = cost
+        self.policy = make_policy(is_measured=is_measured)
+        self.cost, self.overhead = cost, 0.1
         self.sequences = [Sequence(make_request([1], max_tokens=10**6), budget=10**6) for _ in range(rows)]
         for number, sequence in enumerate(self.sequences):
             sequence.number, sequence.constraint = number, Constraint(None, 0, np.zeros(1, np.uint32))
 
-    def call(self, accepted: list[int]) -> bool:
-        """Dispatch a call that accepts this many tokens in each row if it has no masks; return whether it has none."""
-        verifies = self.policy.verifies(self.sequences)
-        on_arrival = self.policy.start(self.sequences, is_masked=not verifies)
-        self.seconds += NUM_STEPS if verifies else self.cost
+    def call(self, accepted: list[int]) -> int:
+        """Dispatch a call whose grammars accept up to this many tokens of each row; return its number of steps."""
+        num_steps = self.policy.choose_steps(self.sequences)
+        on_arrival = self.policy.start(self.sequences, num_steps=num_steps)
+        self.seconds += num_steps + self.overhead if num_steps else self.cost
         if on_arrival is not None:
             on_arrival()
-        if verifies:
-            for sequence, count in zip(self.sequences, accepted, strict=True):
-                self.policy.record(sequence, Verification(NUM_STEPS, count, is_rejected=count < NUM_STEPS))
-        return verifies
+        for sequence, most in zip(self.sequences, accepted if num_steps else (), strict=bool(num_steps)):
+            count = min(most, num_steps)
+            self.policy.record(sequence, Verification(num_steps, count, is_rejected=count < num_steps))
+        return num_steps
 
 
 @pytest.mark.parametrize("is_measured", [False, True])
-def test_acceptance_decides(is_measured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_shorter_where_tokens_are_rejected(is_measured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rejection loses 1.5 K - 0.5 steps of calls with K steps, which take 0.1 steps longer than their steps."""
+    decoding = Decoding(monkeypatch, is_measured=is_measured, cost=4.0)
+    assert {decoding.call([4] * 4) for _ in range(100)} == {2, 4} and decoding.call([4] * 4) == 4
+    # One token in 48 is rejected: 1.10 * 1.02, 1.05 * 1.05 and 1.025 * 1.11 steps per token.
+    for number in range(600):
+        decoding.call([0 if (number + row) % 24 == 0 else 4 for row in range(4)])
+    assert decoding.call([4] * 4) == 2
+    for _ in range(100):
+        decoding.call([0] * 4)
+    assert decoding.call([4] * 4) == 1
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_masks_are_used_where_most_tokens_are_rejected(is_measured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls without masks are tried again now and then, which costs little."""
-    decoding = Decoding(monkeypatch, is_measured=is_measured, cost=2.0)
-    assert all(decoding.call([NUM_STEPS] * 4) for _ in range(100))
+    decoding = Decoding(monkeypatch, is_measured=is_measured, cost=1.6)
+    monkeypatch.setattr(mask_policy, "MASKED_STEP", 1.6)
     began = decoding.seconds
-    rejected = [decoding.call([1] * 4) for _ in range(1500)]
-    assert rejected[0] and not any(rejected[30:1000]) and 5 < sum(rejected[1000:]) < 20
-    assert decoding.seconds - began < 1.03 * 1500 * decoding.cost
-    accepted = [decoding.call([NUM_STEPS] * 4) for _ in range(1100)]
-    assert not accepted[0] and all(accepted[1025:])
+    calls = [decoding.call([0] * 4) for _ in range(3000)]
+    assert calls[-1] == 0 and 10 < sum(calls[100:]) < 150
+    assert decoding.seconds - began < 1.03 * 3000 * decoding.cost
+    accepted = [decoding.call([4] * 4) for _ in range(1100)]
+    assert all(accepted[1050:])
 
 
-def test_a_sequence_that_accepts_few_tokens_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_whose_tokens_are_rejected_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the mean time per token of the batch is longer than with masks."""
-    decoding = Decoding(monkeypatch, is_measured=False, cost=2.0, rows=16)
-    assert all(decoding.call([1] + 15 * [NUM_STEPS]) for _ in range(50))
-    few = [decoding.call(12 * [1] + 4 * [NUM_STEPS]) for _ in range(50)]
-    assert few[0] and not any(few[30:])
+    decoding = Decoding(monkeypatch, is_measured=False, cost=1.6, rows=16)
+    monkeypatch.setattr(mask_policy, "MASKED_STEP", 1.6)
+    assert all(decoding.call([0] + 15 * [4]) for _ in range(50))
+    few = [decoding.call(12 * [0] + 4 * [4]) for _ in range(200)]
+    assert few[0] and not any(few[150:])
 
 
 def test_deterministic_choices_do_not_depend_on_earlier_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoding = Decoding(monkeypatch, is_measured=False, cost=2.0)
-    decoding.policy = MaskPolicy(8, is_supported=True, is_measured=False, is_deterministic=True)
+    decoding = Decoding(monkeypatch, is_measured=False, cost=1.6)
+    monkeypatch.setattr(mask_policy, "MASKED_STEP", 1.6)
+    decoding.policy = make_policy(is_measured=False, is_deterministic=True)
     runs = []
     for first in (0, 4, 8):
         for number, sequence in enumerate(decoding.sequences, first):
             sequence.number = number
-        runs.append([decoding.call([number % 2] * 4) for number in range(1500)])
-    assert runs[0] == runs[1] == runs[2] and 0 < sum(runs[0]) < 20
+        runs.append([decoding.call([0] * 4) for _ in range(1500)])
+    assert runs[0] == runs[1] == runs[2] and runs[0][0] > 0 and runs[0][-1] == 0
 
 
 def test_masks_that_cost_little_are_used_where_tokens_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large model hides the work of the host."""
     decoding = Decoding(monkeypatch, is_measured=True, cost=1.1)
-    calls = [decoding.call([3] * 4) for _ in range(200)]
-    assert not any(calls[30:]), "the cost is measured"
+    calls = [decoding.call([0] * 4) for _ in range(200)]
+    assert not any(calls[40:]), "the cost is measured"
     decoding = Decoding(monkeypatch, is_measured=True, cost=4.0)
-    calls = [decoding.call([3] * 4) for _ in range(200)]
-    assert all(calls[30:]) and sum(not each for each in calls) == mask_policy.TRIAL_STEPS
+    calls = [decoding.call([0] * 4) for _ in range(200)]
+    assert all(calls[40:]) and sum(not each for each in calls) == mask_policy.TRIAL_STEPS
+
+
+def test_few_steps_are_chosen_where_their_logits_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = Decoding(monkeypatch, is_measured=False, cost=4.0, rows=64)
+    for vocab_size, num_steps in ((2**17, 4), (2**19, 2), (2**20, 1), (2**23, 1)):
+        decoding.policy = MaskPolicy(
+            8, vocab_size=vocab_size, is_supported=True, is_measured=False, is_deterministic=False
+        )
+        assert [decoding.call([8] * 64) for _ in range(60)][-1] == num_steps
+
+
+def test_calls_that_were_slow_once_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = Decoding(monkeypatch, is_measured=True, cost=2.0)
+    decoding.overhead = 50.0
+    assert [decoding.call([0] * 4) for _ in range(60)][-1] == 0
+    decoding.overhead = 0.1
+    assert [decoding.call([4] * 4) for _ in range(2000)][-1] == 4
