@@ -27,7 +27,7 @@ from maxhydra.kernels.grouped_matmul.expert_weights import (
     Matrices,
     Packing,
     field_values,
-    scale_values,
+    load_scales,
 )
 from maxhydra.kernels.ptx import AS_BFLOAT16, convert_int8
 from maxhydra.kernels.tiles import power_of_two_divisor
@@ -156,7 +156,7 @@ def apply_experts(
     groups = group_rows(ids_MK, experts.up.values.shape[0])
     itemsize, matrices = experts.up.bytes_per_weight, len(experts.into)
     into, out = tiles or choose_tiles(M, groups.table_G3.shape[0], D, F, itemsize=itemsize, matrices=matrices)
-    stream = partial(_stream, table_G3=groups.table_G3, R=R, interpret=interpret)
+    stream = partial(multiply_rows, table_G3=groups.table_G3, R=R, interpret=interpret)
     values_HRF = jnp.sum(stream(x_MD, groups.tokens_R, experts.into, tile=into), axis=1)
     pairs_R = groups.pairs_R
     if experts.up.bias_EN is not None:
@@ -185,7 +185,7 @@ def _block(rows: _Rows, across: jax.Array, index: jax.Array | None = None) -> tu
     return (down, jnp.broadcast_to(across[None, :], shape)), jnp.broadcast_to(rows.is_valid[:, None], shape)
 
 
-def _stream(
+def multiply_rows(
     x: jax.Array,
     index_R: jax.Array,
     matrices: tuple[Matrices, ...],
@@ -314,26 +314,18 @@ def _multiply_packed(load_x: LoadRows, weights: list[_Packed], program: _Program
         return sums
 
     zeros = jnp.zeros((tile.rows, tile.columns), jnp.float32)
-    return jax.lax.fori_loop(0, program.steps, add, [zeros] * len(weights))
+    sums = jax.lax.fori_loop(0, program.steps, add, [zeros] * len(weights))
+    return [total * weight.packing.out_factor for total, weight in zip(sums, weights, strict=True)]
 
 
 def _add_block(
     x_fields: list[jax.Array], block: jax.Array, weight: _Packed, total: jax.Array, program: _Program
 ) -> jax.Array:
-    """Add the terms of a block; the sum over a group is multiplied by its scale."""
-    words_ref, scales_ref, packing = weight
-    words, each = words_ref[program.expert, block, program.columns, :], packing.scales_per_block
-    dims = (((1,), (1,)), ((), ()))
-    for group in range(each):
-        sums = [
-            jax.lax.dot_general(
-                x_fields[q],
-                field_values(words, q, packing, interpret=program.interpret),
-                dims,
-                preferred_element_type=jnp.float32,
-            )
-            for q in range(group * FIELDS // each, (group + 1) * FIELDS // each)
-        ]
-        at = block * each + group if each > 1 else block // packing.blocks_per_scale
-        total += sum(sums) * scale_values(scales_ref[program.expert, at, program.columns])[None, :]
+    """Add the terms of a block."""
+    words = weight.words_ref[program.expert, block, program.columns, :]
+    scales = load_scales(weight.scales_ref, program.expert, block, program.columns, weight.packing)
+    for q, x in enumerate(x_fields):
+        values = field_values(words, q, scales[q], weight.packing, interpret=program.interpret)
+        dims = (((1,), (1,)), ((), ()))
+        total += jax.lax.dot_general(x, values, dims, preferred_element_type=jnp.float32)
     return total

@@ -17,6 +17,7 @@ from flax import nnx
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.kernels.grouped_matmul import few_rows
+from maxhydra.kernels.grouped_matmul.expert_weights import unpack
 from maxhydra.layers.context import Context
 from maxhydra.layers.expert_parallel import ExpertMesh, expert_parallel
 from maxhydra.layers.expert_rows import ExpertsSpec, RoutedTokens, SharedExpert, Tokens, Weights, dropless
@@ -47,7 +48,12 @@ class ExpertLinear(nnx.Module):
         if isinstance(self.kernel, Int8):
             return self.kernel.unpacked(self.compute)
         if isinstance(self.kernel, Int4):
-            return self.kernel.unpacked(self.kernel.parts, self.compute)
+            packed = self.kernel.packed
+            return (
+                self.kernel.unpacked(self.kernel.parts, self.compute)
+                if packed is None
+                else unpack(packed, self.compute)
+            )
         if self.format is not None and is_qat(self.format):
             return straight_through(rounding(self.format, inputs=1, leading=1, name=self.name), self.kernel[...])
         return self.kernel[...]
@@ -58,11 +64,12 @@ class ExpertLinear(nnx.Module):
 
     @property
     def stored(self) -> few_rows.Matrices:
-        """INT8 codes with their scales, or `weight`, and the bias."""
+        """INT8 codes with their scales, packed 4-bit weights, or `weight`, and the bias."""
         bias_EN = None if self.bias is None else self.bias[...]
         if isinstance(self.kernel, Int8):
             return few_rows.Matrices(self.kernel.parts.codes, self.kernel.parts.scales, bias_EN)
-        return few_rows.Matrices(self.weight, None, bias_EN)
+        packed = self.kernel.packed if isinstance(self.kernel, Int4) else None
+        return few_rows.Matrices(self.weight, None, bias_EN) if packed is None else packed._replace(bias_EN=bias_EN)
 
 
 class ExpertsOutput(NamedTuple):
