@@ -3,9 +3,9 @@
     python bench/few_rows.py [qwen3-30b-a3b] [gpt-oss-20b] [--formats int4,mxfp4] [--tokens 1,64] [--all-tiles]
 
 Prints a JSON line per model, format, number of tokens and kernel: `tiles`, the fastest first, with microseconds and
-TB/s of weights and scales read. `layer` is the whole layer between router and residual, with the default tiles and with the
-fastest: microseconds, and the relative error against float32 for one token. Each program calls a kernel on other tokens
-and experts CALLS times, so that neither the cache nor the host is measured. Without --all-tiles few tiles are timed.
+TB/s of weights and scales read. `layer` is the whole layer between router and residual, with the default tiles and with
+the fastest: microseconds, and the relative error against float32 for one token. Each program calls a kernel on other
+tokens and experts CALLS times, so that neither the cache nor the host is measured. Without --all-tiles fewer are timed.
 """
 
 import argparse
