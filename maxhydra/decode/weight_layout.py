@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from maxhydra.config.schema.model import Projection
-from maxhydra.layers.quant import int4
+from maxhydra.layers.quant import int4, mxfp4
 from maxhydra.model import ModelDef
 from maxhydra.sharding import LogicalAxes, Sharder, is_axes
 
@@ -135,11 +135,11 @@ class _Flat:
 
 
 def _with_packed_experts(layer: Tree, axes: Tree) -> Tree:
-    """Pack INT4 weights of experts for the kernels of a few rows."""
+    """Pack INT4 and MXFP4 weights of experts for the kernels of a few rows."""
     if not isinstance(layer, dict):
         return layer
     if "nibbles" in layer and axes["nibbles"][0] == "experts":
-        return int4.packed(layer)
+        return (mxfp4 if layer["scales"].dtype == mxfp4.SCALE else int4).packed(layer)
     return {name: _with_packed_experts(below, axes[name]) for name, below in layer.items()}
 
 
