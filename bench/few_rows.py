@@ -92,8 +92,8 @@ def activation(gate: jax.Array | None, up: jax.Array) -> jax.Array:
 
 def default_tiles(case: Case, experts: few_rows.Experts) -> few_rows.Tiles:
     D, F, E, K = case.sizes
-    sizes = {"itemsize": experts.up.bytes_per_weight, "matrices": 2}
-    return few_rows.choose_tiles(case.tokens, min(E, case.tokens * K), D, F, **sizes)
+    groups, itemsize = min(E, case.tokens * K), experts.up.bytes_per_weight
+    return few_rows.choose_tiles(case.tokens, case.tokens * K, groups, D, F, itemsize=itemsize, matrices=2)
 
 
 def other_tiles(case: Case, direction: str, tile: few_rows.Tile, *, every: bool) -> Iterator[few_rows.Tile]:

@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
 def by_name(kernels: list[tuple[str, str, int, int]]) -> tuple[dict[str, tuple[int, float]], float, float]:
     """Name -> launches and microseconds; the time from the first to the last kernel, and that in which one runs."""
     counts: collections.Counter[str] = collections.Counter()
-    times: collections.Counter[str] = collections.Counter()
+    times: collections.defaultdict[str, float] = collections.defaultdict(float)
     busy, last = 0, 0
     for instruction, kernel, start, end in kernels:
         name = f"{kernel} [{instruction}]" if instruction and instruction != kernel else kernel

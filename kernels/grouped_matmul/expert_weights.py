@@ -1,12 +1,12 @@
 """Storage formats of the weights that few_rows.py reads: bfloat16, INT8, and INT4 and MXFP4 packed for its kernels.
 
-Four 4-bit codes are packed into a 16-bit word, words of a block of BLOCK terms next to each other: term 16 * q + j of a
-block is field q of word j. Each field of a block is the operand of one tensor core instruction, and two words fill a
+Four 4-bit codes are packed in a uint16, those of a block of BLOCK terms next to each other: term 16 * q + j of a block
+is field q of element j. Each field of a block is the operand of one tensor core instruction, and two elements fill a
 register, which a few integer instructions and multiplications turn into two bfloat16 values: bytes with neighbouring
 terms would need permutations too. Scales are multiplied into the values before the matmul. Multiplied into the sum of
 each group they would be read in the layout of the sums, which Triton neither prefetches nor reads without a barrier.
 
-E experts, K terms (inputs), N columns (outputs), B blocks, W words of a block, G groups of terms that share a scale.
+E experts, K terms (inputs), N columns (outputs), B blocks, W elements of a block, G groups of terms that share a scale.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ from jax.experimental.pallas import triton as plt
 # Terms of a block: the multiple that gpt-oss' 2,880 inputs have.
 BLOCK = 64
 FIELDS = 4
-WORDS = BLOCK // FIELDS
+ELEMENTS = BLOCK // FIELDS
 # Groups of a block that share an exponent in MXFP4.
 MXFP4_GROUPS = 2
-# Bits of an E2M1 code in each field, sign first. In field 0 they are the sign, the last two bits of the exponent and the
-# first bit of the mantissa of a bfloat16; fields 1 and 2 are the same after a shift, field 3 has the remaining bits.
+# Bits of an E2M1 code in each field, sign first. In field 0 they are those of a bfloat16: sign, last two bits of the
+# exponent, first bit of the mantissa. Fields 1 and 2 are the same after a shift, field 3 has the remaining bits.
 E2M1_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
 # These bits are the value of the code times 2^-126. A scale 2^(s - 127) times 2^126 would exceed bfloat16 from s = 129,
 # so the kernel multiplies by 2^(s - 31) and its result by OUT_FACTOR. Exponents above 158 become infinity.
@@ -40,7 +40,7 @@ class Matrices(NamedTuple):
     """One matrix per expert."""
 
     values: jax.Array
-    """[E, K, N] in the dtype of the rows or int8, or packed words, uint16 [E, B, N, W]."""
+    """[E, K, N] in the dtype of the rows or int8, or packed, uint16 [E, B, N, W]."""
     scales: jax.Array | None = None
     """float32 [E, N] of int8; float32 [E, G, N] of packed INT4; of packed MXFP4 uint32 [E, B, N], the scales of the two
     groups of a block in bfloat16."""
@@ -53,8 +53,8 @@ class Matrices(NamedTuple):
     @property
     def size(self) -> tuple[int, int]:
         """Inputs and outputs."""
-        _, first, second, *words = self.values.shape
-        return (first * BLOCK, second) if words else (first, second)
+        _, first, second, *packed = self.values.shape
+        return (first * BLOCK, second) if packed else (first, second)
 
     @property
     def bytes_per_weight(self) -> float:
@@ -89,7 +89,7 @@ def can_pack(inputs: int, groups: int) -> bool:
     if inputs % BLOCK or inputs % groups:
         return False
     group = inputs // groups
-    return group % BLOCK == 0 or group in (WORDS, 2 * WORDS)
+    return group % BLOCK == 0 or group in (ELEMENTS, 2 * ELEMENTS)
 
 
 def pack_int4(codes_EKN: jax.Array, scales_EGN: jax.Array) -> Matrices:
@@ -107,7 +107,7 @@ def pack_mxfp4(codes_EKN: jax.Array, exponents_EGN: jax.Array) -> Matrices:
 
 def _pack(codes_EKN: jax.Array, field: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
     E, K, N = codes_EKN.shape
-    codes = codes_EKN.astype(jnp.uint16).reshape(E, K // BLOCK, FIELDS, WORDS, N)
+    codes = codes_EKN.astype(jnp.uint16).reshape(E, K // BLOCK, FIELDS, ELEMENTS, N)
     fields = [field(jax.lax.index_in_dim(codes, q, 2, keepdims=False), q) for q in range(FIELDS)]
     return jnp.swapaxes(fields[0] | fields[1] | fields[2] | fields[3], 2, 3)
 
@@ -126,13 +126,13 @@ def unpack(matrices: Matrices, dtype: np.dtype) -> jax.Array:
         halves = [jax.lax.bitcast_convert_type(bits, jnp.float32) for bits in (scales << 16, scales >> 16 << 16)]
         scales = jnp.stack(halves, axis=2).reshape(E, -1, N) * 2.0**-EXPONENT_OFFSET
     codes = jnp.stack([_code_values(matrices.values, q, packing) for q in range(FIELDS)], axis=2)
-    scaled = codes.reshape(E, scales.shape[1], -1, N, WORDS) * scales[:, :, None, :, None]
-    return jnp.moveaxis(scaled.astype(dtype).reshape(E, B, FIELDS, N, WORDS), 3, -1).reshape(E, B * BLOCK, N)
+    scaled = codes.reshape(E, scales.shape[1], -1, N, ELEMENTS) * scales[:, :, None, :, None]
+    return jnp.moveaxis(scaled.astype(dtype).reshape(E, B, FIELDS, N, ELEMENTS), 3, -1).reshape(E, B * BLOCK, N)
 
 
-def _code_values(words: jax.Array, q: int, packing: Packing) -> jax.Array:
+def _code_values(packed: jax.Array, q: int, packing: Packing) -> jax.Array:
     """The values of field q without their scales, in float32."""
-    wide = words.astype(jnp.int32)
+    wide = packed.astype(jnp.int32)
     if not packing.is_mxfp4:
         return ((wide >> (4 * q) & 15) - 8).astype(jnp.float32)
     sign, high, low, mantissa = (wide >> bit & 1 for bit in E2M1_BITS[q])
@@ -156,20 +156,20 @@ def load_scales(scales_ref: Any, expert: jax.Array, block: jax.Array, columns: A
     return scales
 
 
-def field_values(words: jax.Array, q: int, scales: Scales, packing: Packing, *, interpret: bool) -> jax.Array:
+def field_values(packed: jax.Array, q: int, scales: Scales, packing: Packing, *, interpret: bool) -> jax.Array:
     """In a kernel: the values [N, W] of field q divided by `out_factor`, in bfloat16."""
-    wide = [jnp.broadcast_to(scale[:, None], words.shape) for scale in scales]
+    wide = [jnp.broadcast_to(scale[:, None], packed.shape) for scale in scales]
     if not interpret:
-        return _convert((E2M1_ASM if packing.is_mxfp4 else INT4_ASM)[q], words, *wide)
+        return _convert((E2M1_ASM if packing.is_mxfp4 else INT4_ASM)[q], packed, *wide)
     factors = [scale.astype(jnp.float32) for scale in wide]
     if packing.is_mxfp4:
         # Times 2^-126, as the bits are. XLA would merge that factor with others to a subnormal number, and flush it.
         bits = jax.lax.bitcast_convert_type(factors[0], jnp.int32)
         factors = [jax.lax.bitcast_convert_type(bits - (126 << 23), jnp.float32)]
-    return (_code_values(words, q, packing) * sum(factors)).astype(jnp.bfloat16)
+    return (_code_values(packed, q, packing) * sum(factors)).astype(jnp.bfloat16)
 
 
-# Two words, in the halves of a register, to two bfloat16 values. INT4: the code plus 8 is the end of the mantissa of
+# Two elements, in the halves of a register, to two bfloat16 values. INT4: the code plus 8 is the end of the mantissa of
 # 128 to 143, from which 136 is subtracted. The float32 scale is the sum of two bfloat16 numbers.
 _INT4 = """{{
   .reg .b32 c, t, one;
@@ -207,12 +207,12 @@ E2M1_ASM = tuple(
 )
 
 
-def _convert(instructions: str, words: jax.Array, *scales: jax.Array) -> jax.Array:
+def _convert(instructions: str, packed: jax.Array, *scales: jax.Array) -> jax.Array:
     (values,) = plt.elementwise_inline_asm(
         instructions,
-        args=[words, *scales],
+        args=[packed, *scales],
         constraints=",".join(["=r", "r", *["r"] * len(scales)]),
         pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(packed.shape, jnp.bfloat16)],
     )
     return values

@@ -22,8 +22,8 @@ from jax.experimental.pallas import triton as plt
 
 from maxhydra.kernels.grouped_matmul.expert_weights import (
     BLOCK,
+    ELEMENTS,
     FIELDS,
-    WORDS,
     Matrices,
     Packing,
     field_values,
@@ -39,6 +39,8 @@ PROGRAMS = 264
 # Bytes of shared memory for the stages of a program, so that a multiprocessor has room for two.
 MEMORY = 112 << 10
 LEAST_SIZE = 64
+# Rows of a tensor core instruction.
+SMALL = 16
 MOST_STAGES = 4
 
 Activation = Callable[[jax.Array | None, jax.Array], jax.Array]
@@ -91,9 +93,14 @@ class Tiles(NamedTuple):
     out: Tile
 
 
-def choose_tiles(tokens: int, groups: int, D: int, F: int, *, itemsize: float = 2, matrices: int = 2) -> Tiles:
-    """`itemsize`: bytes of a weight; `matrices`: those that read the tokens."""
-    choose = partial(_choose_tile, 16 if tokens <= 16 else 32, groups, itemsize=itemsize)
+def choose_tiles(
+    tokens: int, pairs: int, groups: int, D: int, F: int, *, itemsize: float = 2, matrices: int = 2
+) -> Tiles:
+    """`pairs`: of a token and one of its experts; `itemsize`: bytes of a weight; `matrices`: those that read the
+    tokens."""
+    # With twice the rows of a mean group, few experts are read a second time, from the cache.
+    is_small = tokens <= SMALL or 2 * pairs <= SMALL * groups
+    choose = partial(_choose_tile, SMALL if is_small else 2 * SMALL, groups, itemsize=itemsize)
     return Tiles(choose(D, F, matrices=matrices), choose(F, D, matrices=1))
 
 
@@ -155,7 +162,7 @@ def apply_experts(
     (M, D), R, F = x_MD.shape, ids_MK.size, experts.up.size[1]
     groups = group_rows(ids_MK, experts.up.values.shape[0])
     itemsize, matrices = experts.up.bytes_per_weight, len(experts.into)
-    into, out = tiles or choose_tiles(M, groups.table_G3.shape[0], D, F, itemsize=itemsize, matrices=matrices)
+    into, out = tiles or choose_tiles(M, R, groups.table_G3.shape[0], D, F, itemsize=itemsize, matrices=matrices)
     stream = partial(multiply_rows, table_G3=groups.table_G3, R=R, interpret=interpret)
     values_HRF = jnp.sum(stream(x_MD, groups.tokens_R, experts.into, tile=into), axis=1)
     pairs_R = groups.pairs_R
@@ -211,7 +218,7 @@ def multiply_rows(
 
 
 class _Program(NamedTuple):
-    """What a program multiplies."""
+    """The part of a matmul that a program computes."""
 
     expert: jax.Array
     columns: Any
@@ -253,7 +260,8 @@ def _kernel(
         if packings[0] is None:
             outs = _multiply(load_x, weight_refs, scale_refs, program)
         else:
-            weights = [_Packed(*parts) for parts in zip(weight_refs, scale_refs, packings, strict=True)]
+            parts = zip(weight_refs, scale_refs, packings, strict=True)
+            weights = [_Packed(values, scales, packing) for values, scales, packing in parts if packing is not None]
             outs = _multiply_packed(load_x, weights, program)
         across = column * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32)
         target, mask = _block(rows, across)
@@ -295,7 +303,7 @@ def _add_matmul(x: jax.Array, weight: jax.Array, total: jax.Array, *, interpret:
 
 
 class _Packed(NamedTuple):
-    words_ref: Any
+    packed_ref: Any
     scales_ref: Any
     packing: Packing
 
@@ -307,7 +315,7 @@ def _multiply_packed(load_x: LoadRows, weights: list[_Packed], program: _Program
     def add(step: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
         for offset in range(blocks):
             block = program.start // BLOCK + step * blocks + offset
-            x_fields = [load_x(block * BLOCK + q * WORDS, WORDS) for q in range(FIELDS)]
+            x_fields = [load_x(block * BLOCK + q * ELEMENTS, ELEMENTS) for q in range(FIELDS)]
             sums = [
                 _add_block(x_fields, block, weight, total, program) for weight, total in zip(weights, sums, strict=True)
             ]
@@ -322,10 +330,10 @@ def _add_block(
     x_fields: list[jax.Array], block: jax.Array, weight: _Packed, total: jax.Array, program: _Program
 ) -> jax.Array:
     """Add the terms of a block."""
-    words = weight.words_ref[program.expert, block, program.columns, :]
+    packed = weight.packed_ref[program.expert, block, program.columns, :]
     scales = load_scales(weight.scales_ref, program.expert, block, program.columns, weight.packing)
     for q, x in enumerate(x_fields):
-        values = field_values(words, q, scales[q], weight.packing, interpret=program.interpret)
+        values = field_values(packed, q, scales[q], weight.packing, interpret=program.interpret)
         dims = (((1,), (1,)), ((), ()))
         total += jax.lax.dot_general(x, values, dims, preferred_element_type=jnp.float32)
     return total

@@ -97,7 +97,7 @@ def test_other_groups_are_not_packed() -> None:
 
 
 def test_mxfp4_weights_are_exact_in_the_kernel() -> None:
-    """All codes with scales from 2^-95, from which on products in the kernel are normal numbers, to 2^31."""
+    """All codes with scales from 2^-95, from which on all numbers in the kernel are normal, to 2^31."""
     exponents = np.minimum(np.arange(32, 160), 158).astype(np.uint8)
     codes = np.broadcast_to(np.tile(np.arange(16, dtype=np.uint8), 4)[None, :, None], (1, 64, exponents.size))
     stored = pack_mxfp4(jnp.asarray(codes), jnp.asarray(np.broadcast_to(exponents, (1, 2, exponents.size))))

@@ -1,12 +1,13 @@
 """MXFP4 weights for decoding (Open Compute Project, Microscaling Formats 1.0, 2023): E2M1 codes, and a power of two per
 output and GROUP inputs, 4.25 bits per weight.
 
-Weights that came from MXFP4 keep their values: the largest magnitude of a group is a code times 2^s, so the new scale is
-at most 2^s, and smaller only if that code is small enough for all values to be codes of the new scale. Exceptions are
-subnormal float32 numbers, which XLA computes as zero. Inputs are flattened to one dimension, as in INT4.
+Weights that came from MXFP4 keep their values. Their codes and scales are the same if the largest code of the group is
+4 or 6; otherwise the new scale is smaller, and all values are codes of it too. Exceptions are subnormal float32
+numbers, which XLA computes as zero. Inputs are flattened to one dimension, as in INT4.
 """
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -26,8 +27,10 @@ SCALE = jnp.uint8
 # Magnitudes of the codes 0 to 7, and the exponent of the largest power of two among them. Bit 3 is the sign.
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST_EXPONENT = 2
-# E8M0: the scale is 2^(byte - 127), 255 is not a number. Of float32: bits of the mantissa, exponent of other values.
-NAN, MANTISSA_BITS, NOT_FINITE = 255, 23, 255
+# E8M0: the scale is 2^(byte - 127), 255 is not a number. The smallest scale that is used is a normal float32 number.
+SMALLEST, NAN = 1, 255
+# Of float32: bits of the mantissa, exponent of infinity and NaN.
+MANTISSA_BITS, NOT_FINITE = 23, 255
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +60,7 @@ def code_values(codes: jax.Array) -> jax.Array:
 
 
 def scale_values(scales: jax.Array) -> jax.Array:
-    """The values of E8M0 exponents in float32, without the subnormal 2^-127, which becomes 0."""
+    """The values of E8M0 exponents in float32."""
     values = jax.lax.bitcast_convert_type(scales.astype(jnp.uint32) << MANTISSA_BITS, jnp.float32)
     return jnp.where(scales == NAN, jnp.nan, values)
 
@@ -67,9 +70,9 @@ def quantized(kernel: jax.Array, *, inputs: int, leading: int) -> Mxfp4Parts:
     and the nearest code, of two the even one. A group with infinity or NaN is NaN."""
     before, outputs = kernel.shape[:leading], kernel.shape[leading + inputs :]
     blocks = kernel.reshape(*before, -1, GROUP, *outputs)
-    bits = jax.lax.bitcast_convert_type(blocks.astype(jnp.float32), jnp.uint32)
-    exponents = jnp.max(bits << 1, axis=leading + 1, keepdims=True) >> MANTISSA_BITS + 1
-    scales = jnp.maximum(exponents, LARGEST_EXPONENT) - LARGEST_EXPONENT
+    amax = jnp.max(jnp.abs(blocks.astype(jnp.float32)), axis=leading + 1, keepdims=True)
+    exponents = jax.lax.bitcast_convert_type(amax, jnp.uint32) >> MANTISSA_BITS & NOT_FINITE
+    scales = jnp.maximum(exponents, SMALLEST + LARGEST_EXPONENT) - LARGEST_EXPONENT
     # The inverse of the scale: 2^(127 - byte). The largest byte of a finite group is 252.
     inverse = jax.lax.bitcast_convert_type((254 - scales) << MANTISSA_BITS, jnp.float32)
     codes = nearest_codes(blocks.astype(jnp.float32) * inverse).reshape(*before, -1, *outputs)
@@ -81,7 +84,7 @@ def nearest_codes(values: jax.Array) -> jax.Array:
     """The codes of the nearest E2M1 values; larger magnitudes become the largest."""
     magnitudes = jnp.abs(values)
     codes = jnp.zeros(values.shape, jnp.uint8)
-    for code, (below, above) in enumerate(zip(MAGNITUDES, MAGNITUDES[1:], strict=False)):
+    for code, (below, above) in enumerate(itertools.pairwise(MAGNITUDES)):
         middle = (below + above) / 2
         codes += (magnitudes >= middle if code % 2 else magnitudes > middle).astype(jnp.uint8)
     return codes | jnp.signbit(values).astype(jnp.uint8) << 3
@@ -93,7 +96,7 @@ def stored(kernel: jax.Array, *, inputs: int, leading: int) -> dict[str, jax.Arr
 
 
 def packed(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The arrays of an Mxfp4 module of experts, packed for the kernels of a few rows if they take so many inputs."""
+    """The arrays of an Mxfp4 module of experts, packed for the kernels of a few rows if they can be."""
     nibbles, scales = arrays["nibbles"], arrays["scales"]
     if not can_pack(2 * nibbles.shape[1], scales.shape[1]):
         return arrays
