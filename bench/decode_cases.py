@@ -24,7 +24,7 @@ from maxhydra.kernels.fused_linear import (
     split_k_reduce,
     swiglu_prefill,
 )
-from maxhydra.kernels.grouped_matmul import few_rows
+from maxhydra.kernels.grouped_matmul import expert_weights, few_rows
 from maxhydra.kernels.int8_weight_matmul import triton as int8_triton
 from maxhydra.kernels.paged_attention import Pages, find_backend, paged_attention, write_prompts
 from maxhydra.kernels.placement import Placement
@@ -108,8 +108,31 @@ def check_small_batch(case: Case) -> Check:
 def few_rows_cases() -> Iterator[Case]:
     """One token, fewer rows than experts, and more; the last token is padding."""
     sizes = ((8, 4, 320, 576), (16, 2, 512, 768))
-    for M, (E, K, D, F), codes in itertools.product((1, 3, 64), sizes, (True, False)):
-        yield Case("few_rows", "bfloat16", (M, E, K, D, F), (("int8", codes), ("bias", E == 8)))
+    formats = ("bfloat16", "int8", "int4", "mxfp4")
+    for M, (E, K, D, F), format in itertools.product((1, 3, 64), sizes, formats):
+        yield Case("few_rows", "bfloat16", (M, E, K, D, F), (("format", format), ("bias", E == 8)))
+
+
+def random_matrices(format: str, number: int, shape: tuple[int, int, int]) -> tuple[few_rows.Matrices, jax.Array]:
+    """Random weights of about 0.02 in a format, and in float32; all codes occur."""
+    E, inputs, outputs = shape
+    key = jax.random.key(number)
+    if format == "bfloat16":
+        weight = (0.02 * jax.random.normal(key, shape)).astype(jnp.bfloat16)
+        return few_rows.Matrices(weight), weight.astype(jnp.float32)
+    if format == "int8":
+        codes = jax.random.randint(key, shape, -127, 128, jnp.int8)
+        scales = jnp.linspace(0.0001, 0.0005, E * outputs).reshape(E, outputs)
+        return few_rows.Matrices(codes, scales), codes * scales[:, None]
+    codes = jax.random.randint(key, shape, 0, 16, jnp.uint8)
+    if format == "int4":
+        scales = jnp.linspace(0.002, 0.01, E * (inputs // 64) * outputs).reshape(E, -1, outputs)
+        values = (codes ^ 8).astype(jnp.float32) - 8
+        return expert_weights.pack_int4(codes, scales), values * jnp.repeat(scales, 64, axis=1)
+    exponents = jax.random.randint(key, (E, inputs // 32, outputs), 117, 123, jnp.int32)
+    magnitudes = jnp.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = jnp.concatenate([magnitudes, -magnitudes])[codes]
+    return expert_weights.pack_mxfp4(codes, exponents), values * jnp.repeat(2.0 ** (exponents - 127), 32, axis=1)
 
 
 def check_few_rows(case: Case) -> Check:
@@ -117,35 +140,27 @@ def check_few_rows(case: Case) -> Check:
     ids = jax.lax.top_k(jax.random.normal(jax.random.key(9), (M, E)), K)[1]
     ids = ids if M == 1 else ids.at[-1].set(-1)
     shapes = ((E, D, F), (E, D, F), (E, F, D))
-    scales = [jnp.linspace(0.0001, 0.0005, shape[0] * shape[2]).reshape(shape[0], shape[2]) for shape in shapes]
+    matrices, wide = zip(*[random_matrices(options["format"], i, shape) for i, shape in enumerate(shapes)], strict=True)
 
-    def matrices(weights: Any, biases: Any) -> few_rows.Experts:
-        biases = (*biases, None) if options["bias"] else (None,) * 3
-        if not options["int8"]:
-            return few_rows.Experts(*(few_rows.Matrices(w, None, b) for w, b in zip(weights, biases, strict=True)))
-        parts = zip(weights, scales, biases, strict=True)
-        return few_rows.Experts(*(few_rows.Matrices(w.astype(jnp.int8), s, b) for w, s, b in parts))
+    def biased(biases: Any) -> tuple[Any, ...]:
+        return (*biases, None) if options["bias"] else (None,) * 3
 
-    def activation(gate: jax.Array, up: jax.Array) -> jax.Array:
+    def activation(gate: jax.Array | None, up: jax.Array) -> jax.Array:
         return jax.nn.silu(gate) * up
 
-    def kernel(x: Any, factors: Any, weights: Any, biases: Any) -> Any:
-        return few_rows.apply_experts(x, ids, factors, matrices(weights, biases), activation)
+    def kernel(x: Any, factors: Any, biases: Any) -> Any:
+        experts = [matrix._replace(bias_EN=bias) for matrix, bias in zip(matrices, biased(biases), strict=True)]
+        return few_rows.apply_experts(x, ids, factors, few_rows.Experts(*experts), activation)
 
-    def reference_call(x: Any, factors: Any, weights: Any, biases: Any) -> Any:
-        experts = matrices(weights, biases)
-        wide = [m.values.astype(jnp.float32) * (1 if m.scales_EN is None else m.scales_EN[:, None]) for m in experts]
-        added = [0 if m.bias_EN is None else m.bias_EN[:, None] for m in experts]
+    def reference_call(x: Any, factors: Any, biases: Any) -> Any:
+        added = [0 if bias is None else bias[:, None] for bias in biased(biases)]
         gate, up = (jnp.einsum("md,edf->emf", x, w) + bias for w, bias in zip(wide[:2], added[:2], strict=True))
         outs = jnp.einsum("emf,efd->med", activation(gate, up), wide[2])
         factors_ME = jnp.sum(jnp.where(ids[..., None] == jnp.arange(E), factors[..., None], 0), axis=1)
         return jnp.einsum("med,me->md", outs, factors_ME)
 
-    size = 40 if options["int8"] else 0.02
-    weights = tuple(jnp.clip(size * case.sample(i, *shape), -127, 127) for i, shape in enumerate(shapes))
-    weights = tuple(map(jnp.round, weights)) if options["int8"] else weights
-    arrays = (case.sample(5, M, D), case.sample(6, M, K), weights, (case.sample(7, E, F), case.sample(8, E, F)))
-    is_supported = few_rows.is_supported(M, matrices(weights, arrays[3]), case.dtype)
+    arrays = (case.sample(5, M, D), case.sample(6, M, K), (case.sample(7, E, F), case.sample(8, E, F)))
+    is_supported = few_rows.is_supported(M, few_rows.Experts(*matrices), case.dtype)
     return Check(single_backend("triton", is_supported, kernel), reference_call, arrays, has_gradients=False)
 
 

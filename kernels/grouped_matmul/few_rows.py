@@ -20,6 +20,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from maxhydra.kernels.grouped_matmul.expert_weights import (
+    BLOCK,
+    ELEMENTS,
+    FIELDS,
+    Matrices,
+    Packing,
+    field_values,
+    load_scales,
+)
 from maxhydra.kernels.ptx import AS_BFLOAT16, convert_int8
 from maxhydra.kernels.tiles import power_of_two_divisor
 
@@ -30,20 +39,12 @@ PROGRAMS = 264
 # Bytes of shared memory for the stages of a program, so that a multiprocessor has room for two.
 MEMORY = 112 << 10
 LEAST_SIZE = 64
+# Rows of a tensor core instruction.
+SMALL = 16
 MOST_STAGES = 4
 
 Activation = Callable[[jax.Array | None, jax.Array], jax.Array]
 """Hidden values in float32, from those of gate, if there is one, and up."""
-
-
-class Matrices(NamedTuple):
-    """One matrix per expert."""
-
-    values: jax.Array
-    """[E, inputs, outputs], in the dtype of the rows or int8."""
-    scales_EN: jax.Array | None = None
-    """Factors of the outputs."""
-    bias_EN: jax.Array | None = None
 
 
 class Experts(NamedTuple):
@@ -92,28 +93,33 @@ class Tiles(NamedTuple):
     out: Tile
 
 
-def choose_tiles(tokens: int, groups: int, D: int, F: int, *, itemsize: int = 2, matrices: int = 2) -> Tiles:
-    """`itemsize`: bytes of a weight; `matrices`: those that read the tokens."""
-    choose = partial(_choose_tile, 16 if tokens <= 16 else 32, groups, itemsize=itemsize)
+def choose_tiles(
+    tokens: int, pairs: int, groups: int, D: int, F: int, *, itemsize: float = 2, matrices: int = 2
+) -> Tiles:
+    """`pairs`: of a token and one of its experts; `itemsize`: bytes of a weight; `matrices`: those that read the
+    tokens."""
+    # With twice the rows of a mean group, few experts are read a second time, from the cache.
+    is_small = tokens <= SMALL or 2 * pairs <= SMALL * groups
+    choose = partial(_choose_tile, SMALL if is_small else 2 * SMALL, groups, itemsize=itemsize)
     return Tiles(choose(D, F, matrices=matrices), choose(F, D, matrices=1))
 
 
-def _choose_tile(rows: int, groups: int, terms: int, columns: int, *, matrices: int, itemsize: int) -> Tile:
+def _choose_tile(rows: int, groups: int, terms: int, columns: int, *, matrices: int, itemsize: float) -> Tile:
     """With as few splits as keep the GPU busy, if the terms can be split so, and the stages that fit in memory."""
     width, step = min(128, power_of_two_divisor(columns)), min(64, power_of_two_divisor(terms))
     steps, programs = terms // step, groups * (columns // width)
     splits = [n for n in range(1, 17) if steps % n == 0]
     enough = [n for n in splits if programs * n >= PROGRAMS]
-    stages = MEMORY // (step * (matrices * width * itemsize + rows * 2))
+    stages = int(MEMORY // (step * (matrices * width * itemsize + rows * 2)))
     return Tile(rows, width, step, min(enough, default=splits[-1]), warps=4, stages=min(MOST_STAGES, stages))
 
 
 def is_supported(tokens: int, experts: Experts, dtype: str) -> bool:
     """Whether the kernels support these sizes on the current devices."""
-    values = experts.up.values
-    _, D, F = values.shape
-    fits = math.gcd(D, F) % LEAST_SIZE == 0 and values.size < 2**31
-    is_stored = all(matrices.values.dtype in (jnp.bfloat16, jnp.int8) for matrices in (*experts.into, experts.down))
+    D, F = experts.up.size
+    fits = math.gcd(D, F) % LEAST_SIZE == 0 and experts.up.values.size < 2**31
+    dtypes = (jnp.bfloat16, jnp.int8, jnp.uint16)
+    is_stored = all(matrices.values.dtype in dtypes for matrices in (*experts.into, experts.down))
     return jax.default_backend() == "gpu" and tokens <= MOST_TOKENS and fits and is_stored and dtype == "bfloat16"
 
 
@@ -153,11 +159,11 @@ def apply_experts(
     tiles: Tiles | None = None,
 ) -> jax.Array:
     """[M, D] in float32: the sum over each token's experts of down(activation(gate(x), up(x))) by weight."""
-    (M, D), R, (E, _, F) = x_MD.shape, ids_MK.size, experts.up.values.shape
-    groups = group_rows(ids_MK, E)
-    sizes = {"itemsize": experts.up.values.dtype.itemsize, "matrices": len(experts.into)}
-    into, out = tiles or choose_tiles(M, groups.table_G3.shape[0], D, F, **sizes)
-    stream = partial(_stream, table_G3=groups.table_G3, R=R, interpret=interpret)
+    (M, D), R, F = x_MD.shape, ids_MK.size, experts.up.size[1]
+    groups = group_rows(ids_MK, experts.up.values.shape[0])
+    itemsize, matrices = experts.up.bytes_per_weight, len(experts.into)
+    into, out = tiles or choose_tiles(M, R, groups.table_G3.shape[0], D, F, itemsize=itemsize, matrices=matrices)
+    stream = partial(multiply_rows, table_G3=groups.table_G3, R=R, interpret=interpret)
     values_HRF = jnp.sum(stream(x_MD, groups.tokens_R, experts.into, tile=into), axis=1)
     pairs_R = groups.pairs_R
     if experts.up.bias_EN is not None:
@@ -186,7 +192,7 @@ def _block(rows: _Rows, across: jax.Array, index: jax.Array | None = None) -> tu
     return (down, jnp.broadcast_to(across[None, :], shape)), jnp.broadcast_to(rows.is_valid[:, None], shape)
 
 
-def _stream(
+def multiply_rows(
     x: jax.Array,
     index_R: jax.Array,
     matrices: tuple[Matrices, ...],
@@ -197,9 +203,10 @@ def _stream(
     interpret: bool,
 ) -> jax.Array:
     """[H, P, R, N] in float32: row index_R[r] of x times each of H matrices, in splits of the sum."""
-    N = matrices[0].values.shape[2]
-    scales = [array.scales_EN for array in matrices if array.scales_EN is not None]
-    kernel = partial(_kernel, num_matrices=len(matrices), tile=tile, interpret=interpret)
+    _, N = matrices[0].size
+    scales = [matrix.scales for matrix in matrices if matrix.scales is not None]
+    packings = tuple(matrix.packing for matrix in matrices)
+    kernel = partial(_kernel, terms=matrices[0].size[0], packings=packings, tile=tile, interpret=interpret)
     return pl.pallas_call(
         kernel,
         grid=(N // tile.columns, tile.splits, table_G3.shape[0]),
@@ -207,44 +214,84 @@ def _stream(
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="few_row_experts",
-    )(table_G3, x, index_R, *(array.values for array in matrices), *scales)
+    )(table_G3, x, index_R, *(matrix.values for matrix in matrices), *scales)
+
+
+class _Program(NamedTuple):
+    """The part of a matmul that a program computes."""
+
+    expert: jax.Array
+    columns: Any
+    """Slice of the columns."""
+    start: jax.Array
+    """First term."""
+    steps: int
+    tile: Tile
+    interpret: bool
 
 
 def _kernel(
-    table_ref: Any, x_ref: Any, index_ref: Any, *refs: Any, num_matrices: int, tile: Tile, interpret: bool
+    table_ref: Any,
+    x_ref: Any,
+    index_ref: Any,
+    *refs: Any,
+    terms: int,
+    packings: tuple[Packing | None, ...],
+    tile: Tile,
+    interpret: bool,
 ) -> None:
-    weight_refs, (*scale_refs, out_ref) = refs[:num_matrices], refs[num_matrices:]
+    """`packings`: of each matrix."""
+    weight_refs, (*scale_refs, out_ref) = refs[: len(packings)], refs[len(packings) :]
     column, split, group = (pl.program_id(axis) for axis in range(3))
     expert, first, count = (table_ref[group, i] for i in range(3))
+    steps = terms // tile.terms // tile.splits
     columns = pl.ds(column * tile.columns, tile.columns)
-    steps = weight_refs[0].shape[1] // tile.terms // tile.splits
+    program = _Program(expert, columns, split * steps * tile.terms, steps, tile, interpret)
 
     def multiply(block: jax.Array, carry: jax.Array) -> jax.Array:
         index = first + block * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
         rows = _Rows(index, index < first + count)
         source = plt.load(index_ref.at[index], mask=rows.is_valid, other=0)
 
-        def add(step: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-            start = (split * steps + step) * tile.terms
-            at, mask = _block(rows, start + jnp.arange(tile.terms, dtype=jnp.int32), source)
-            x = plt.load(x_ref.at[at], mask=mask, other=0.0)
-            weights = [ref[expert, pl.ds(start, tile.terms), columns] for ref in weight_refs]
-            return [
-                _add_matmul(x, weight, total, interpret=interpret) for weight, total in zip(weights, sums, strict=True)
-            ]
+        def load_x(start: jax.Array, terms: int) -> jax.Array:
+            at, mask = _block(rows, start + jnp.arange(terms, dtype=jnp.int32), source)
+            return plt.load(x_ref.at[at], mask=mask, other=0.0)
 
-        shape = (tile.terms if tile.rows == 1 else tile.rows, tile.columns)
-        sums = jax.lax.fori_loop(0, steps, add, [jnp.zeros(shape, jnp.float32)] * num_matrices)
-        for half, total in enumerate(sums):
-            out = jnp.sum(total, axis=0, keepdims=True) if tile.rows == 1 else total
-            if scale_refs:
-                out = out * scale_refs[half][expert, columns][None, :]
-            across = column * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32)
-            target, mask = _block(rows, across)
+        if packings[0] is None:
+            outs = _multiply(load_x, weight_refs, scale_refs, program)
+        else:
+            parts = zip(weight_refs, scale_refs, packings, strict=True)
+            weights = [_Packed(values, scales, packing) for values, scales, packing in parts if packing is not None]
+            outs = _multiply_packed(load_x, weights, program)
+        across = column * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32)
+        target, mask = _block(rows, across)
+        for half, out in enumerate(outs):
             plt.store(out_ref.at[(jnp.int32(half), split, *target)], out, mask=mask)
         return carry
 
     jax.lax.fori_loop(0, pl.cdiv(count, tile.rows), multiply, jnp.int32(0))
+
+
+LoadRows = Callable[[jax.Array, int], jax.Array]
+"""The values of the rows at these terms."""
+
+
+def _multiply(load_x: LoadRows, weight_refs: Any, scale_refs: Any, program: _Program) -> list[jax.Array]:
+    """The rows times each matrix of bfloat16 or int8 weights."""
+    expert, columns, first, steps, tile, interpret = program
+
+    def add(step: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        start = first + step * tile.terms
+        x = load_x(start, tile.terms)
+        weights = [ref[expert, pl.ds(start, tile.terms), columns] for ref in weight_refs]
+        return [_add_matmul(x, weight, total, interpret=interpret) for weight, total in zip(weights, sums, strict=True)]
+
+    shape = (tile.terms if tile.rows == 1 else tile.rows, tile.columns)
+    sums = jax.lax.fori_loop(0, steps, add, [jnp.zeros(shape, jnp.float32)] * len(weight_refs))
+    outs = [jnp.sum(total, axis=0, keepdims=True) if tile.rows == 1 else total for total in sums]
+    if not scale_refs:
+        return outs
+    return [out * ref[expert, columns][None, :] for out, ref in zip(outs, scale_refs, strict=True)]
 
 
 def _add_matmul(x: jax.Array, weight: jax.Array, total: jax.Array, *, interpret: bool) -> jax.Array:
@@ -253,3 +300,40 @@ def _add_matmul(x: jax.Array, weight: jax.Array, total: jax.Array, *, interpret:
     if x.shape[0] == 1:
         return total + x.reshape(-1, 1).astype(jnp.float32) * weight.astype(jnp.float32)
     return total + jnp.dot(x, weight, preferred_element_type=jnp.float32)
+
+
+class _Packed(NamedTuple):
+    packed_ref: Any
+    scales_ref: Any
+    packing: Packing
+
+
+def _multiply_packed(load_x: LoadRows, weights: list[_Packed], program: _Program) -> list[jax.Array]:
+    """The rows times each matrix of packed weights."""
+    tile, blocks = program.tile, program.tile.terms // BLOCK
+
+    def add(step: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        for offset in range(blocks):
+            block = program.start // BLOCK + step * blocks + offset
+            x_fields = [load_x(block * BLOCK + q * ELEMENTS, ELEMENTS) for q in range(FIELDS)]
+            sums = [
+                _add_block(x_fields, block, weight, total, program) for weight, total in zip(weights, sums, strict=True)
+            ]
+        return sums
+
+    zeros = jnp.zeros((tile.rows, tile.columns), jnp.float32)
+    sums = jax.lax.fori_loop(0, program.steps, add, [zeros] * len(weights))
+    return [total * weight.packing.out_factor for total, weight in zip(sums, weights, strict=True)]
+
+
+def _add_block(
+    x_fields: list[jax.Array], block: jax.Array, weight: _Packed, total: jax.Array, program: _Program
+) -> jax.Array:
+    """Add the terms of a block."""
+    packed = weight.packed_ref[program.expert, block, program.columns, :]
+    scales = load_scales(weight.scales_ref, program.expert, block, program.columns, weight.packing)
+    for q, x in enumerate(x_fields):
+        values = field_values(packed, q, scales[q], weight.packing, interpret=program.interpret)
+        dims = (((1,), (1,)), ((), ()))
+        total += jax.lax.dot_general(x, values, dims, preferred_element_type=jnp.float32)
+    return total

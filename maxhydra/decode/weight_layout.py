@@ -5,8 +5,8 @@ matmuls with few rows are fast only with the weight as the left operand and its 
 weights are stored transposed, and the programs transpose them back, which the compiler folds into the matmul. Matmuls
 of SmolLM2 (135M, float32, 2 cores) take a third less time at batch 1 and half at batch 8. On a GPU, one row also needs
 the output dimension first, and few large matmuls are faster than many: weights with the same input are concatenated,
-split by the programs and fused again by the layers, which the compiler removes. Programs take longer to compile, since
-every layer is unrolled.
+split by the programs and fused again by the layers, which the compiler removes; 4-bit weights of experts are packed for
+the kernels of grouped_matmul/few_rows.py. Programs take longer to compile, since every layer is unrolled.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from maxhydra.config.schema.model import Projection
+from maxhydra.layers.quant import int4, mxfp4
 from maxhydra.model import ModelDef
 from maxhydra.sharding import LogicalAxes, Sharder, is_axes
 
@@ -123,12 +124,23 @@ class _Flat:
         if position is not None:
             layer = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, position, keepdims=False), layer)
         turned = _map(_turned, axes, layer)
-        return _joined(turned, self.flat.shapes["prefix"][number], axes) if self.joins else turned
+        if not self.joins:
+            return turned
+        return _with_packed_experts(_joined(turned, self.flat.shapes["prefix"][number], axes), axes)
 
     def _used_layer(self, number: str, layer: Tree) -> Tree:
         """Transpose fused weights back before splitting them, so that the layers fuse contiguous arrays again."""
         axes = self.flat.axes["prefix"][number]
         return _parted(_map(_turned_back, axes, layer), self.flat.shapes["prefix"][number], axes)
+
+
+def _with_packed_experts(layer: Tree, axes: Tree) -> Tree:
+    """Pack INT4 and MXFP4 weights of experts for the kernels of a few rows."""
+    if not isinstance(layer, dict):
+        return layer
+    if "nibbles" in layer and axes["nibbles"][0] == "experts":
+        return (mxfp4 if layer["scales"].dtype == mxfp4.SCALE else int4).packed(layer)
+    return {name: _with_packed_experts(below, axes[name]) for name, below in layer.items()}
 
 
 def _joined(layer: Tree, shapes: Tree, axes: Tree) -> Tree:

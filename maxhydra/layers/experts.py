@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.kernels.grouped_matmul import few_rows
+from maxhydra.kernels.grouped_matmul.expert_weights import unpack
 from maxhydra.layers.context import Context
 from maxhydra.layers.expert_mlp import ExpertsSpec, Weights
 from maxhydra.layers.expert_parallel import ExpertMesh, expert_parallel
@@ -26,6 +27,7 @@ from maxhydra.layers.low_rank import Factors, factors_of
 from maxhydra.layers.params import ParamBuilder
 from maxhydra.layers.quant.int4 import Int4
 from maxhydra.layers.quant.int8 import Int8
+from maxhydra.layers.quant.mxfp4 import Mxfp4
 from maxhydra.layers.quant.training import is_qat, rounding, straight_through
 
 
@@ -48,7 +50,11 @@ class ExpertLinear(nnx.Module):
         """[E, inputs, outputs]. Quantized kernels are dequantized on every call, which saves memory, not time."""
         if isinstance(self.kernel, Int8):
             return self.kernel.unpacked(self.compute)
+        if isinstance(self.kernel, Int4 | Mxfp4) and (packed := self.kernel.packed) is not None:
+            return unpack(packed, self.compute)
         if isinstance(self.kernel, Int4):
+            return self.kernel.unpacked(self.kernel.parts, self.compute)
+        if isinstance(self.kernel, Mxfp4):
             return self.kernel.unpacked(self.kernel.parts, self.compute)
         if self.format is not None and is_qat(self.format):
             return straight_through(rounding(self.format, inputs=1, leading=1, name=self.name), self.kernel[...])
@@ -60,11 +66,12 @@ class ExpertLinear(nnx.Module):
 
     @property
     def stored(self) -> few_rows.Matrices:
-        """INT8 codes with their scales, or `weight`, and the bias."""
+        """INT8 codes with their scales, packed 4-bit weights, or `weight`, and the bias."""
         bias_EN = None if self.bias is None else self.bias[...]
         if isinstance(self.kernel, Int8):
             return few_rows.Matrices(self.kernel.parts.codes, self.kernel.parts.scales, bias_EN)
-        return few_rows.Matrices(self.weight, None, bias_EN)
+        packed = self.kernel.packed if isinstance(self.kernel, Int4 | Mxfp4) else None
+        return few_rows.Matrices(self.weight, None, bias_EN) if packed is None else packed._replace(bias_EN=bias_EN)
 
 
 class ExpertsOutput(NamedTuple):

@@ -17,6 +17,7 @@ from maxhydra.layers.linear import Linear, Lora, LoraSpec, MatmulSpec
 from maxhydra.layers.low_rank import LowRank
 from maxhydra.layers.quant.int4 import Int4, Shape
 from maxhydra.layers.quant.int8 import Int8
+from maxhydra.layers.quant.mxfp4 import Mxfp4
 from maxhydra.layers.quant.nf4 import Nf4
 from maxhydra.layers.quant.training import ARRAYS, AmaxHistory, QuantRule
 from maxhydra.layers.weight_sampler import KeyPath, Sizes, WeightSampler
@@ -136,7 +137,7 @@ class ParamBuilder:
 
     def experts(
         self, name: str, count: int, shape: tuple[int, int], axes: tuple[str, str], *, std: float
-    ) -> tuple[nnx.Param | Nf4 | Int8 | Int4, LowRank | None]:
+    ) -> tuple[nnx.Param | Nf4 | Int8 | Int4 | Mxfp4, LowRank | None]:
         """A kernel [inputs, outputs] for each of `count` experts, and their LoRA updates."""
         path, rows, names = self._next_path(), (count, shape[0]), ("experts", *axes)
         kernels = self._normal(path, rows, (shape[1],), names, std=std, dtype=self._dtype)
@@ -171,13 +172,15 @@ class ParamBuilder:
         history = self._history(name)
         return Linear(stored, lora, self._matmul_spec, name=name, inputs=len(inputs), bias=bias, history=history)
 
-    def _store(self, kernel: nnx.Param, shape: Shape, name: str) -> nnx.Param | Nf4 | Int8 | Int4:
+    def _store(self, kernel: nnx.Param, shape: Shape, name: str) -> nnx.Param | Nf4 | Int8 | Int4 | Mxfp4:
         """The kernel in its storage format."""
         axes, lora, rule = kernel.get_metadata("axes"), self._matmul_spec.lora, self._matmul_spec.format_of(name)
         if lora is not None and lora.over_nf4 and not shape.experts:
             return Nf4(kernel[...], axes, inputs=shape.inputs, stacked=bool(self._stack), name=name)
         if rule is not None and rule.kind is QuantizationKind.int4_weights:
             return Int4(kernel[...], axes, shape, group=rule.group, name=name)
+        if rule is not None and rule.kind is QuantizationKind.mxfp4_weights:
+            return Mxfp4(kernel[...], axes, shape, name=name)
         first = shape.stacked + shape.experts
         summed = axes[first : first + shape.inputs]
         return Int8(kernel[...], axes, summed=summed, leading=shape.experts) if self._is_int8(name) else kernel

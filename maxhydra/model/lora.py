@@ -1,7 +1,8 @@
 """Partition into trainable and frozen weights, base weights in their storage format, and merging of LoRA adapters.
 
 With an adapter only its weights and a value or score head are trained; without one all are. Trees are nested dicts with
-any leaves: arrays, shapes, axes, shardings. Storage formats are plain, NF4, INT8 and INT4.
+any leaves: arrays, shapes, axes, shardings. Storage formats are plain, NF4, INT8, INT4
+and MXFP4.
 """
 
 import math
@@ -15,7 +16,7 @@ import numpy as np
 
 from maxhydra.layers import LoraSpec
 from maxhydra.layers.linear import column_norms
-from maxhydra.layers.quant import int4, int8, nf4
+from maxhydra.layers.quant import int4, int8, mxfp4, nf4
 from maxhydra.model.model_def import VALUE, ModelDef, parameter_count
 
 # Key of a projection's LoRA weights.
@@ -86,6 +87,7 @@ def _part(tree: Tree, key: str, *, within: bool) -> Tree:
 
 TO_NF4 = jax.jit(nf4.stored, static_argnames=("inputs", "stacked"))
 TO_INT4 = jax.jit(int4.stored, static_argnames=("inputs", "leading", "groups"))
+TO_MXFP4 = jax.jit(mxfp4.stored, static_argnames=("inputs", "leading"))
 TO_INT8 = jax.jit(int8.stored, static_argnames=("axes", "of_scales"))
 
 
@@ -107,6 +109,8 @@ def store_weight_slice(model: ModelDef, keys: tuple[str, ...], weight: jax.Array
     if "nibbles" in shapes:
         leading = stacked + (axes["nibbles"][stacked] == "experts")
         inputs = weight.ndim + counted - shapes["nibbles"].ndim + 1
+        if shapes["scales"].dtype == mxfp4.SCALE:
+            return TO_MXFP4(weight, inputs=inputs, leading=leading - counted)
         return TO_INT4(weight, inputs=inputs, leading=leading - counted, groups=shapes["scales"].shape[leading])
     return TO_INT8(weight, axes=axes["codes"][counted:], of_scales=axes["scales"][counted:])
 

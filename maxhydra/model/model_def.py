@@ -58,7 +58,7 @@ class ModelDef:
 
     @property
     def is_packed(self) -> bool:
-        """Whether base weights are stored quantized (INT8 or INT4); QLoRA's NF4 does not count."""
+        """Whether base weights are stored quantized (INT8, INT4 or MXFP4); QLoRA's NF4 does not count."""
         return self.quantization is not None and not self.quantization.kinds.isdisjoint(STORED_KINDS)
 
     @cached_property
@@ -333,8 +333,8 @@ def _other_targets(rule: QuantizationRule, parameters: list[str]) -> list[str]:
     Matmuls of experts, embedding and head run in model.dtypes.compute, so only weight storage formats apply to them.
     """
     is_int8 = rule.kind in (QuantizationKind.int8_weights, QuantizationKind.qat_int8)
-    is_int4 = rule.kind in (QuantizationKind.int4_weights, QuantizationKind.qat_int4)
-    return [name for name in parameters if is_int8 or (is_int4 and "/" in name)]
+    has_4_bits = rule.kind in (QuantizationKind.int4_weights, QuantizationKind.qat_int4, QuantizationKind.mxfp4_weights)
+    return [name for name in parameters if is_int8 or (has_4_bits and "/" in name)]
 
 
 def _unmatched(key: str, targets: list[str] | None, names: list[str]) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from maxhydra.config import Config
 from maxhydra.config.schema.hardware import DATA, REPLICA, Platform
 from maxhydra.config.schema.model import RematPolicy
 from maxhydra.config.schema.optimizer import USES
+from maxhydra.config.schema.quantization import STORED_KINDS
 from maxhydra.model import parameter_count
 from maxhydra.model.block import Remat
 from maxhydra.plan.case import Case, Subject
@@ -194,8 +195,10 @@ def _largest_chunk(case: Case) -> int:
 def with_remat(config: Config, *, devices: int, slices: int, memory_gib: float | None) -> Config:
     """The config with model.remat.policy=auto replaced by a policy that fits in device memory, if that is known.
 
-    Also with train.loss_chunk, if it is null.
+    Also with train.loss_chunk, if it is null. Weights that are stored quantized are not trained.
     """
+    if not config.quantization.kinds.isdisjoint(STORED_KINDS):
+        return config
     if config.model.remat.policy is not RematPolicy.auto or memory_gib is None:
         return config
     case = Case.of(Subject.of(config), devices=devices, slices=slices)

@@ -152,6 +152,13 @@ def test_remat_policy_and_loss_chunk_are_those_that_fit(
     assert (fitting.model.remat.policy, fitting.train.loss_chunk) == (policy, chosen)
 
 
+@pytest.mark.parametrize("kind", ["int8_weights", "int4_weights", "mxfp4_weights"])
+def test_weights_for_inference_need_no_remat_policy(kind: str) -> None:
+    """bench/decode.py composes the config of a decoding benchmark on a GPU."""
+    config = compose(["task=bench", "task.what=[decode]", "model=qwen3-30b-a3b", f"quantization={kind}"]).config
+    assert with_remat(config, devices=1, slices=1, memory_gib=139) is config
+
+
 def test_residuals_of_a_layer_by_hand() -> None:
     """Attention and a gated MLP in bfloat16: full saves the input, minimal also outputs of all projections but one."""
     subject = subject_of("model=llama3.1-8b", "train.seq_len=4096", "hardware=gpu-h200")

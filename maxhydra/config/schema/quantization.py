@@ -21,6 +21,7 @@ class QuantizationKind(Enum):
     qat_int4 = "qat_int4"
     int8_weights = "int8_weights"
     int4_weights = "int4_weights"
+    mxfp4_weights = "mxfp4_weights"
 
 
 class Backward(Enum):
@@ -36,7 +37,7 @@ class Activations(Enum):
 # Kinds for training, and kinds in which weights are stored for decoding.
 QAT = (QuantizationKind.qat_int8, QuantizationKind.qat_int4)
 TRAINING_KINDS = (QuantizationKind.fp8, QuantizationKind.int8, *QAT)
-STORED_KINDS = (QuantizationKind.int8_weights, QuantizationKind.int4_weights)
+STORED_KINDS = (QuantizationKind.int8_weights, QuantizationKind.int4_weights, QuantizationKind.mxfp4_weights)
 # Formats of the matmuls of a training step, as hardware.peak_tflops names them.
 MATMUL_DTYPES = {QuantizationKind.fp8: "float8", QuantizationKind.int8: "int8"}
 GROUPED = (QuantizationKind.qat_int4, QuantizationKind.int4_weights)
@@ -51,7 +52,8 @@ class QuantizationRule(Schema):
     et al., 2022); int8, integer matmuls with a scale per row and per output channel; qat_int8 and qat_int4,
     quantization-aware training for int8_weights and int4_weights with straight-through gradients (Bengio et al.,
     2013). For decoding: int8_weights, weights quantized when loaded, a scale per output channel; int4_weights, a scale
-    per group of inputs; both are dequantized to model.dtypes.compute for the matmul."""
+    per group of inputs; mxfp4_weights, E2M1 codes and a power of two per 32 inputs (Open Compute Project, 2023), which
+    keep the values of weights that are stored so. They are dequantized to model.dtypes.compute for the matmul."""
     targets: list[str] = option([])
     """Projections to quantize: regular expressions on <layer kind>/<projection>, such as layer/mlp/up; int8_weights and
     qat_int8 also support `embedding` and, if it is not tied, `head`. All others stay in model.dtypes.compute."""

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.kernels.grouped_matmul.expert_weights import Matrices, can_pack, pack_int4
 from maxhydra.kernels.int8_matmul import QuantizedArray, quantize
 from maxhydra.layers.quant.int8 import Quantized, pack_nibbles, unpack_nibbles
 from maxhydra.sharding import LogicalAxes
@@ -64,6 +65,15 @@ def stored(kernel: jax.Array, *, inputs: int, leading: int, groups: int) -> dict
     return vars(quantized(kernel, inputs=inputs, leading=leading, groups=groups))
 
 
+def packed(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays of an Int4 module of experts, packed for the kernels of a few rows if they take such groups."""
+    nibbles, scales = arrays["nibbles"], arrays["scales"]
+    if not can_pack(2 * nibbles.shape[1], scales.shape[1]):
+        return arrays
+    matrices = pack_int4(unpack_nibbles(nibbles, 1), scales)
+    return {"nibbles": matrices.values, "scales": scales}
+
+
 class Int4(nnx.Module):
     """An INT4 kernel [*inputs, *outputs], with leading dimensions of layers and experts if its array had them."""
 
@@ -80,6 +90,12 @@ class Int4(nnx.Module):
     @property
     def parts(self) -> Int4Parts:
         return Int4Parts(self.nibbles[...], self.scales[...])
+
+    @property
+    def packed(self) -> Matrices | None:
+        """The experts' kernels if the decode layout has packed them (decode/weight_layout.py)."""
+        matrices = Matrices(self.nibbles[...], self.scales[...])
+        return matrices if matrices.is_packed else None
 
     def unpacked(self, parts: Int4Parts, dtype: np.dtype) -> jax.Array:
         """Dequantize to [*inputs, *outputs] of one layer, or of each of its experts."""

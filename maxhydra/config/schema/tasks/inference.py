@@ -317,7 +317,7 @@ class ConvertTask(Task):
     hf_int8: the same with 8-bit weights in the format compressed-tensors; gguf_f16, gguf_q8_0, gguf_q4_0: model.gguf
     for llama.cpp, with matrices of that type; peft: only
     the adapter of a run, in PEFT format; maxhydra: a checkpoint with only the weights, adapters merged, quantized if
-    quantization=int8_weights or int4_weights is set."""
+    quantization=int8_weights, int4_weights or mxfp4_weights is set."""
     output: str | None = None
     """Output folder, which must not exist yet; it appears when it is complete."""
     dtype: Dtype | None = None
