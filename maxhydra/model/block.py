@@ -52,6 +52,7 @@ from maxhydra.layers.router import ROUTING
 from maxhydra.layers.short_convolution import ConvolutionSpec
 from maxhydra.layers.ssm import SsmSpec
 from maxhydra.layers.statistics import LAYER, activation_statistics
+from maxhydra.sharding import Sharder
 
 MIXERS: dict[config.Mixer, Any] = {
     config.Mixer.attention: AttentionSpec,
@@ -312,12 +313,18 @@ class Remat:
     policy: config.RematPolicy
     save: tuple[str, ...]
     offload: tuple[str, ...]
+    saves_experts: bool = True
+    """Whether `minimal` saves the matmuls of experts."""
 
     @classmethod
     def of(cls, remat: config.Remat) -> "Remat":
         is_auto = remat.policy is config.RematPolicy.auto
         policy = config.RematPolicy.minimal if is_auto else remat.policy
         return cls(policy, tuple(remat.save), tuple(remat.offload))
+
+    def on(self, sharder: Sharder) -> "Remat":
+        """The policy on a mesh: buffers for the rows of other devices are too large to save them in every layer."""
+        return dataclasses.replace(self, saves_experts=not sharder.mesh_axes("experts"))
 
     def wrap(self, function: Callable[..., Any], *, in_loop: bool) -> Callable[..., Any]:
         """Wrap a function in jax.checkpoint with this policy.
@@ -336,7 +343,8 @@ class Remat:
         if self.policy is config.RematPolicy.minimal:
             # The projections; matmuls with a batch dimension are attention's, which grow with the square of the length.
             # Those of experts are kernels or other primitives, and so have names.
-            named = policies.save_only_these_names(EXCHANGE_NAME, ROUTING, "mlp_gate", "mlp_up")
+            experts = ("mlp_gate", "mlp_up") if self.saves_experts else ()
+            named = policies.save_only_these_names(EXCHANGE_NAME, ROUTING, *experts)
             matmuls = policies.dots_with_no_batch_dims_saveable
             return _with_fused_attention(policies.save_from_both_policies(matmuls, named))
         named = policies.save_only_these_names(*self.save)

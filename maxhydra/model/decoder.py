@@ -296,7 +296,7 @@ class Decoder(nnx.Module):
         for index, (block, cache) in enumerate(zip(_in_order(blocks), caches, strict=True)):
             layer, graphdef, weights = first + index, *self._split(block)
             method, extra = handoff.inputs(index)
-            run = self._run_function(graphdef, method, is_cached=cache is not None)
+            run = self._run_function(graphdef, method, ctx, is_cached=cache is not None)
             is_last = layer == len(self.spec.layers) - 1
             inputs = [None if x is None else x[layer] for x in ctx.layer_inputs]
             layer_ctx = ctx if is_last else dataclasses.replace(ctx, output_index=None)
@@ -313,11 +313,11 @@ class Decoder(nnx.Module):
             aux.append(out.aux)
         return StackOutput(x_BTD, new_caches, layer_outputs, by_layer(aux), ctx)
 
-    def _run_function(self, graphdef: Any, method: Callable[..., Any], *, is_cached: bool) -> Callable[..., Any]:
+    def _run_function(self, graphdef: Any, method: Callable[..., Any], ctx: Context, *, is_cached: bool) -> Any:
         """A block outside of the scan as a function; equal blocks of a forward pass with a cache are traced once."""
         if is_cached:
             return as_traced_once(graphdef, method)
-        return self.spec.remat.wrap(as_function(graphdef, method), in_loop=False)
+        return self.spec.remat.on(ctx.sharder).wrap(as_function(graphdef, method), in_loop=False)
 
     def _run_mtp(self, x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context) -> StackOutput:
         """Run the MTP layers, each on the output of the one before it.
@@ -339,7 +339,7 @@ class Decoder(nnx.Module):
         """Run one MTP layer on hidden states, the tokens that are 1 + `index` positions later, and its cache if any."""
         later_BTD = self.embedding(later_BT, ctx.positions + 1 + index, ctx)
         graphdef, weights = self._split(self.mtp[str(index)])
-        run = self._run_function(graphdef, Mtp.predict, is_cached=cache is not None)
+        run = self._run_function(graphdef, Mtp.predict, ctx, is_cached=cache is not None)
         layer_ctx = ctx.at_layer(len(self.spec.layers) + index, cache_view(cache, 0), None)
         out: BlockOutput = run(weights, x_BTD, later_BTD, layer_ctx)
         return out._replace(cache=merge_view(cache, out.cache))
@@ -366,7 +366,7 @@ class Decoder(nnx.Module):
         is_pipelined = ctx.sharder.stages > 1 and ctx.cache is None
         unroll = spec.unroll_on(ctx.sharder.platform, ctx.sharder.mesh.size, is_cached=ctx.cache is not None)
         in_loop = is_pipelined or unroll != spec.repetitions
-        runs = [spec.remat.wrap(as_function(graphdef), in_loop=in_loop) for graphdef, _ in splits]
+        runs = [spec.remat.on(ctx.sharder).wrap(as_function(graphdef), in_loop=in_loop) for graphdef, _ in splits]
         names = [block.name for block in spec.pattern]
         pattern = Pattern(runs, names, first=len(self.prefix), keep_layers=keep_layers, unroll=unroll)
         weights = [weights for _, weights in splits]

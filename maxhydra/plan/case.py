@@ -139,6 +139,7 @@ class Subject:
             layers=layers,
             mixing=mixing,
             head=2.0 * config.emb_dim * config.vocab_size * (1 + len(self.spec.mtp)),
+            routed=sum(moe.forward_flops() for moe in self.experts),
         )
 
 
@@ -151,6 +152,8 @@ class ForwardFlops:
     mixing: float
     """Attention and other mixing of tokens."""
     head: float
+    routed: float
+    """Experts and routers, part of `layers`."""
 
 
 def _projection_flops(kind: BlockSpec) -> float:
@@ -334,7 +337,8 @@ class Case:
     def trace(self, kind: BlockSpec, policy: Remat | None = None) -> LayerTrace:
         # Kernels of the norms save fewer residuals than XLA, whose residuals are the same on every platform.
         platform = "gpu" if self.serves(rms_norm.BACKENDS["triton"], "batch", "length") else "cpu"
-        return trace_layer(self.subject.traced, kind.name, policy or self.remat, platform=platform)
+        remat = (policy or self.remat).on(self.sharder)
+        return trace_layer(self.subject.traced, kind.name, remat, platform=platform)
 
     def saved_bytes(self, kind: BlockSpec, policy: Remat | None = None) -> float:
         """Bytes of activations that one layer of this kind saves on a device."""

@@ -159,11 +159,14 @@ class _Again:
 
 
 def _recomputed(case: Case) -> _Again:
-    """The parts that a remat policy recomputes: full all but the last projection of a layer, minimal none."""
+    """Shares that a remat policy recomputes: full all but the last projection of a layer, minimal at most experts."""
     policy, saved = case.remat.policy, set(case.remat.save) | set(case.remat.offload)
-    if policy in (RematPolicy.none, RematPolicy.minimal):
+    if policy is RematPolicy.none:
         return _Again(0.0, 0.0)
-    spec = case.subject.kinds[-1][0]
+    spec, flops = case.subject.kinds[-1][0], case.subject.forward_flops
+    if policy is RematPolicy.minimal:
+        saves_experts = case.remat.on(case.sharder).saves_experts
+        return _Again(0.0 if saves_experts else 2 / 3 * flops.routed / flops.layers, 0.0)
     mlp_share = spec.feed_forward.forward_flops() / max(spec.forward_flops(case.seq_len), 1.0)
     last = mlp_share / 3
     if policy is RematPolicy.full:

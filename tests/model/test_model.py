@@ -227,6 +227,20 @@ def test_minimal_recomputes_neither_the_matmuls_of_experts_nor_their_choice():
     assert found["minimal"][1] == 1
 
 
+@pytest.mark.parametrize(("axes", "again"), [({"fsdp": 8}, 0), ({"fsdp": 4, "expert": 2}, 2)], ids=["fsdp", "expert"])
+def test_minimal_saves_the_matmuls_of_experts_only_where_their_rows_are_local(axes, again):
+    """The buffers of expert parallelism have room for more rows than there are on average."""
+    kind = config.Kind(feed_forward=config.FeedForward.moe, moe=config.Moe(experts=4, top_k=2))
+    sharder, counts = Sharder(build_mesh(Mesh(**axes), jax.devices()), RULES), []
+    for policy in ({"policy": config.RematPolicy.custom, "save": ["mlp_gate", "mlp_up"]}, REMATS["minimal"]):
+        model = make(num_layers=1, kinds={"layer": kind}, remat=config.Remat(**policy))
+        context = make_context(8, sharder=sharder)
+        loss = jax.grad(lambda p, model=model, context=context: logits_of(model, p, tokens(8), context).sum())
+        names = [equation.primitive.name for equation in equations(jax.make_jaxpr(loss)(model.shapes).jaxpr)]
+        counts.append(names.count("ragged_dot_general"))
+    assert counts[1] - counts[0] == again
+
+
 def equations(jaxpr: jax.extend.core.Jaxpr) -> Iterator[jax.extend.core.JaxprEqn]:
     """All equations of a program and of those that it calls."""
     for equation in jaxpr.eqns:
