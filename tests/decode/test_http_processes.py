@@ -1,4 +1,4 @@
-"""The HTTP server in processes of its own: the same responses, common limits, and the death of either side."""
+"""The HTTP server in separate processes: the same responses, common limits, and the death of either side."""
 
 import contextlib
 import dataclasses
@@ -175,7 +175,7 @@ def test_an_engine_failure_is_reported_by_all_processes(prompts: PromptEncoder) 
 
 @pytest.mark.exhaustive
 def test_processes_end_with_the_engine() -> None:
-    """The kernel ends the engine's process, which cannot tell the others."""
+    """Also if the kernel kills the engine's process."""
     script = """
 import signal
 from maxhydra.config.compose.composer import compose

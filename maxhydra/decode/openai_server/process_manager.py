@@ -1,7 +1,7 @@
 """The processes of the HTTP server, as the engine's process sees them: started, answered, replaced and stopped.
 
 A thread per process reads its messages. The engine's thread sends the deltas of a call, one message to each process,
-and never waits for one: what a process does not receive at once, another thread sends.
+and never waits for one: another thread sends the bytes that a process does not receive at once.
 """
 
 import asyncio
@@ -109,7 +109,7 @@ class Link:
                 threading.Thread(target=self._send_rest, daemon=True).start()
 
     def _send_rest(self) -> None:
-        """Send what the process did not receive at once, and what is added meanwhile."""
+        """Send the bytes that the process did not receive at once, and those added meanwhile."""
         with contextlib.suppress(OSError):
             while True:
                 with self._send_lock:
