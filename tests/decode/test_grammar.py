@@ -234,13 +234,14 @@ def test_token_bytes_join_to_the_text():
 
 
 @pytest.mark.slow
-def test_the_server_compiles_response_formats_of_the_openai_client(tmp_path):
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_the_server_compiles_response_formats_of_the_openai_client(tmp_path, processes):
     openai = import_optional("openai", extra="test")
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     data = compose([f"data.tokenizer.chat_template={tmp_path / 't.jinja'}"]).config.data
     engine = start(**LONG)
     engine.max_context = 1500
-    server = RunningServer(engine, PromptEncoder(data, vocab_size=264), max_sequences=9)
+    server = RunningServer(engine, PromptEncoder(data, vocab_size=264), processes=processes, max_sequences=9)
     try:
         make = server.client().chat.completions.create
         schema = random_schema(3)

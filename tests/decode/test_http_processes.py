@@ -1,4 +1,4 @@
-"""The HTTP server in processes of its own: the same responses, common limits, and the death of either side."""
+"""The HTTP server in separate processes: the same responses, common limits, and the death of either side."""
 
 import contextlib
 import dataclasses
@@ -21,6 +21,7 @@ from maxhydra.data.audio.tokens import Clips
 from maxhydra.decode.openai_server import EncoderSettings, engine_messages
 from maxhydra.decode.openai_server.counters import Counters
 from maxhydra.decode.openai_server.http11 import HttpError
+from maxhydra.decode.openai_server.process_manager import Link
 from maxhydra.decode.request import Delta, Request, TokenLogprob
 from maxhydra.decode.sampling_params import PromptEncoder
 from tests.support.fake_engine import FakeEngine
@@ -174,7 +175,7 @@ def test_an_engine_failure_is_reported_by_all_processes(prompts: PromptEncoder) 
 
 @pytest.mark.exhaustive
 def test_processes_end_with_the_engine() -> None:
-    """The kernel ends the engine's process, which cannot tell the others."""
+    """Also if the kernel kills the engine's process."""
     script = """
 import signal
 from maxhydra.config.compose.composer import compose
@@ -270,6 +271,23 @@ def test_messages_keep_requests_deltas_and_errors() -> None:
         error.body(),
         {"Retry-After": "1"},
     )
+
+
+def test_the_engine_does_not_wait_for_a_process_that_does_not_read() -> None:
+    """More than the socket holds is sent once it reads, in order; after its end nothing is."""
+    own_end, other_end = socket.socketpair()
+    link, messages = Link(own_end, lambda: None), [b"%8d" % number * 200 for number in range(2000)]
+    for message in messages:
+        link.send(message)
+    received = b""
+    while len(received) < 3_200_000:
+        received += other_end.recv(2**20)
+    assert received == b"".join(messages)
+    other_end.close()
+    for message in messages:
+        link.send(message)
+    own_end.close()
+    link.send(b"x")
 
 
 def test_counters_sum_over_processes() -> None:

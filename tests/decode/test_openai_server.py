@@ -199,7 +199,10 @@ def test_tokenize_and_detokenize(server: RunningServer) -> None:
         assert status == 400 and body["error"]["param"] == param
 
 
-def test_images_reach_the_engine_with_their_tokens(prompts: PromptEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_images_reach_the_engine_with_their_tokens(
+    prompts: PromptEncoder, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
     """With OpenAI's client: an image of two tiles and the whole image, in a body of any size; /tokenize agrees."""
     buffer = io.BytesIO()
     picture(30, 10).save(buffer, "PNG")
@@ -207,7 +210,7 @@ def test_images_reach_the_engine_with_their_tokens(prompts: PromptEncoder, monke
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "a"}]
     messages = [{"role": "user", "content": content}]
     received: list[Request] = []
-    with running(PromptEncoder(prompts.data, vocab_size=320, vision=VISION)) as server:
+    with running(PromptEncoder(prompts.data, vocab_size=320, vision=VISION), processes=processes) as server:
         submit = server.engine.submit
         monkeypatch.setattr(server.engine, "submit", lambda request: received.append(request) or submit(request))
         completion = server.client().chat.completions.create(model="tiny", messages=messages)  # type: ignore[call-overload]

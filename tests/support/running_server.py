@@ -1,4 +1,4 @@
-"""A server over a given engine, in a thread or with processes of its own, and its clients."""
+"""A server over a given engine, in a thread or in separate processes, and its clients."""
 
 import asyncio
 import contextlib

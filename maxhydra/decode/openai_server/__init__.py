@@ -1,7 +1,7 @@
 """OpenAI-compatible HTTP server over the engine, on asyncio streams.
 
 HTTP/1.1 is parsed here rather than by a library, so that serving needs no other one. The routes run in the engine's
-process (`serve` with a LocalClient), or in processes of their own (`ProcessManager`).
+process (`serve` with a LocalClient), or in separate ones (`ProcessManager`).
 """
 
 from maxhydra.decode.openai_server.access import Access

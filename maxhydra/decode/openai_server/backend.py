@@ -1,4 +1,4 @@
-"""The engine's side of the server: what the routes ask of the engine, its adapters and its profiler.
+"""The engine's side of the server: calls from the routes to the engine, its adapters and its profiler.
 
 All results are values that messages can carry, and all errors are HttpErrors, so that the routes may run in the same
 process or in others.

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from maxhydra.record.processes import spawn_context
 
-# What is open now. A process that ends leaves none of it behind.
+# Current amounts, which are zero again when a process has ended.
 GAUGES = ("connections", "sequences", "pooling", "large_bytes")
 FINISHES = ("stop", "length", "cancelled", "error")
 STATUSES = range(100, 600)
@@ -54,6 +54,6 @@ class Counters:
         return {name: total for name in names if (total := self.total(name))}
 
     def clear_gauges(self) -> None:
-        """Forget what was open in this process, which has ended."""
+        """Reset the current amounts of this process, which has ended."""
         for name in GAUGES:
             self._values[self._start + COLUMNS[name]] = 0

@@ -14,7 +14,7 @@ from maxhydra.decode.sampling_params import PromptEncoder
 
 @dataclasses.dataclass(frozen=True)
 class EncoderSettings:
-    """What a process needs to load a prompt encoder again."""
+    """The arguments of a prompt encoder, and a check that its files are the same."""
 
     data: Data
     vocab_size: int

@@ -1,4 +1,4 @@
-"""What the routes ask of the engine, and the client for an engine in the same process."""
+"""The interface of the engine for the routes, and its implementation for an engine in the same process."""
 
 import asyncio
 import contextlib

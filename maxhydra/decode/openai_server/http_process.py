@@ -74,7 +74,7 @@ class RemoteClient(asyncio.Protocol):
         os._exit(1)
 
     async def close(self) -> None:
-        """Send what was written, and exit."""
+        """Send all messages, and exit."""
         self._transport.close()
         await asyncio.Event().wait()
 

@@ -1,7 +1,7 @@
 """The processes of the HTTP server, as the engine's process sees them: started, answered, replaced and stopped.
 
 A thread per process reads its messages. The engine's thread sends the deltas of a call, one message to each process,
-and never waits for one: what a process does not receive at once, another thread sends.
+and never waits for one: another thread sends the bytes that a process does not receive at once.
 """
 
 import asyncio
@@ -73,12 +73,16 @@ class Link:
         self.send(pack(START))
 
     def read(self) -> None:
-        """Read messages until the process ends; then cancel its sequences."""
+        """Read messages until the process ends, then cancel its sequences. Closing the socket ends the process."""
         unpacker, buffer = Unpacker(), memoryview(bytearray(CHUNK))
-        with contextlib.suppress(OSError):
+        try:
             while count := self._pipe.recv_into(buffer):
                 replies = [self._receive(kind, content) for kind, *content in unpacker.feed(buffer[:count])]
                 self.send(b"".join(replies))
+        except OSError:
+            pass  # The process was killed.
+        except Exception:
+            log.exception("a message of an HTTP process cannot be read")
         with self._lock:
             self._is_ended = True
             handles = list(self._handles.values())
@@ -94,18 +98,18 @@ class Link:
             if self._unsent:
                 self._unsent += data
                 return
-            sent = 0
-            with contextlib.suppress(BlockingIOError):
-                try:
-                    sent = self._pipe.send(data, socket.MSG_DONTWAIT)
-                except ConnectionError:
-                    return
+            try:
+                sent = self._pipe.send(data, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                return  # The process has ended, which `read` notices.
             if sent < len(data):
                 self._unsent += data[sent:]
                 threading.Thread(target=self._send_rest, daemon=True).start()
 
     def _send_rest(self) -> None:
-        """Send what the process did not receive at once, and what is added meanwhile."""
+        """Send the bytes that the process did not receive at once, and those added meanwhile."""
         with contextlib.suppress(OSError):
             while True:
                 with self._send_lock:
@@ -283,21 +287,25 @@ class ProcessManager:
                 pass
         except OSError as error:
             self._problem = str(error)
-        self._num_running -= 1
+        with self._lock:
+            self._num_running -= 1
         self._notify()
 
     def _follow(self, link: Link, row: int) -> bool:
         """Read messages until a process ends; return True if it has to be replaced."""
         link.read()
         process = self._processes[row]
+        process.kill()
         process.join()
         self._counters.of(row).clear_gauges()
+        if self._is_stopping:
+            return False
         if not link.is_ready:
             self._problem = link.problem or f"it ended with exit code {process.exitcode}"
-        elif not self._is_stopping:
-            reason = "an HTTP process has ended with exit code %s: its requests have failed, and it is replaced"
-            log.error(reason, process.exitcode)
-        return link.is_ready and not self._is_stopping
+            return False
+        reason = "an HTTP process has ended with exit code %s: its requests have failed, and it is replaced"
+        log.error(reason, process.exitcode)
+        return True
 
     def _start(self, row: int) -> Link | None:
         """Start a process; None if the server stops."""

@@ -194,8 +194,8 @@ class ServeTask(Task):
     timeout: float = option(30.0, gt=0)
     """Seconds that a client may take to send a request or to read a response."""
     http_processes: int | None = option(None, ge=0, le=64)
-    """Processes that parse, tokenize, detokenize and answer requests, besides that of the engine; 0: its own process
-    does. null: on an accelerator one for every 4 cores, at most 4; otherwise 0."""
+    """Processes of the HTTP server, which parse and tokenize requests, detokenize and send responses; 0: it runs in the
+    engine's process. null: on an accelerator one for every 4 cores, at most 4; otherwise 0."""
     keep_alive: float = option(75.0, gt=0)
     """Seconds that an idle connection stays open between requests."""
     drain: float = option(10.0, ge=0)
