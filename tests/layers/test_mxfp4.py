@@ -1,6 +1,7 @@
 """MXFP4 weights against the formulas of the OCP MX specification in NumPy, and decoding with them."""
 
 import json
+import math
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from maxhydra.config.schema.hardware import RULES, Mesh
 from maxhydra.config.schema.quantization import Quantization, QuantizationKind
 from maxhydra.convert.hf import hf_source
 from maxhydra.convert.load import load_weights
+from maxhydra.convert.orbax_io import write_checkpoint
+from maxhydra.convert.streaming import InMemoryArrays
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.request import Request
@@ -143,11 +146,17 @@ def test_quantized_model_equals_dequantized_weights() -> None:
 
 
 @pytest.mark.slow
-def test_tokens_of_the_engine_equal_those_of_dequantized_weights() -> None:
+@pytest.mark.default_cases("single")
+@pytest.mark.parametrize(
+    "axes", [{}, {"expert": 2}, {"tensor": 2}, {"fsdp": 2}], ids=["single", "expert", "tensor", "fsdp"]
+)
+def test_tokens_of_the_engine_equal_those_of_dequantized_weights(axes: dict[str, int]) -> None:
     packed, params, plain, dequantized = mixture()
     sizes = EngineConfig(max_batch=2, cache_tokens=128, page_size=8, prefill_chunk=16, deterministic=True)
-    sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)
-    engine = Engine(packed, params, ByteTokenizer(), sizes, sharder=sharder, eos=())
+    sharder = Sharder(build_mesh(Mesh(**axes), jax.devices()[: math.prod(axes.values())]), RULES)
+    engine = Engine(
+        packed, jax.device_put(params, sharder.tree(packed.axes)), ByteTokenizer(), sizes, sharder=sharder, eos=()
+    )
     sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
     prompt, count = (5, 77, 130, 9, 201), 6
     request = Request(prompt=prompt, max_tokens=count, stop=(), ignore_eos=True, **sampling)
@@ -162,6 +171,17 @@ def forward(model: ModelDef, params: Any, tokens_BT: jax.Array) -> np.ndarray:
     positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     context = Context(positions=positions, segments=None, sharder=SINGLE, cache=None, dropout_key=None)
     return np.asarray(model.logits(params, model.hidden(params, tokens_BT, context)[0], SINGLE))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_mxfp4_has_the_same_codes(tmp_path: Path) -> None:
+    packed, params, plain, _ = mixture()
+    arrays = InMemoryArrays(plain.init(jax.random.key(0)))
+    write_checkpoint(tmp_path, packed, arrays, dtype=FLOAT32)
+    found = load_weights(str(tmp_path), packed, shardings=None, dtype=jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    with pytest.raises(ConfigError, match=r"is quantized to mxfp4_weights"):
+        load_weights(str(tmp_path), plain, shardings=None, dtype=jnp.float32)
 
 
 def test_a_folder_in_mxfp4_keeps_its_values(tmp_path: Path) -> None:
