@@ -1,7 +1,7 @@
 """Structured output: random JSON schemas that completions must validate with, and the cost of masks per token.
 
 python bench/structured_output.py schemas [--count 1000] [OVERRIDES ...]
-python bench/structured_output.py cost [--batch 32] [--tokens 64] [--temperatures 0,1] [--ways auto,0,1,2,4]
+python bench/structured_output.py cost [--batch 32] [--tokens 64] [--temperatures 0,1] [--ways auto,0,2,8]
     [--rates 0,0.01,0.05,0.12] [--random-weights] [--any-text] [OVERRIDES ...]
 python bench/structured_output.py host [--batch 32] [--tokens 64] [--stream] [--any-text] [OVERRIDES ...]
 
