@@ -135,6 +135,7 @@ def test_a_training_step_uses_the_requested_tiles() -> None:
         "attention_backward_keys": ((512 // 128, 2, 1), 4),
         "grouped_matmul": ((12 * 256 // 64,), 8),
         "grouped_matmul_weight_grad": ((2, 4), 8),
+        "copy_to_rows": ((512,), 4),
         "rms_norm": ((512 // 16,), 2),
         "rms_norm_backward": ((512 // 4,), 4),
         "qkv_rope_backward": ((512 // 16, 8), 8),
