@@ -137,6 +137,18 @@ def test_metrics_and_limits_are_common(server: RunningServer) -> None:
     assert sum(numbers(server, "sequences")) == 0
 
 
+def test_processes_get_equal_shares_of_connections(server: RunningServer) -> None:
+    """Also of connections that are opened one after the other, while no process is busy."""
+    wait_for(lambda: sum(numbers(server, "connections")) == 0)
+    links = []
+    for count in range(1, 7):
+        links.append(socket.create_connection(("127.0.0.1", server.port)))
+        wait_for(lambda count=count: sum(numbers(server, "connections")) == count)
+    assert numbers(server, "connections") == [3, 3]
+    for link in links:
+        link.close()
+
+
 def test_a_disconnected_client_frees_its_slots(server: RunningServer) -> None:
     server.engine.seconds = 0.05
     data = json.dumps({**SLOW, "n": 4}).encode()
