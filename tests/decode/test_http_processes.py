@@ -286,7 +286,7 @@ def test_messages_keep_requests_deltas_and_errors() -> None:
     data += engine_messages.pack(engine_messages.DELTAS, encoded)
     data += engine_messages.pack(engine_messages.ERROR, 1, engine_messages.encode_error(error))
     unpacker = engine_messages.Unpacker()
-    received = [message for byte in data for message in unpacker.feed(bytes([byte]))]
+    received = [message for byte in data for message in unpacker.decode(bytes([byte]))]
     assert [message[0] for message in received] == [
         engine_messages.SUBMIT,
         engine_messages.DELTAS,
