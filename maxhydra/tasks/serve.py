@@ -46,7 +46,7 @@ from maxhydra.tasks import Job, Outcome
 NEEDS_DEVICES = True
 KEEPS_RUN = False
 # Of an accelerator's host, whose other cores run the engine, its compiler and the readers of media.
-CORES_PER_PROCESS, MAX_PROCESSES = 4, 4
+CORES_PER_PROCESS, MAX_PROCESSES = 4, 2
 log = logging.getLogger("maxhydra")
 
 

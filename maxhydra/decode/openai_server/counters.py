@@ -45,6 +45,10 @@ class Counters:
         """Return the number of this process."""
         return self._values[self._start + COLUMNS[name]]
 
+    def least(self, name: str | int) -> int:
+        """Return the smallest number of a process."""
+        return min(self._values[COLUMNS[name] :: len(COLUMNS)])
+
     def total(self, name: str | int) -> int:
         """Return the sum over all processes."""
         return sum(self._values[COLUMNS[name] :: len(COLUMNS)])

@@ -45,7 +45,7 @@ class Unpacker:
     def __init__(self) -> None:
         self._stream = msgpack.Unpacker(use_list=False, ext_hook=_unpack_array, max_buffer_size=MAX_MESSAGE)
 
-    def feed(self, data: bytes | memoryview) -> Iterator[Message]:
+    def decode(self, data: bytes | memoryview) -> Iterator[Message]:
         """Iterate over the messages that are complete with this data."""
         self._stream.feed(data)
         yield from self._stream

@@ -79,7 +79,7 @@ class RemoteClient(asyncio.Protocol):
         await asyncio.Event().wait()
 
     def data_received(self, data: bytes) -> None:
-        for kind, *content in self._unpacker.feed(data):
+        for kind, *content in self._unpacker.decode(data):
             self._receive(kind, content)
 
     def send(self, *message: Any) -> None:

@@ -77,7 +77,7 @@ class Link:
         unpacker, buffer = Unpacker(), memoryview(bytearray(CHUNK))
         try:
             while count := self._pipe.recv_into(buffer):
-                replies = [self._receive(kind, content) for kind, *content in unpacker.feed(buffer[:count])]
+                replies = [self._receive(kind, content) for kind, *content in unpacker.decode(buffer[:count])]
                 self.send(b"".join(replies))
         except OSError:
             pass  # The process was killed.

@@ -1,6 +1,7 @@
 """The asyncio server: connection limits, timeouts, client disconnects, and graceful shutdown."""
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -17,8 +18,10 @@ from maxhydra.decode.openai_server.routes import Service
 
 log = logging.getLogger("maxhydra")
 BACKLOG = 1024
-# Connections that are accepted at a time: several processes that wait for them get equal shares.
-NUM_ACCEPTED = 1
+# Time that a process with more connections than another one leaves it to accept the next.
+FAIR_SECONDS = 0.002
+# Time without accepting after an error, such as too many open files.
+RETRY_SECONDS = 1.0
 # Time for cancelled connections to close.
 CLOSE_SECONDS = 5.0
 ACCEPT_SECONDS = 0.01
@@ -105,6 +108,7 @@ async def serve(
 class _Server:
     def __init__(self, service: Service, limits: Limits):
         self._service, self._limits, self._counters = service, limits, service.counters
+        self._accepting: set[asyncio.Task[Any]] = set()
         self._connections: set[asyncio.Task[None]] = set()
         self._busy: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
@@ -112,13 +116,13 @@ class _Server:
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
         self._stop = stop
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(self._protocol, sock=listener, backlog=NUM_ACCEPTED)
-        listener.listen(BACKLOG)
+        listener.setblocking(False)
+        loop.add_reader(listener, self._accept_in_turn, listener)
         await stop.wait()
-        # If closed while it accepts a connection, asyncio's server would leak that socket.
         loop.remove_reader(listener)
+        listener.close()
+        # Connections that were accepted get a response.
         await asyncio.sleep(ACCEPT_SECONDS)
-        server.close()
         for task in self._connections - self._busy:
             task.cancel()
         if self._busy:
@@ -127,6 +131,39 @@ class _Server:
             task.cancel()
         if self._connections:
             await asyncio.wait(self._connections, timeout=CLOSE_SECONDS)
+
+    def _accept_in_turn(self, listener: socket.socket) -> None:
+        """Accept a connection, but let a process with fewer connections be first."""
+        if self._counters.own("connections") > self._counters.least("connections"):
+            self._pause(listener, FAIR_SECONDS)
+        else:
+            self._accept(listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            log.error("no connection can be accepted: %s", error)
+            return self._pause(listener, RETRY_SECONDS)
+        connection.setblocking(False)
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(_connect(loop, self._protocol, connection))
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
+
+    def _pause(self, listener: socket.socket, seconds: float) -> None:
+        """Accept no connection for some time, then one in any case."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener)
+
+        def resume() -> None:
+            if not self._stop.is_set():
+                loop.add_reader(listener, self._accept_in_turn, listener)
+                self._accept(listener)
+
+        loop.call_later(seconds, resume)
 
     def _protocol(self) -> asyncio.StreamReaderProtocol:
         reader = WatchedReader()
@@ -217,6 +254,14 @@ class _Server:
         headers = {**error.headers, **({"Connection": "close"} if close else {})}
         await connection.send_json(error.status, error.body(), headers=headers)
         return True
+
+
+async def _connect(
+    loop: asyncio.AbstractEventLoop, protocol: Callable[[], asyncio.BaseProtocol], connection: socket.socket
+) -> None:
+    # The client may have disconnected already.
+    with contextlib.suppress(OSError):
+        await loop.connect_accepted_socket(protocol, connection)
 
 
 async def _run_unless_disconnected(connection: Connection, coroutine: Coroutine[Any, Any, None]) -> bool:

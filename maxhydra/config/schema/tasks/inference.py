@@ -195,7 +195,7 @@ class ServeTask(Task):
     """Seconds that a client may take to send a request or to read a response."""
     http_processes: int | None = option(None, ge=0, le=64)
     """Processes of the HTTP server, which parse and tokenize requests, detokenize and send responses; 0: it runs in the
-    engine's process. null: on an accelerator one for every 4 cores, at most 4; otherwise 0."""
+    engine's process. null: on an accelerator one for every 4 cores, at most 2; otherwise 0."""
     keep_alive: float = option(75.0, gt=0)
     """Seconds that an idle connection stays open between requests."""
     drain: float = option(10.0, ge=0)
