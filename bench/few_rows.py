@@ -130,7 +130,7 @@ def kernel_call(case: Case, direction: str, experts: few_rows.Experts, tile: few
     @jax.jit
     def call(x: jax.Array, group: few_rows.Groups, experts: few_rows.Experts) -> jax.Array:
         matrices = experts.into if direction == "into" else (experts.down,)
-        index = group.tokens_R if direction == "into" else jnp.arange(R, dtype=jnp.int32)
+        index = group.tokens_R if direction == "into" else 1
         return few_rows.multiply_rows(x, index, matrices, table_G3=group.table_G3, R=R, tile=tile, interpret=False)
 
     def run(rows: list[jax.Array], groups: list[few_rows.Groups], experts: few_rows.Experts) -> list[jax.Array]:

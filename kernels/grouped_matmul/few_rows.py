@@ -65,14 +65,20 @@ class Groups(NamedTuple):
 
     table_G3: jax.Array
     """Expert, its first row, and the number of its rows; zero rows in unused entries."""
-    pairs_R: jax.Array
-    """Pair of a token and one of its experts that each row belongs to."""
+    pairs_R: jax.Array | None
+    """Pair of a token and one of its experts that each row belongs to; None: row r is pair r."""
     rows_MK: jax.Array
     """Row of each token's experts; R for ids out of range."""
 
     @property
-    def tokens_R(self) -> jax.Array:
-        return self.pairs_R // self.rows_MK.shape[1]
+    def tokens_R(self) -> "jax.Array | int":
+        """Token of each row, or the rows of each token in turn."""
+        each = self.rows_MK.shape[1]
+        return each if self.pairs_R is None else self.pairs_R // each
+
+    def by_row(self, values_MK: jax.Array) -> jax.Array:
+        values_R = values_MK.reshape(-1)
+        return values_R if self.pairs_R is None else values_R[self.pairs_R]
 
 
 class Tile(NamedTuple):
@@ -127,11 +133,10 @@ def group_rows(ids_MK: jax.Array, experts: int) -> Groups:
     """Rows in stable order by expert. Sorted by counting: of so few rows every pair can be compared."""
     (M, K), R = ids_MK.shape, ids_MK.size
     if M == 1:
-        # The experts of a token differ, and any order serves.
-        is_valid_K = (ids_MK[0] >= 0) & (ids_MK[0] < experts)
-        row_K = jnp.arange(K, dtype=jnp.int32)
-        table_K3 = jnp.stack([jnp.where(is_valid_K, ids_MK[0], 0), row_K, is_valid_K], axis=1).astype(jnp.int32)
-        return Groups(table_K3, row_K, jnp.where(is_valid_K, row_K, R)[None])
+        # The experts of a token differ, and any order serves. Rows of ids out of range have some expert.
+        is_valid_K, row_K = (ids_MK[0] >= 0) & (ids_MK[0] < experts), jnp.arange(K, dtype=jnp.int32)
+        table_K3 = jnp.stack([jnp.where(is_valid_K, ids_MK[0], 0), row_K, jnp.ones_like(row_K)], axis=1)
+        return Groups(table_K3.astype(jnp.int32), None, jnp.where(is_valid_K, row_K, R)[None])
     ids_R, row_R = ids_MK.reshape(-1), jnp.arange(R, dtype=jnp.int32)
     ids_R = jnp.where((ids_R >= 0) & (ids_R < experts), ids_R, experts)
     is_before_RR = (ids_R < ids_R[:, None]) | ((ids_R == ids_R[:, None]) & (row_R < row_R[:, None]))
@@ -165,14 +170,17 @@ def apply_experts(
     into, out = tiles or choose_tiles(M, R, groups.table_G3.shape[0], D, F, itemsize=itemsize, matrices=matrices)
     stream = partial(multiply_rows, table_G3=groups.table_G3, R=R, interpret=interpret)
     values_HRF = jnp.sum(stream(x_MD, groups.tokens_R, experts.into, tile=into), axis=1)
-    pairs_R = groups.pairs_R
     if experts.up.bias_EN is not None:
-        expert_R = ids_MK.reshape(-1)[pairs_R]
+        expert_R = groups.by_row(ids_MK)
         values_HRF += jnp.stack([matrix.bias_EN[expert_R] for matrix in experts.into if matrix.bias_EN is not None])
     gate_RF = None if experts.gate is None else values_HRF[0]
-    hidden_RF = activation(gate_RF, values_HRF[-1]) * weights_MK.reshape(-1)[pairs_R][:, None]
-    row_R = jnp.arange(R, dtype=jnp.int32)
-    (sums_PRD,) = stream(hidden_RF.astype(x_MD.dtype), row_R, (experts.down,), tile=out)
+    hidden_RF = activation(gate_RF, values_HRF[-1]) * groups.by_row(weights_MK)[:, None]
+    if M == 1:
+        # All rows are written, and a gather of them would be a separate kernel.
+        hidden_RF = jnp.where(groups.rows_MK[0, :, None] < R, hidden_RF, 0)
+    (sums_PRD,) = stream(hidden_RF.astype(x_MD.dtype), 1, (experts.down,), tile=out)
+    if M == 1:
+        return jnp.sum(sums_PRD, axis=(0, 1))[None]
     # Rows that no group has are not written.
     by_pair = sums_PRD.at[:, groups.rows_MK].get(mode="fill", fill_value=0)
     return jnp.sum(by_pair, axis=(0, 2))
@@ -194,7 +202,7 @@ def _block(rows: _Rows, across: jax.Array, index: jax.Array | None = None) -> tu
 
 def multiply_rows(
     x: jax.Array,
-    index_R: jax.Array,
+    index_R: jax.Array | int,
     matrices: tuple[Matrices, ...],
     *,
     table_G3: jax.Array,
@@ -202,11 +210,13 @@ def multiply_rows(
     tile: Tile,
     interpret: bool,
 ) -> jax.Array:
-    """[H, P, R, N] in float32: row index_R[r] of x times each of H matrices, in splits of the sum."""
+    """[H, P, R, N] in float32: row index_R[r] of x, or r // index_R, times each of H matrices, in splits of the sum."""
     _, N = matrices[0].size
     scales = [matrix.scales for matrix in matrices if matrix.scales is not None]
     packings = tuple(matrix.packing for matrix in matrices)
-    kernel = partial(_kernel, terms=matrices[0].size[0], packings=packings, tile=tile, interpret=interpret)
+    index, each = ([], index_R) if isinstance(index_R, int) else ([index_R], None)
+    terms = matrices[0].size[0]
+    kernel = partial(_kernel, terms=terms, each=each, packings=packings, tile=tile, interpret=interpret)
     return pl.pallas_call(
         kernel,
         grid=(N // tile.columns, tile.splits, table_G3.shape[0]),
@@ -214,7 +224,7 @@ def multiply_rows(
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="few_row_experts",
-    )(table_G3, x, index_R, *(matrix.values for matrix in matrices), *scales)
+    )(table_G3, x, *index, *(matrix.values for matrix in matrices), *scales)
 
 
 class _Program(NamedTuple):
@@ -233,15 +243,16 @@ class _Program(NamedTuple):
 def _kernel(
     table_ref: Any,
     x_ref: Any,
-    index_ref: Any,
     *refs: Any,
     terms: int,
+    each: int | None,
     packings: tuple[Packing | None, ...],
     tile: Tile,
     interpret: bool,
 ) -> None:
-    """`packings`: of each matrix."""
-    weight_refs, (*scale_refs, out_ref) = refs[: len(packings)], refs[len(packings) :]
+    """`each`: rows of each row of x, without a reference to their index; `packings`: of each matrix."""
+    index_ref, *others = refs if each is None else (None, *refs)
+    weight_refs, (*scale_refs, out_ref) = others[: len(packings)], others[len(packings) :]
     column, split, group = (pl.program_id(axis) for axis in range(3))
     expert, first, count = (table_ref[group, i] for i in range(3))
     steps = terms // tile.terms // tile.splits
@@ -251,7 +262,7 @@ def _kernel(
     def multiply(block: jax.Array, carry: jax.Array) -> jax.Array:
         index = first + block * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
         rows = _Rows(index, index < first + count)
-        source = plt.load(index_ref.at[index], mask=rows.is_valid, other=0)
+        source = index // each if each else plt.load(index_ref.at[index], mask=rows.is_valid, other=0)
 
         def load_x(start: jax.Array, terms: int) -> jax.Array:
             at, mask = _block(rows, start + jnp.arange(terms, dtype=jnp.int32), source)
