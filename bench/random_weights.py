@@ -18,20 +18,23 @@ def use_random_weights() -> None:
     opened.check_weights_source = lambda config: None
 
 
-def write_tokenizer(folder: str, vocab_size: int, *, extra: str = "", words: Collection[str] = ()) -> list[str]:
+def write_tokenizer(folder: str, vocab_size: int, *, extra: str = "", tokens: Collection[str] = ()) -> list[str]:
     """Write a byte-level tokenizer with tokens of a few random letters, so that random tokens decode to text.
 
     Returns the overrides that select it. `extra`: characters that tokens may contain in addition to small letters.
-    `words`: further tokens; a word of a text that is a token is encoded as such.
+    `tokens`: further tokens; a part of a text that is one of them is encoded as such.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    choose, vocabulary = random.Random(0), dict.fromkeys([*letters, *(word.replace(" ", "\u0120") for word in words)])
+    choose, vocabulary = (
+        random.Random(0),
+        dict.fromkeys([*letters, *(token.replace(" ", "\u0120") for token in tokens)]),
+    )
     while len(vocabulary) < vocab_size - 1:
         vocabulary["".join(choose.choices("abcdefghijklmnopqrstuvwxyz" + extra, k=choose.randrange(2, 8)))] = None
     ids = {token: id for id, token in enumerate(vocabulary)}
-    tokenizer = Tokenizer(models.BPE(ids, [], ignore_merges=bool(words)))
+    tokenizer = Tokenizer(models.BPE(ids, [], ignore_merges=bool(tokens)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>"])

@@ -37,7 +37,7 @@ from typing import Any
 
 import random_weights
 import stub_steps
-from teacher import WORDS, seed_of, use_teacher, write_texts
+from teacher import VOCABULARY, seed_of, use_teacher, write_texts
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.tasks.inference import DecodeTask
@@ -133,9 +133,9 @@ def measure_window(engine: Engine, steps: Steps, requests: list[Request], num_to
     handles, batch = engine.submit_all(requests), len(requests)
 
     def snapshot(until: float) -> tuple[float, float, Counter[str]]:
-        while (written := engine.stats()["tokens_written"]) < until:
+        while (count := engine.stats()["tokens_written"]) < until:
             time.sleep(0.002)
-        counts = Counter({"tokens": written, "rejected": engine.stats()["grammar_tokens_rejected"], **steps.counts})
+        counts = Counter({"tokens": count, "rejected": engine.stats()["grammar_tokens_rejected"], **steps.counts})
         return time.perf_counter(), time.clock_gettime(clock), counts
 
     first = engine.stats()["tokens_written"] + WARM_TOKENS * batch
@@ -317,8 +317,8 @@ def main() -> None:
             stub_steps.use_steps(stub_steps.EmptySteps)
         if arguments.random_weights or arguments.rates or arguments.mode == "host":
             random_weights.use_random_weights()
-            letters, words = '{}[]":,Ġ0123456789', WORDS if arguments.rates else ()
-            overrides += random_weights.write_tokenizer(folder, arguments.vocab_size, extra=letters, words=words)
+            letters, tokens = '{}[]":,Ġ0123456789', VOCABULARY if arguments.rates else ()
+            overrides += random_weights.write_tokenizer(folder, arguments.vocab_size, extra=letters, tokens=tokens)
         measure(arguments, overrides or MODEL)
 
 

@@ -20,7 +20,7 @@ TEXTS, LENGTH = 32, 1024
 # Larger than any logit of random weights, and exact in float32.
 BIAS = 2.0**14
 RATE_BITS = 2**32 - 1
-WORDS = ['[{"', "id", '":', " ", ",", ' "', "text", '"},', ' {"', ".", *map(str, range(100, 1000))]
+VOCABULARY = ['[{"', "id", '":', " ", ",", ' "', "text", '"},', ' {"', ".", *map(str, range(100, 1000))]
 
 
 def seed_of(text: int, rate: float) -> int:
@@ -29,15 +29,15 @@ def seed_of(text: int, rate: float) -> int:
 
 
 def write_texts(ids: dict[bytes, int], count: int = TEXTS) -> np.ndarray:
-    """Tokens [count, LENGTH] of JSON lists whose strings have random words of the vocabulary. `ids`: token by bytes."""
-    words = [word for word in ids if word.isalpha() and word.islower() and len(word) > 2]
+    """Tokens [count, LENGTH] of JSON lists whose strings have random entries of the vocabulary. `ids`: token by bytes."""
+    choices = [token for token in ids if token.isalpha() and token.islower() and len(token) > 2]
     texts = np.empty((count, LENGTH), np.int32)
     for number, choose in enumerate(map(random.Random, range(count))):
         pieces: list[bytes] = []
         while len(pieces) < LENGTH:
             begin = b' {"' if pieces else b'[{"'
             pieces += [begin, b"id", b'":', b" ", b"%d" % choose.randrange(100, 1000), b","]
-            pieces += [b' "', b"text", b'":', b' "', *choose.choices(words, k=choose.randrange(8, 24)), b'"},']
+            pieces += [b' "', b"text", b'":', b' "', *choose.choices(choices, k=choose.randrange(8, 24)), b'"},']
         texts[number] = [ids[piece] for piece in pieces[:LENGTH]]
     return texts
 

@@ -23,7 +23,7 @@ from maxhydra.decode.draft_policy import CallTimes
 from maxhydra.decode.grammar import Verification
 from maxhydra.decode.sequence import Sequence
 
-# Steps per call whose tokens grammars verify: few where they reject many. Each number has compiled programs of its own,
+# Steps per call whose tokens grammars verify: few where they reject many. Each number needs separate programs,
 # and on an H200 calls of one step take 1.7 to 2.9 times as long per token as free ones, because they wait for the host.
 STEP_COUNTS = (2, 8)
 # Time of a step with masks, and overhead of a call without masks, relative to a step; unless they are measured. A model
@@ -128,8 +128,8 @@ class MaskPolicy:
         if self._num_masked >= MAX_MASKED_STEPS and not self._is_deterministic:
             self._all, self._sequences, self._num_masked = RejectionRate(ENGINE_TOKENS), {}, 0
         rate, size = self._expected_rate(sequences, constrained), _size(sequences)
-        kept = self._vocab_size << size
-        counts = [n for n in self.step_counts if n == self.step_counts[0] or n * kept <= MAX_LOGITS]
+        row_logits = self._vocab_size << size
+        counts = [n for n in self.step_counts if n == self.step_counts[0] or n * row_logits <= MAX_LOGITS]
         seconds = self._step_seconds(size)
         best = min(counts, key=lambda count: seconds[count] * _steps_per_token(count, rate))
         loss = _steps_per_token(best, rate)

@@ -174,7 +174,7 @@ def installed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
-    """End the process if a signal interrupts what is inside, without Python's exit handlers.
+    """End the process if a signal interrupts the block, without Python's exit handlers.
 
     That of a half-connected jax.distributed waits for the other processes and then aborts: the exit code is lost.
     """

@@ -191,18 +191,20 @@ def test_concurrent_sequences_have_separate_lexers():
 
 
 class WordTokenizer(ByteTokenizer):
-    """Bytes and a few words: a text has several tokenizations, and the canonical one has the longest words."""
+    """Bytes and a few pieces: a text has several tokenizations, and the canonical one has the longest pieces."""
 
-    words = ("name", "na", "me", "address", "add", '":', ' "', '{"', "fix", "ed", "fixed", "true", "blue")
-    vocab_size = ByteTokenizer.vocab_size + len(words)
+    pieces = ("name", "na", "me", "address", "add", '":', ' "', '{"', "fix", "ed", "fixed", "true", "blue")
+    vocab_size = ByteTokenizer.vocab_size + len(pieces)
 
     def token_bytes(self, id: int) -> bytes:
         number = id - ByteTokenizer.vocab_size
-        return self.words[number].encode() if number >= 0 else super().token_bytes(id)
+        return self.pieces[number].encode() if number >= 0 else super().token_bytes(id)
 
     def encode(self, text: str) -> list[int]:
-        pieces = re.findall("|".join(sorted(map(re.escape, self.words), key=len, reverse=True)) + "|.", text, re.DOTALL)
-        ids = {word: ByteTokenizer.vocab_size + number for number, word in enumerate(self.words)}
+        pieces = re.findall(
+            "|".join(sorted(map(re.escape, self.pieces), key=len, reverse=True)) + "|.", text, re.DOTALL
+        )
+        ids = {piece: ByteTokenizer.vocab_size + number for number, piece in enumerate(self.pieces)}
         return [id for piece in pieces for id in ([ids[piece]] if piece in ids else piece.encode())]
 
 

@@ -102,7 +102,7 @@ def test_a_group_that_is_not_finite_is_nan(wrong: float) -> None:
     np.testing.assert_array_equal(found, np.where((np.arange(64) < 32)[:, None] & [False, True], np.nan, 1))
 
 
-def test_inputs_are_flattened_and_leading_dimensions_kept() -> None:
+def test_inputs_are_flattened_after_the_leading_dimensions() -> None:
     kernel = np.random.default_rng(0).standard_normal((3, 2, 4, 16, 5)).astype(np.float32)
     parts = quantized(jnp.asarray(kernel), inputs=2, leading=2)
     expected = [specified(one) for one in kernel.reshape(6, 64, 5)]
