@@ -54,6 +54,7 @@ rows=(
   "decode/gpt-oss-20b           150 $decode new=128 model=gpt-oss-20b batch=1"
   "decode/gpt-oss-20b-int8      150 $decode new=128 model=gpt-oss-20b batch=1 quantization=int8_weights"
   "decode/gpt-oss-20b-int4      150 $decode new=128 model=gpt-oss-20b batch=1 quantization=int4_weights"
+  "decode/gpt-oss-20b-mxfp4     150 $decode new=128 model=gpt-oss-20b batch=1 quantization=mxfp4_weights"
 
   # The first start fills the compilation cache of the others.
   "server/start                 120 $server --clients="

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from records import Columns, Line, date, first_token, kind, layers, markdown, mfu, number, peer, requests_lost, seconds
 
 # Overrides that are part of a case; others, except sizes, are tuning.
-CASE = ("quantization=", "adapter=", "optimizer=", "model.dtypes.weights=")
+CASE = ("quantization", "adapter=", "optimizer=", "model.dtypes.weights=")
 SIZES = ("model=", "model.num_layers=", "train.seq_len=", "train.per_device_batch_size=")
 # Overrides of measurement and storage.
 IGNORED = ("data=", "hardware.compilation_cache=", "task.", "objective=", "run.")
