@@ -29,7 +29,7 @@ def seed_of(text: int, rate: float) -> int:
 
 
 def write_texts(ids: dict[bytes, int], count: int = TEXTS) -> np.ndarray:
-    """Tokens [count, LENGTH] of JSON lists whose strings have random entries of the vocabulary. `ids`: token by bytes."""
+    """Tokens [count, LENGTH] of JSON lists whose strings have random parts of the vocabulary. `ids`: token by bytes."""
     choices = [token for token in ids if token.isalpha() and token.islower() and len(token) > 2]
     texts = np.empty((count, LENGTH), np.int32)
     for number, choose in enumerate(map(random.Random, range(count))):
