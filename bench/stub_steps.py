@@ -33,7 +33,7 @@ class Tokens:
     """Tokens that are available at a given time, as an array of a device is."""
 
     def __init__(self, values: np.ndarray, ready: float):
-        self._values, self._ready = values, ready
+        self._values, self._ready, self.shape = values, ready, values.shape
 
     def copy_to_host_async(self) -> None:
         """Nothing to copy."""

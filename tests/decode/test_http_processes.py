@@ -147,6 +147,7 @@ def test_processes_get_equal_shares_of_connections(server: RunningServer) -> Non
     assert numbers(server, "connections") == [3, 3]
     for link in links:
         link.close()
+    wait_for(lambda: sum(numbers(server, "connections")) == 0)
 
 
 def test_a_disconnected_client_frees_its_slots(server: RunningServer) -> None:
