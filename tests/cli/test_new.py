@@ -19,7 +19,7 @@ def test_names_that_cannot_be_projects_are_rejected(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["words"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_new_project_installs_runs_and_passes_its_tests(tmp_path: Path) -> None:
     assert run("new", "my_words", cwd=tmp_path).returncode == 0
     variables = {name: value for name, value in environment().items() if name != "PYTHONPATH"}

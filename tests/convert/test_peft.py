@@ -121,7 +121,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("experts", "embedding_and_head")
+@pytest.mark.default_cases("experts")
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_gradients_and_files_equal_those_of_peft(case: str, tmp_path: Path) -> None:
     options, settings = CASES[case]

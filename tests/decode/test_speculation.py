@@ -159,7 +159,7 @@ def test_completions_end_within_the_accepted_tokens() -> None:
         ending.close()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("always_drafts")
 def test_pages_that_speculative_steps_wrote_are_shared() -> None:
     """They hold no keys of rejected tokens."""

@@ -109,7 +109,7 @@ def weights() -> Any:
     return {**student, TEACHER: teacher}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_chunks_do_not_change_the_loss(weights: Any) -> None:
     def sums_and_gradient(chunk: int) -> Any:
         def total(weights: Any) -> Any:

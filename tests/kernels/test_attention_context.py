@@ -161,7 +161,9 @@ def test_zigzag_gives_every_device_an_early_and_a_late_part():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [{"strategy": "ring"}, {"strategy": "ring", "window": 50}])
+@pytest.mark.parametrize(
+    "case", [{"strategy": "ring"}, pytest.param({"strategy": "ring", "window": 50}, marks=pytest.mark.exhaustive)]
+)
 def test_triton_kernels_of_blocks_and_offsets_interpreted(case, monkeypatch):
     """Parts of 64 tokens, the least that the kernels take."""
     options = {"interpret": True}

@@ -26,7 +26,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     ("kernel", "dtype", "backend"),
     [
         ("rms_norm", "bfloat16", "xla"),
-        ("gated_delta", "float32", "chunked"),
+        pytest.param("gated_delta", "float32", "chunked", marks=pytest.mark.exhaustive),
         ("linear_cross_entropy", "float32", "xla"),
     ],
 )

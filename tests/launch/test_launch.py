@@ -188,7 +188,7 @@ def test_all_invalid_settings_are_reported_at_once() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_worker_needs_no_hydra_and_resumes_its_run(tmp_path: Path) -> None:
     sweep = SweepContext(
         tmp_path / "sweep", (*SMALL, "checkpoint.every=2", "optimizer/schedule=constant"), str(tmp_path)

@@ -86,7 +86,6 @@ def one_device(case):
 @pytest.mark.slow
 @pytest.mark.default_cases(
     "expert_fsdp_tensor-all_gather",
-    "expert_fsdp_tensor-all_to_all",
     "expert_sequence-all_to_all",
 )
 @pytest.mark.parametrize("dispatch", [SEND, GATHER], ids=lambda dispatch: dispatch.value)

@@ -200,7 +200,7 @@ def test_the_error_of_a_failed_row_is_its_last_exception(monkeypatch: pytest.Mon
     assert last_error("usage: train_hf.py\ntrain_hf.py: error: no device\n") == "train_hf.py: error: no device"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rows_of_the_script_compose() -> None:
     listing = subprocess.run(["bash", "bench/one_gpu.sh", "list"], cwd=ROOT, capture_output=True, text=True, check=True)
     commands = [line.split() for line in listing.stdout.splitlines()]

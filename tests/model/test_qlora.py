@@ -60,7 +60,7 @@ def test_quantize_and_dequantize_equal_numpy(shape: tuple[int, ...]) -> None:
     assert bits == 4 + 8 / BLOCK + 64 / (BLOCK * np.prod(shape[1:]))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_outputs_and_adapter_gradients_equal_those_of_dequantized_weights() -> None:
     config = model_config(**SIZES)
     plain, packed = build(config, lora()), build(config, qlora())

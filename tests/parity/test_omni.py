@@ -172,6 +172,7 @@ def position_lag(model: ModelDef, tokens: np.ndarray, images: np.ndarray) -> int
     return ImageLimits(model.config, prefill_chunk=512, cache_dtype=CacheDtype.auto).position_lag(request)
 
 
+@pytest.mark.exhaustive
 @dataclasses.dataclass
 class Layout:
     """A prompt of random media: tokens, patches [t, h, w] of images and videos, and frames of clips."""

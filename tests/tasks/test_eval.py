@@ -133,7 +133,7 @@ def test_included_tasks_are_valid_and_have_questions(folder: Path, tmp_path: Pat
     assert [own.name for own in find_tasks(config.task).own] == names
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_own_tasks_agree_with_lm_eval_and_give_a_heat_map(folder: Path, harness_tasks: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(f"kind: multiple_choice\npath: {harness_tasks / 'q.jsonl'}\n")
     needle = "source: needle\nlengths: [48, 96]\ndepths: [0, 1]\ncount: 1\nmax_tokens: 4\nanswer: '(\\d+)'\n"

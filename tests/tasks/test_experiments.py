@@ -106,7 +106,7 @@ def test_every_overlay_runs(name: str, tmp_path: Path) -> None:
     assert facts(tmp_path / "outputs" / "it")["status"] == "finished"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_overfit_fits_its_batch(tmp_path: Path) -> None:
     """One batch of 8 x 32 bytes, learned by heart: the loss falls far under what text in general allows."""
     run_ok(*SIZES, "debug=overfit", "train.steps=150", "train.per_device_batch_size=2", "run.name=it", cwd=tmp_path)

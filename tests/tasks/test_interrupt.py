@@ -174,7 +174,7 @@ def test_a_signal_during_the_sample_leaves_only_the_sample_to_be_done(tmp_path: 
     assert facts(folder)["status"] == "finished" and facts(folder)["sample"] and rows(folder) == before
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_random_kills(tmp_path: Path) -> None:
     """The short form of scripts/kill_runs.py. Other tests kill training, early stopping and task=tokenize."""
     spec = importlib.util.spec_from_file_location("kill_runs", ROOT / "scripts" / "kill_runs.py")

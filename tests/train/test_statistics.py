@@ -171,7 +171,7 @@ def test_loss_by_position() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("microbatches", "mesh")
+@pytest.mark.default_cases("microbatches")
 @pytest.mark.parametrize(
     ("overrides", "axes"),
     [(["train.grad_accum=2", "train.per_device_batch_size=4"], {}), ([], {"fsdp": 4}), ([], {"stage": 2})],
