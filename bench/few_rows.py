@@ -114,7 +114,7 @@ def other_tiles(case: Case, direction: str, tile: few_rows.Tile, *, every: bool)
     yield tile
     for other in itertools.starmap(few_rows.Tile, choices):
         is_valid = terms % (other.terms * other.splits) == 0 and other != tile
-        # Products of few columns per warp need no matrix instruction; of many, more registers than there are.
+        # Matmuls of few columns per warp need no matrix instruction; of many, more registers than there are.
         is_reasonable = 8 <= other.columns // other.warps <= 64
         changes = {name for name in other._fields if getattr(other, name) != getattr(tile, name)}
         is_near = len(changes) == 1 or (is_packed and changes in PAIRS)

@@ -136,9 +136,14 @@ def _code_values(packed: jax.Array, q: int, packing: Packing) -> jax.Array:
     if not packing.is_mxfp4:
         return ((wide >> (4 * q) & 15) - 8).astype(jnp.float32)
     sign, high, low, mantissa = (wide >> bit & 1 for bit in E2M1_BITS[q])
-    exponent = 2 * high + low
-    doubled = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
-    return jnp.where(sign == 1, -doubled, doubled) * 0.5
+    return e2m1_values(sign << 3 | high << 2 | low << 1 | mantissa)
+
+
+def e2m1_values(codes: jax.Array) -> jax.Array:
+    """The values of E2M1 codes in float32."""
+    exponent, mantissa = codes >> 1 & 3, codes & 1
+    doubled = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent, 1) - 1).astype(jnp.float32)
+    return jnp.where(codes >> 3 == 1, -doubled, doubled) * 0.5
 
 
 def load_scales(scales_ref: Any, expert: jax.Array, block: jax.Array, columns: Any, packing: Packing) -> list[Scales]:

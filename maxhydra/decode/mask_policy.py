@@ -31,7 +31,7 @@ STEP_COUNTS = (2, 8)
 MASKED_STEP, CALL_OVERHEAD = 2.0, 0.25
 # Tokens after which their weight in the rejections of a sequence, and of all sequences, is one half.
 SEQUENCE_TOKENS, ENGINE_TOKENS = 64, 1024
-# What is assumed before the first tokens: this part of them rejected, and as many tokens.
+# Assumed before the first tokens: the part of them that is rejected, and the number of tokens it was measured on.
 FIRST_RATE, PRIOR_TOKENS = 0.02, 32
 # Steps with masks after which the rejections count as unknown, and calls without masks are tried again.
 MAX_MASKED_STEPS = 1024

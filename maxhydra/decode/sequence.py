@@ -69,10 +69,8 @@ class Sequence:
         self._detokenizer: Detokenizer | None = None
         self._stop_matcher = StopMatcher(request.stop)
         # A stop string is only found in text.
-        self._is_streamed, self._has_text = (
-            request.stream or bool(request.stop),
-            request.detokenize or bool(request.stop),
-        )
+        self._is_streamed = request.stream or bool(request.stop)
+        self._has_text = request.detokenize or bool(request.stop)
         self._num_emitted = len(self.tokens)
         """Tokens of prompt and completion that were emitted; only counted by `_append_ids`."""
         self._logprobs: list[TokenLogprob] = []

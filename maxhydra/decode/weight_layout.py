@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from maxhydra.config.schema.model import Projection
-from maxhydra.layers.quant import int4, mxfp4
+from maxhydra.kernels.grouped_matmul.expert_weights import pack_int4, pack_mxfp4
+from maxhydra.layers.quant import four_bit, mxfp4
 from maxhydra.model import ModelDef
 from maxhydra.sharding import LogicalAxes, Sharder, is_axes
 
@@ -139,7 +140,7 @@ def _with_packed_experts(layer: Tree, axes: Tree) -> Tree:
     if not isinstance(layer, dict):
         return layer
     if "nibbles" in layer and axes["nibbles"][0] == "experts":
-        return (mxfp4 if layer["scales"].dtype == mxfp4.SCALE else int4).packed(layer)
+        return four_bit.packed(layer, pack_mxfp4 if layer["scales"].dtype == mxfp4.SCALE else pack_int4)
     return {name: _with_packed_experts(below, axes[name]) for name, below in layer.items()}
 
 

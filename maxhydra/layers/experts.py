@@ -25,9 +25,8 @@ from maxhydra.layers.expert_parallel import ExpertMesh, expert_parallel
 from maxhydra.layers.expert_rows import RoutedTokens, SharedExpert, Tokens, dropless
 from maxhydra.layers.low_rank import Factors, factors_of
 from maxhydra.layers.params import ParamBuilder
-from maxhydra.layers.quant.int4 import Int4
+from maxhydra.layers.quant.four_bit import FourBit
 from maxhydra.layers.quant.int8 import Int8
-from maxhydra.layers.quant.mxfp4 import Mxfp4
 from maxhydra.layers.quant.training import is_qat, rounding, straight_through
 
 
@@ -50,11 +49,9 @@ class ExpertLinear(nnx.Module):
         """[E, inputs, outputs]. Quantized kernels are dequantized on every call, which saves memory, not time."""
         if isinstance(self.kernel, Int8):
             return self.kernel.unpacked(self.compute)
-        if isinstance(self.kernel, Int4 | Mxfp4) and (packed := self.kernel.packed) is not None:
-            return unpack(packed, self.compute)
-        if isinstance(self.kernel, Int4):
-            return self.kernel.unpacked(self.kernel.parts, self.compute)
-        if isinstance(self.kernel, Mxfp4):
+        if isinstance(self.kernel, FourBit):
+            if (packed := self.kernel.packed) is not None:
+                return unpack(packed, self.compute)
             return self.kernel.unpacked(self.kernel.parts, self.compute)
         if self.format is not None and is_qat(self.format):
             return straight_through(rounding(self.format, inputs=1, leading=1, name=self.name), self.kernel[...])
@@ -70,7 +67,7 @@ class ExpertLinear(nnx.Module):
         bias_EN = None if self.bias is None else self.bias[...]
         if isinstance(self.kernel, Int8):
             return few_rows.Matrices(self.kernel.parts.codes, self.kernel.parts.scales, bias_EN)
-        packed = self.kernel.packed if isinstance(self.kernel, Int4 | Mxfp4) else None
+        packed = self.kernel.packed if isinstance(self.kernel, FourBit) else None
         return few_rows.Matrices(self.weight, None, bias_EN) if packed is None else packed._replace(bias_EN=bias_EN)
 
 

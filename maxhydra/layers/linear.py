@@ -23,9 +23,8 @@ from maxhydra.kernels.int8_matmul import int8_matmul
 from maxhydra.kernels.int8_weight_matmul import int8_weight_matmul
 from maxhydra.kernels.matmul import Layout, project
 from maxhydra.layers.context import Context
-from maxhydra.layers.quant.int4 import Int4, Int4Parts
+from maxhydra.layers.quant.four_bit import FourBit, FourBitParts
 from maxhydra.layers.quant.int8 import Int8, concatenate_int8, quantized
-from maxhydra.layers.quant.mxfp4 import Mxfp4, Mxfp4Parts
 from maxhydra.layers.quant.nf4 import Nf4, Nf4Parts
 from maxhydra.layers.quant.training import (
     AmaxHistory,
@@ -183,7 +182,7 @@ class Linear(nnx.Module):
 
     def __init__(
         self,
-        kernel: nnx.Param | Nf4 | Int8 | Int4 | Mxfp4,
+        kernel: nnx.Param | Nf4 | Int8 | FourBit,
         lora: Lora | None,
         matmul_spec: MatmulSpec,
         *,
@@ -252,26 +251,23 @@ class Linear(nnx.Module):
     @property
     def width(self) -> int:
         """Size of the first output dimension."""
-        if isinstance(self.kernel, Nf4 | Int4 | Mxfp4):
+        if isinstance(self.kernel, Nf4 | FourBit):
             return self.kernel.parts.scales.shape[1]
         return (self.kernel.codes if isinstance(self.kernel, Int8) else self.kernel)[...].shape[self.inputs]
 
     @property
-    def stored(self) -> jax.Array | Nf4Parts | Int4Parts | Mxfp4Parts:
+    def stored(self) -> jax.Array | Nf4Parts | FourBitParts:
         """The kernel in its storage format."""
         assert not isinstance(self.kernel, Int8)
-        return self.kernel.parts if isinstance(self.kernel, Nf4 | Int4 | Mxfp4) else self.kernel[...]
+        return self.kernel.parts if isinstance(self.kernel, Nf4 | FourBit) else self.kernel[...]
 
-    def weight(self, stored: jax.Array | Nf4Parts | Int4Parts | Mxfp4Parts) -> jax.Array:
+    def weight(self, stored: jax.Array | Nf4Parts | FourBitParts) -> jax.Array:
         """Dequantize or cast a stored kernel to [*inputs, *outputs] in the compute dtype."""
         if isinstance(self.kernel, Nf4):
             assert isinstance(stored, Nf4Parts)
             return self.kernel.unpacked(stored, self.matmul_spec.compute)
-        if isinstance(self.kernel, Int4):
-            assert isinstance(stored, Int4Parts)
-            return self.kernel.unpacked(stored, self.matmul_spec.compute)
-        if isinstance(self.kernel, Mxfp4):
-            assert isinstance(stored, Mxfp4Parts)
+        if isinstance(self.kernel, FourBit):
+            assert isinstance(stored, FourBitParts)
             return self.kernel.unpacked(stored, self.matmul_spec.compute)
         assert isinstance(stored, jax.Array)
         return stored.astype(self.matmul_spec.compute)

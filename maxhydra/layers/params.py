@@ -15,7 +15,8 @@ from maxhydra.config.schema import model as config
 from maxhydra.config.schema.quantization import QuantizationKind
 from maxhydra.layers.linear import Linear, Lora, LoraSpec, MatmulSpec
 from maxhydra.layers.low_rank import LowRank
-from maxhydra.layers.quant.int4 import Int4, Shape
+from maxhydra.layers.quant.four_bit import FourBit, Shape
+from maxhydra.layers.quant.int4 import Int4
 from maxhydra.layers.quant.int8 import Int8
 from maxhydra.layers.quant.mxfp4 import Mxfp4
 from maxhydra.layers.quant.nf4 import Nf4
@@ -137,7 +138,7 @@ class ParamBuilder:
 
     def experts(
         self, name: str, count: int, shape: tuple[int, int], axes: tuple[str, str], *, std: float
-    ) -> tuple[nnx.Param | Nf4 | Int8 | Int4 | Mxfp4, LowRank | None]:
+    ) -> tuple[nnx.Param | Nf4 | Int8 | FourBit, LowRank | None]:
         """A kernel [inputs, outputs] for each of `count` experts, and their LoRA updates."""
         path, rows, names = self._next_path(), (count, shape[0]), ("experts", *axes)
         kernels = self._normal(path, rows, (shape[1],), names, std=std, dtype=self._dtype)
@@ -172,7 +173,7 @@ class ParamBuilder:
         history = self._history(name)
         return Linear(stored, lora, self._matmul_spec, name=name, inputs=len(inputs), bias=bias, history=history)
 
-    def _store(self, kernel: nnx.Param, shape: Shape, name: str) -> nnx.Param | Nf4 | Int8 | Int4 | Mxfp4:
+    def _store(self, kernel: nnx.Param, shape: Shape, name: str) -> nnx.Param | Nf4 | Int8 | FourBit:
         """The kernel in its storage format."""
         axes, lora, rule = kernel.get_metadata("axes"), self._matmul_spec.lora, self._matmul_spec.format_of(name)
         if lora is not None and lora.over_nf4 and not shape.experts:

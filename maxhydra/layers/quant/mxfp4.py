@@ -3,7 +3,7 @@ output and GROUP inputs, 4.25 bits per weight.
 
 Weights that came from MXFP4 keep their values. Their codes and scales are the same if the largest code of the group is
 4 or 6; otherwise the new scale is smaller, and all values are codes of it too. Exceptions are subnormal float32
-numbers, which XLA computes as zero. Inputs are flattened to one dimension, as in INT4.
+numbers, which XLA computes as zero.
 """
 
 import dataclasses
@@ -12,13 +12,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.kernels.grouped_matmul.expert_weights import Matrices, can_pack, pack_mxfp4
-from maxhydra.layers.quant.int4 import Shape
-from maxhydra.layers.quant.int8 import Quantized, pack_nibbles, unpack_nibbles
+from maxhydra.kernels.grouped_matmul.expert_weights import e2m1_values
+from maxhydra.layers.quant.four_bit import FourBit, FourBitParts, Shape
+from maxhydra.layers.quant.int8 import pack_nibbles
 from maxhydra.sharding import LogicalAxes
 
 GROUP = 32
@@ -35,34 +33,17 @@ MANTISSA_BITS, NOT_FINITE = 23, 255
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Mxfp4Parts:
-    """The arrays of an MXFP4 kernel [*leading, inputs, *outputs]."""
+class Mxfp4Parts(FourBitParts):
+    """E2M1 codes with E8M0 exponents in uint8, one per GROUP inputs. Kernels are exact in bfloat16."""
 
-    nibbles: jax.Array
-    """uint8 [*leading, inputs / 2, *outputs]: codes of two neighbouring inputs, the first in the lower half."""
-    scales: jax.Array
-    """uint8 [*leading, inputs / GROUP, *outputs]: E8M0 exponents."""
+    @staticmethod
+    def code_values(codes: jax.Array) -> jax.Array:
+        return e2m1_values(codes)
 
-    def kernel(self, dtype: np.dtype, *, leading: int) -> jax.Array:
-        """Dequantize to [*leading, inputs, *outputs], exact in bfloat16. Inputs are moved last in between, as in
-        INT4."""
-        nibbles, scales = (jnp.moveaxis(part, leading, -1) for part in (self.nibbles, self.scales))
-        codes = unpack_nibbles(nibbles, nibbles.ndim - 1)
-        grouped = code_values(codes).reshape(*scales.shape, -1) * scale_values(scales)[..., None]
-        return jnp.moveaxis(grouped.astype(dtype).reshape(codes.shape), -1, leading)
-
-
-def code_values(codes: jax.Array) -> jax.Array:
-    """The values of E2M1 codes in float32."""
-    exponent, mantissa = codes >> 1 & 3, codes & 1
-    doubled = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent, 1) - 1).astype(jnp.float32)
-    return jnp.where(codes >> 3 == 1, -doubled, doubled) * 0.5
-
-
-def scale_values(scales: jax.Array) -> jax.Array:
-    """The values of E8M0 exponents in float32."""
-    values = jax.lax.bitcast_convert_type(scales.astype(jnp.uint32) << MANTISSA_BITS, jnp.float32)
-    return jnp.where(scales == NAN, jnp.nan, values)
+    @staticmethod
+    def scale_values(scales: jax.Array) -> jax.Array:
+        values = jax.lax.bitcast_convert_type(scales.astype(jnp.uint32) << MANTISSA_BITS, jnp.float32)
+        return jnp.where(scales == NAN, jnp.nan, values)
 
 
 def quantized(kernel: jax.Array, *, inputs: int, leading: int) -> Mxfp4Parts:
@@ -95,43 +76,15 @@ def stored(kernel: jax.Array, *, inputs: int, leading: int) -> dict[str, jax.Arr
     return vars(quantized(kernel, inputs=inputs, leading=leading))
 
 
-def packed(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The arrays of an Mxfp4 module of experts, packed for the kernels of a few rows if they can be."""
-    nibbles, scales = arrays["nibbles"], arrays["scales"]
-    if not can_pack(2 * nibbles.shape[1], scales.shape[1]):
-        return arrays
-    matrices = pack_mxfp4(unpack_nibbles(nibbles, 1), scales)
-    assert matrices.scales is not None
-    return {"nibbles": matrices.values, "scales": matrices.scales}
+class Mxfp4(FourBit):
+    """An MXFP4 kernel."""
 
-
-class Mxfp4(nnx.Module):
-    """An MXFP4 kernel [*inputs, *outputs], with leading dimensions of layers and experts if its array had them."""
+    parts_type = Mxfp4Parts
 
     def __init__(self, kernel: jax.Array, axes: LogicalAxes, shape: Shape, *, name: str):
-        """`axes`: those of the kernel; the axis of the first input is used for the flattened inputs."""
-        leading, inputs = shape.stacked + shape.experts, shape.inputs
-        self.inputs, self.leading = kernel.shape[leading : leading + inputs], shape.experts
-        if math.prod(self.inputs) % GROUP:
-            reason = f"{name} has {math.prod(self.inputs)} inputs, but MXFP4 has groups of {GROUP}"
+        inputs = shape.input_sizes(kernel)
+        if math.prod(inputs) % GROUP:
+            reason = f"{name} has {math.prod(inputs)} inputs, but MXFP4 has groups of {GROUP}"
             hint = f"choose quantization.targets whose inputs are multiples of {GROUP}, or quantization=int4_weights"
             raise ConfigError(Problem("quantization.kind", reason, value="mxfp4_weights", hint=hint))
-        parts = quantized(kernel, inputs=inputs, leading=leading)
-        flat_axes = (*axes[: leading + 1], *axes[leading + inputs :])
-        self.nibbles = Quantized(parts.nibbles, axes=flat_axes)
-        self.scales = Quantized(parts.scales, axes=flat_axes)
-
-    @property
-    def parts(self) -> Mxfp4Parts:
-        return Mxfp4Parts(self.nibbles[...], self.scales[...])
-
-    @property
-    def packed(self) -> Matrices | None:
-        """The experts' kernels if the decode layout has packed them (decode/weight_layout.py)."""
-        matrices = Matrices(self.nibbles[...], self.scales[...])
-        return matrices if matrices.is_packed else None
-
-    def unpacked(self, parts: Mxfp4Parts, dtype: np.dtype) -> jax.Array:
-        """Dequantize to [*inputs, *outputs] of one layer, or of each of its experts."""
-        flat = parts.kernel(dtype, leading=self.leading)
-        return flat.reshape(*flat.shape[: self.leading], *self.inputs, *flat.shape[self.leading + 1 :])
+        super().__init__(quantized(kernel, inputs=shape.inputs, leading=shape.leading), inputs, axes, shape)
