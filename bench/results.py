@@ -12,8 +12,6 @@ CASE = ("quantization", "adapter=", "optimizer=", "model.dtypes.weights=")
 SIZES = ("model=", "model.num_layers=", "train.seq_len=", "train.per_device_batch_size=")
 # Overrides of measurement and storage.
 IGNORED = ("data=", "hardware.compilation_cache=", "task.", "objective=", "run.")
-
-
 # Settings of a training step that are part of its case.
 ROWS = ("per_device_batch_size", "seq_len")
 

@@ -31,7 +31,6 @@ from maxhydra.train.statistics import StatisticsLogger
 
 CALLS = 20_000
 
-
 Times: TypeAlias = tuple[float, float]
 
 

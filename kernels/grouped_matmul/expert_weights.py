@@ -31,7 +31,6 @@ E2M1_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
 EXPONENT_OFFSET, MAX_EXPONENT = 96, 255
 OUT_FACTOR = 2.0**30
 
-
 Scales = tuple[jax.Array, ...]
 """Of each column [N], as the sum of bfloat16 numbers."""
 

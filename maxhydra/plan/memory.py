@@ -23,7 +23,13 @@ POINTS = {
     "in the gather of the weights": ("cast_weights", "tables"),
     "at the loss": ("cast_weights", "gradients", "activations", "logits", "loss"),
     "in the backward pass": (
-        *("cast_weights", "gradients", "separate_gradients", "activations", "logits", "layer", "gathered"),
+        "cast_weights",
+        "gradients",
+        "separate_gradients",
+        "activations",
+        "logits",
+        "layer",
+        "gathered",
     ),
 }
 # Bytes of the five int32 and float32 columns of a batch.

@@ -1,4 +1,4 @@
-"""What the formats of 4-bit weights have in common: INT4 (int4.py) and MXFP4 (mxfp4.py).
+"""Base classes of the 4-bit weight formats, INT4 (int4.py) and MXFP4 (mxfp4.py).
 
 Inputs are flattened to one dimension, so groups need not align with heads.
 """
