@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from maxhydra import tasks
-from maxhydra.cli.main import FILE_ERRORS, RunFailed, describe_file_error
+from maxhydra.cli.main import FAILED, FILE_ERRORS, RunFailed, describe_file_error
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.yaml_files import display_path
 from maxhydra.record import RunDirectory
 from maxhydra.record.storage import StorageError, Store
 from maxhydra.runs import write_report
 from maxhydra.runs.rerun import rerun_arguments
-from maxhydra.runtime import signals
+from maxhydra.runtime import peers, signals
 from maxhydra.tasks import Result
 
 
@@ -32,15 +32,18 @@ def execute(
                 result = tasks.run(config, choices=choices, overrides=overrides, path=path, config_dir=config_dir)
         except signals.Interrupted as error:
             signals.print_interruption(error)
-            raise SystemExit(signals.exit_code(str(error))) from None
+            peers.set_exit_code(code := signals.exit_code(str(error)))
+            raise SystemExit(code) from None
         if result.path is not None and result.writes:
             folder = RunDirectory(result.path, writes=False)
             _report(result, folder, config, is_single=path is None)
     if result.status == "failed":
+        peers.set_exit_code(FAILED)
         raise RunFailed(result.reason)
     if result.status == "preempted":
+        peers.set_exit_code(code := signals.exit_code(result.reason))
         # SystemExit is not an Exception, so an interrupted sweep does not start its next job.
-        raise SystemExit(signals.exit_code(result.reason))
+        raise SystemExit(code)
     return result.objective
 
 

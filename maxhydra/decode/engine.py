@@ -38,6 +38,7 @@ from maxhydra.decode.sequence import Sequence, find_problem
 from maxhydra.decode.step_inputs import StepShape, sampling_features
 from maxhydra.decode.transfer import Transfer
 from maxhydra.model import ModelDef
+from maxhydra.runtime import peers
 from maxhydra.runtime.profiler import Profiler
 from maxhydra.runtime.progress import open_item_progress
 from maxhydra.sharding import Sharder
@@ -239,12 +240,8 @@ class Engine:
     def _run(self) -> None:
         """Run iterations until closed. After any failure, every handle receives an error."""
         try:
-            for number in itertools.count(1):
-                if not self._admit():
-                    break
-                profiler = self._profiler
-                with profiler.profile_iteration(number, self._wait) if profiler else contextlib.nullcontext():
-                    self._step()
+            with peers.naming_lost_processes():
+                self._iterate()
         except Exception as error:
             self._failure = f"the engine failed: {type(error).__name__}: {error}"
         finally:
@@ -258,6 +255,14 @@ class Engine:
             self._emitter.close()
             for runner in self._runners:
                 runner.programs.close()
+
+    def _iterate(self) -> None:
+        for number in itertools.count(1):
+            if not self._admit():
+                break
+            profiler = self._profiler
+            with profiler.profile_iteration(number, self._wait) if profiler else contextlib.nullcontext():
+                self._step()
 
     def _wait(self) -> None:
         for runner in self._runners:

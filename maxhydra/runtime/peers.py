@@ -28,6 +28,7 @@ from jax._src import distributed
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.hardware import Distributed
+from maxhydra.runtime.agreement import StopAgreement
 from maxhydra.runtime.channel import Connection, Message, coordinator_host, open_server
 
 EXIT_LOST = os.EX_TEMPFAIL
@@ -63,10 +64,13 @@ class _Peers:
         self.record: Callable[[str], None] | None = None
         self.write_stacks: Callable[[str], None] | None = None
         self.is_lost, self.has_left = threading.Event(), False
+        self.is_exiting, self.exit_code = False, 0
+        """Whether the main thread has ended, and with which exit code."""
         self._silence_seconds, self._started_at = silence_seconds, time.monotonic()
         self.last = _LastLine()
+        self._has_failed = False
         self._connections: dict[int, Connection] = {}
-        self._agreement = _Agreement()
+        self._agreement = StopAgreement()
 
     def run(self, name: str, target: Callable[[], None]) -> None:
         threading.Thread(target=target, name=name, daemon=True).start()
@@ -117,7 +121,7 @@ class _Peers:
             self._connections[connection.index] = connection
         for message in messages or ():
             self._handle(connection, message)
-        if messages is None and connection.index >= 0 and not connection.has_left and not self.has_left:
+        if messages is None and connection.index >= 0 and not connection.has_left:
             self.lose(f"{connection} is gone; {connection.describe_last()}")
         return messages is not None
 
@@ -127,9 +131,9 @@ class _Peers:
         connection.host = message.get("host", connection.host)
         if "left" in message:
             connection.has_left = True
-            if message["left"] is not None and not self.has_left:
+            if message["left"] is not None:
                 self.lose(f"{connection} ended: {message['left']}", code=message["code"])
-        if "lost" in message and not self.has_left:
+        if "lost" in message:
             self.lose(message["lost"], code=message["code"])
         if "signal" in message:
             self.request_stop(message["signal"])
@@ -150,12 +154,12 @@ class _Peers:
         for connection in list(self._connections.values()):
             connection.heard_at = time.monotonic() if was_stopped else connection.heard_at
             connection.send(step=self.step, line=self.last.text, host=socket.gethostname())
-            if connection.has_left or self.has_left:
+            if connection.has_left:
                 continue
             silent = f"{connection} has not responded for {connection.silence:.0f} s"
             if connection.silence > self._silence_seconds:
                 self.lose(f"{silent}; {connection.describe_last()}")
-            elif connection.silence > WARN_SECONDS and not connection.is_warned:
+            elif connection.silence > WARN_SECONDS and not connection.is_warned and not self.has_left:
                 connection.is_warned = True
                 log.warning("%s; the run ends after %.0f s", silent, self._silence_seconds)
 
@@ -168,13 +172,30 @@ class _Peers:
             self.write_stacks(reason)
 
     def lose(self, reason: str, *, code: int = EXIT_LOST) -> None:
-        """End this process because of another one or a hang of all, after notifying the others."""
+        """End this process because of another one or a hang of all, after notifying the others.
+
+        If it has left, it completes its own work first.
+        """
         if self.is_lost.is_set():
             return
         self.is_lost.set()
         for connection in self._connections.values():
             connection.send(lost=reason, code=code)
-        _exit(reason, self.record, code=code)
+        if not self.has_left:
+            _exit(reason, self.record, code=code)
+        elif self.is_exiting:
+            _exit_at_once(self.exit_code)
+
+    def exit(self, error: BaseException | None) -> None:
+        """Called at exit, before jax.distributed waits there for all processes.
+
+        It would abort if one is lost, so this process ends at once if that happens before or later, or if it failed
+        itself, since the others end then.
+        """
+        self.leave(error)
+        self.is_exiting = True
+        if self.is_lost.is_set() or self._has_failed:
+            _exit_at_once(self.exit_code)
 
     def leave(self, error: BaseException | None) -> None:
         """Notify the others, once, of how this process ends, which decides their exit codes."""
@@ -182,11 +203,11 @@ class _Peers:
             return
         self.has_left = True
         text, code = _describe_error(error)
+        self._has_failed = isinstance(error, Exception)
+        if self._has_failed:
+            self.exit_code = code
         for connection in self._connections.values():
             connection.send(left=text, code=code)
-        if isinstance(error, Exception):
-            # The others end at once, and jax.distributed would wait for them at exit and abort.
-            atexit.register(_exit_at_once, code)
 
     def request_stop(self, number: int) -> None:
         """Ask all processes to end at the same call of `reached_stop`, because this one received a signal."""
@@ -212,56 +233,6 @@ class _Peers:
             for connection in self._connections.values():
                 connection.send(stop_at=stop_at)
             self._agreement.decide(stop_at)
-
-
-class _Agreement:
-    """The call of `reached_stop` at which all processes end.
-
-    As soon as a process knows of a request, it reports the number of its next call, and waits there for the decision:
-    the latest of the reported calls, which no process has passed. It reports at once, because its main thread may be in
-    a collective operation, which another process joins only after its own next call.
-    """
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._calls, self._number = 0, 0
-        self._is_reported = False
-        self._stop_at: int | None = None
-        self._reported: dict[int, int] = {}
-
-    def request(self, number: int) -> bool:
-        """Note a signal; False if one was noted before."""
-        with self._condition:
-            is_first, self._number = self._number == 0, self._number or number
-            return is_first
-
-    def report(self, send: Callable[[int], None]) -> None:
-        """Report the next call, once."""
-        with self._condition:
-            is_reported, self._is_reported, call = self._is_reported, True, self._calls + 1
-        if not is_reported:
-            send(call)
-
-    def collect(self, index: int, call: int, count: int) -> int | None:
-        with self._condition:
-            self._reported[index] = call
-            return max(self._reported.values()) if len(self._reported) == count else None
-
-    def decide(self, stop_at: int) -> None:
-        with self._condition:
-            self._stop_at = stop_at
-            self._condition.notify_all()
-
-    def reached(self, send: Callable[[int], None]) -> int | None:
-        if self._number != 0:
-            self.report(send)
-        with self._condition:
-            self._calls += 1
-            if not self._is_reported:
-                return None
-            self._condition.wait_for(lambda: self._stop_at is not None)
-            assert self._stop_at is not None
-            return self._number if self._calls >= self._stop_at else None
 
 
 def _describe_error(error: BaseException | None) -> tuple[str | None, int]:
@@ -324,7 +295,8 @@ def start(settings: Distributed) -> None:
         except (RuntimeError, OSError):
             _exit(f"process 0 on {host} is gone; it has not accepted connections", None, code=EXIT_LOST)
     log.addHandler(peers.last)
-    atexit.register(lambda: peers.leave(getattr(sys, "last_value", None)))  # of programs without membership()
+    # The error is that of programs without membership().
+    atexit.register(lambda: peers.exit(getattr(sys, "last_value", None)))
     _active = peers
 
 
@@ -348,8 +320,14 @@ def naming_lost_processes() -> Iterator[None]:
         yield
     except RuntimeError:
         if _active is not None and _active.is_lost.wait(CAUSE_SECONDS):
-            time.sleep(60)  # the thread that noticed it ends the process
+            time.sleep(2 * REPORT_SECONDS)  # the thread that noticed it ends the process
         raise
+
+
+def set_exit_code(code: int) -> None:
+    """State the exit code of a process whose task has ended, in case that it cannot wait for the others."""
+    if _active is not None:
+        _active.exit_code = code
 
 
 def attach_run(record: Callable[[str], None]) -> None:

@@ -155,6 +155,36 @@ def test_the_exit_of_a_process_that_announced_it_is_no_loss(pair: Pair) -> None:
     assert pair.reasons == []
 
 
+@pytest.mark.parametrize("is_exiting", [True, False])
+def test_a_process_that_has_ended_its_task_does_not_wait_at_exit_for_a_lost_one(is_exiting: bool, pair: Pair) -> None:
+    """Its own exit code is kept, and its record is not overwritten."""
+    pair.first.exit_code = 3
+    if is_exiting:
+        pair.first.exit(None)
+    else:
+        pair.first.leave(None)
+    wait_for(lambda: pair.second._connections[0].has_left)
+    pair.second._connections[0].link.shutdown(socket.SHUT_RDWR)
+    wait_for(pair.first.is_lost.is_set)
+    if not is_exiting:
+        assert pair.reasons == []
+        pair.first.exit(None)
+    wait_for(lambda: pair.reasons)
+    assert pair.reasons == [("exit", 3)]
+
+
+def test_the_error_of_a_collective_operation_gives_way_to_its_cause(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is often noticed before the loss of the process."""
+    monkeypatch.setattr(peers, "_active", pair.first)
+    monkeypatch.setattr(peers, "REPORT_SECONDS", 0.5)
+    threading.Timer(0.1, pair.first.lose, ["process 1 is gone"]).start()
+    with pytest.raises(RuntimeError, match="reset"), peers.naming_lost_processes():
+        raise RuntimeError("connection reset by peer")
+    assert {("process 1 is gone", 0), ("exit", peers.EXIT_LOST)} <= set(pair.reasons)
+
+
 def test_a_process_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "BEAT_SECONDS", 0.02)
     exits: list[int] = []

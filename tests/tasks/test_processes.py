@@ -223,6 +223,8 @@ def test_speculative_completions_of_two_processes_are_those_of_one(folder: Path,
 def test_completions_after_a_kill_of_one_process_are_those_of_one(folder: Path) -> None:
     one = completions(folder / "one.texts.jsonl")
     output, command = folder / "killed.jsonl", [*decode("killed.jsonl"), *MESH]
+    # Of an earlier attempt of this test.
+    output.unlink(missing_ok=True)
     processes = start_processes(2, *command, cwd=folder)
     wait_for(lambda: output.exists() and output.stat().st_size)
     processes[1].kill()
