@@ -5,6 +5,7 @@ kernel closes the connections of a process that is killed, so that its death is 
 lost host is known by its silence. All other processes then name it, record the run as failed and end with
 EXIT_LOST, with which launchers restart a job: without the missing process no collective operation could complete.
 A process that ends with an error sends it first, and the others repeat it; if it is about the config, all exit with 2.
+If its task fails without one, as when memory is full, the others end unless their tasks do within CAUSE_SECONDS.
 
 jax.distributed has a similar service, but it ends the process from C++ after 100 seconds of silence, and its handler of
 SIGTERM hides a second SIGTERM. A process has one state, like `signals`; with a single process all functions do nothing.
@@ -14,7 +15,6 @@ import atexit
 import contextlib
 import json
 import logging
-import os
 import secrets
 import selectors
 import socket
@@ -26,21 +26,17 @@ from typing import Any
 
 from jax._src import distributed
 
-from maxhydra.config import ConfigError
 from maxhydra.config.schema.hardware import Distributed
 from maxhydra.runtime.agreement import StopAgreement
 from maxhydra.runtime.channel import Connection, Message, coordinator_host, open_server
+from maxhydra.runtime.exits import EXIT_LOST, REPORT_SECONDS, describe_error, exit_at_once, exit_with_reason
 
-EXIT_LOST = os.EX_TEMPFAIL
-# Exit code of an invalid config, as of every command.
-EXIT_WRONG_CONFIG = 2
 BEAT_SECONDS = 1.0
 # Silence after which a warning names a process.
 WARN_SECONDS = 10.0
-# Time in which the death of a process is noticed if an error of a collective operation is noticed first.
+# Time in which the death of a process is noticed if an error of a collective operation is noticed first, and in which
+# a failure of all processes reaches each of them.
 CAUSE_SECONDS = 5.0
-# Time to record the end of the run and print it.
-REPORT_SECONDS = 30.0
 KEY = "maxhydra/peers"
 
 log = logging.getLogger("maxhydra")
@@ -68,7 +64,8 @@ class _Peers:
         """Whether the main thread has ended, and with which exit code."""
         self._silence_seconds, self._started_at = silence_seconds, time.monotonic()
         self.last = _LastLine()
-        self._has_failed = False
+        self._has_failed = self._has_ended_task = False
+        self._lost_reason = ""
         self._connections: dict[int, Connection] = {}
         self._agreement = StopAgreement()
 
@@ -129,12 +126,19 @@ class _Peers:
         connection.step = message.get("step", connection.step)
         connection.line = message.get("line", connection.line)
         connection.host = message.get("host", connection.host)
+        connection.has_left = connection.has_left and "joined" not in message
         if "left" in message:
-            connection.has_left = True
-            if message["left"] is not None:
+            # With an error it does not wait for the others at exit.
+            connection.has_left = message["left"] is None
+            if message["left"] is not None and not self.has_left:
                 self.lose(f"{connection} ended: {message['left']}", code=message["code"])
         if "lost" in message:
             self.lose(message["lost"], code=message["code"])
+        if "failed" in message:
+            reason = f"{connection} ended: {message['failed']}"
+            timer = threading.Timer(CAUSE_SECONDS, self._end_task_with, args=(reason,))
+            timer.daemon = True
+            timer.start()
         if "signal" in message:
             self.request_stop(message["signal"])
         if "stacks" in message:
@@ -174,17 +178,18 @@ class _Peers:
     def lose(self, reason: str, *, code: int = EXIT_LOST) -> None:
         """End this process because of another one or a hang of all, after notifying the others.
 
-        If it has left, it completes its own work first.
+        If it has left, it completes its own work first, and does not begin another task.
         """
         if self.is_lost.is_set():
             return
+        self._lost_reason = reason
         self.is_lost.set()
         for connection in self._connections.values():
             connection.send(lost=reason, code=code)
         if not self.has_left:
-            _exit(reason, self.record, code=code)
+            exit_with_reason(reason, self.record, code=code)
         elif self.is_exiting:
-            _exit_at_once(self.exit_code)
+            exit_at_once(self.exit_code)
 
     def exit(self, error: BaseException | None) -> None:
         """Called at exit, before jax.distributed waits there for all processes.
@@ -195,14 +200,34 @@ class _Peers:
         self.leave(error)
         self.is_exiting = True
         if self.is_lost.is_set() or self._has_failed:
-            _exit_at_once(self.exit_code)
+            exit_at_once(self.exit_code)
+
+    def join(self) -> None:
+        """Begin another task of the same processes."""
+        self.exit_code = 0
+        self.has_left = self._has_failed = self._has_ended_task = False
+        for connection in self._connections.values():
+            connection.send(joined=True)
+        if self.is_lost.is_set():
+            exit_with_reason(self._lost_reason, None, code=EXIT_LOST)
+
+    def end_task(self, failure: str | None) -> None:
+        """Notify the others if the task of this process has failed, perhaps without theirs."""
+        self._has_ended_task = True
+        if failure is not None:
+            for connection in self._connections.values():
+                connection.send(failed=failure[:4000])
+
+    def _end_task_with(self, reason: str) -> None:
+        if not self._has_ended_task:
+            self.lose(reason, code=1)
 
     def leave(self, error: BaseException | None) -> None:
         """Notify the others, once, of how this process ends, which decides their exit codes."""
         if self.has_left:
             return
         self.has_left = True
-        text, code = _describe_error(error)
+        text, code = describe_error(error)
         self._has_failed = isinstance(error, Exception)
         if self._has_failed:
             self.exit_code = code
@@ -235,41 +260,6 @@ class _Peers:
             self._agreement.decide(stop_at)
 
 
-def _describe_error(error: BaseException | None) -> tuple[str | None, int]:
-    """The message of the other processes about an error, and their exit code: only an interrupted run is restarted."""
-    if isinstance(error, ConfigError):
-        return "; ".join(map(str, error.problems))[:4000], EXIT_WRONG_CONFIG
-    text = None if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:500].rstrip(": ")
-    return text, 1 if isinstance(error, Exception) else EXIT_LOST
-
-
-def _exit_at_once(code: int) -> None:
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code)
-
-
-def _exit(reason: str, record: Callable[[str], None] | None, *, code: int) -> None:
-    """Record and print the reason, and end the process without its main thread, which may hang."""
-
-    def report() -> None:
-        with contextlib.suppress(Exception):
-            if record is not None:
-                record(reason)
-        with contextlib.suppress(Exception):
-            hint = "; run the same command again to resume" if code == EXIT_LOST else ""
-            print(f"maxhydra: {reason}{hint}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-
-    # A disk or a terminal that hangs must not keep the process alive.
-    reporter = threading.Thread(target=report, name="exit", daemon=True)
-    reporter.start()
-    reporter.join(REPORT_SECONDS)
-    os._exit(code)
-
-
 _active: _Peers | None = None
 _record: Callable[[str], None] | None = None
 
@@ -293,7 +283,7 @@ def start(settings: Distributed) -> None:
             port, token = json.loads(client.blocking_key_value_get(KEY, settings.timeout_seconds * 1000))
             peers.connect((host, port), token, settings.timeout_seconds)
         except (RuntimeError, OSError):
-            _exit(f"process 0 on {host} is gone; it has not accepted connections", None, code=EXIT_LOST)
+            exit_with_reason(f"process 0 on {host} is gone; it has not accepted connections", None, code=EXIT_LOST)
     log.addHandler(peers.last)
     # The error is that of programs without membership().
     atexit.register(lambda: peers.exit(getattr(sys, "last_value", None)))
@@ -303,6 +293,8 @@ def start(settings: Distributed) -> None:
 @contextlib.contextmanager
 def membership() -> Iterator[None]:
     """Notify the other processes of how this one ends."""
+    if _active is not None:
+        _active.join()
     try:
         yield
     except BaseException as error:
@@ -355,7 +347,13 @@ def end_run(reason: str) -> None:
     if _active is not None:
         _active.lose(reason)
     else:
-        _exit(reason, _record, code=EXIT_LOST)
+        exit_with_reason(reason, _record, code=EXIT_LOST)
+
+
+def end_task(failure: str | None) -> None:
+    """State that the task of this process has ended, and why it has failed, which ends that of the others too."""
+    if _active is not None:
+        _active.end_task(failure)
 
 
 def report_step(step: int) -> None:

@@ -322,6 +322,7 @@ def _run_task(job: Job, task: Any) -> Outcome:
             outcome: Outcome = task.run(job)
     except OutOfMemoryError as error:
         outcome = Outcome("failed", str(error))
+    peers.end_task(outcome.reason if outcome.status == "failed" else None)
     if getattr(task, "TRAINS", False):
         track_outcome(job.config, job.run, status=outcome.status, facts=outcome.facts)
     return outcome

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import os
 import re
 import signal
@@ -74,8 +75,8 @@ class Pair:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(peers, "BEAT_SECONDS", 0.02)
         self.reasons: list[tuple[str, int]] = []
-        monkeypatch.setattr(peers.os, "_exit", lambda code: self.reasons.append(("exit", code)))
-        monkeypatch.setattr(peers.atexit, "register", lambda *_: None)
+        monkeypatch.setattr(os, "_exit", lambda code: self.reasons.append(("exit", code)))
+        monkeypatch.setattr(logging, "shutdown", lambda: None)
         self.server = socket.create_server(("127.0.0.1", 0))
         self.first, self.second = (peers._Peers(index, 2, 240) for index in range(2))
         self.first.listen(self.server, "token")
@@ -178,17 +179,60 @@ def test_the_error_of_a_collective_operation_gives_way_to_its_cause(
 ) -> None:
     """The error is often noticed before the loss of the process."""
     monkeypatch.setattr(peers, "_active", pair.first)
-    monkeypatch.setattr(peers, "REPORT_SECONDS", 0.5)
+    monkeypatch.setattr(peers, "REPORT_SECONDS", 0.1)
     threading.Timer(0.1, pair.first.lose, ["process 1 is gone"]).start()
     with pytest.raises(RuntimeError, match="reset"), peers.naming_lost_processes():
         raise RuntimeError("connection reset by peer")
     assert {("process 1 is gone", 0), ("exit", peers.EXIT_LOST)} <= set(pair.reasons)
 
 
+def test_a_process_is_named_if_it_is_lost_in_a_later_task(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the second job of a sweep."""
+    for _ in range(2):
+        for each in (pair.first, pair.second):
+            with monkeypatch.context() as patch, peers.membership():
+                patch.setattr(peers, "_active", each)
+    for each in (pair.first, pair.second):
+        each.join()
+    wait_for(lambda: not pair.first._connections[1].has_left)
+    pair.second._connections[0].link.shutdown(socket.SHUT_RDWR)
+    wait_for(lambda: any(reason.startswith("process 1 on ") for reason, _ in pair.reasons))
+    wait_for(lambda: ("exit", peers.EXIT_LOST) in pair.reasons)
+
+
+def test_a_process_that_fails_after_the_task_of_another_is_not_waited_for_at_exit(pair: Pair) -> None:
+    """Another task could follow, so that only its exit is a loss."""
+    pair.first.leave(None)
+    pair.second.leave(ValueError("no such file"))
+    pair.second.request_stop(signal.SIGTERM)
+    wait_for(lambda: pair.first._agreement._number)
+    assert not pair.first.is_lost.is_set()
+    pair.second._connections[0].link.shutdown(socket.SHUT_RDWR)
+    wait_for(pair.first.is_lost.is_set)
+    pair.first.exit(None)
+    assert pair.reasons == [("exit", 0)]
+
+
+@pytest.mark.parametrize("fails_too", [True, False])
+def test_a_failed_task_of_one_process_ends_those_of_the_others(
+    fails_too: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process whose own task has ended, for the same or another reason, completes its work."""
+    monkeypatch.setattr(peers, "CAUSE_SECONDS", 0.1)
+    pair.second.end_task("out of memory")
+    if fails_too:
+        pair.first.end_task("out of memory")
+        time.sleep(0.3)
+        assert pair.reasons == []
+    else:
+        wait_for(lambda: ("exit", 1) in pair.reasons)
+        assert (f"process 1 on {socket.gethostname()} ended: out of memory", 0) in pair.reasons
+
+
 def test_a_process_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "BEAT_SECONDS", 0.02)
     exits: list[int] = []
-    monkeypatch.setattr(peers.os, "_exit", exits.append)
+    monkeypatch.setattr(os, "_exit", exits.append)
     reasons: list[str] = []
     first = peers._Peers(0, 3, 0.1)
     first.record = reasons.append
