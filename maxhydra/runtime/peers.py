@@ -5,7 +5,7 @@ kernel closes the connections of a process that is killed, so that its death is 
 lost host is known by its silence. All other processes then name it, record the run as failed and end with
 EXIT_LOST, with which launchers restart a job: without the missing process no collective operation could complete.
 A process that ends with an error sends it first, and the others repeat it; if it is about the config, all exit with 2.
-If its task fails without one, as when memory is full, the others end unless their tasks do within CAUSE_SECONDS.
+If its task fails without one, as when memory is full, the others end unless their tasks do within FAILURE_SECONDS.
 
 jax.distributed has a similar service, but it ends the process from C++ after 100 seconds of silence, and its handler of
 SIGTERM hides a second SIGTERM. A process has one state, like `signals`; with a single process all functions do nothing.
@@ -34,9 +34,10 @@ from maxhydra.runtime.exits import EXIT_LOST, REPORT_SECONDS, describe_error, ex
 BEAT_SECONDS = 1.0
 # Silence after which a warning names a process.
 WARN_SECONDS = 10.0
-# Time in which the death of a process is noticed if an error of a collective operation is noticed first, and in which
-# a failure of all processes reaches each of them.
+# Time in which the death of a process is noticed if an error of a collective operation is noticed first.
 CAUSE_SECONDS = 5.0
+# Time in which all processes end a task that fails in all of them: process 0 may have to finish uploads.
+FAILURE_SECONDS = 60.0
 KEY = "maxhydra/peers"
 
 log = logging.getLogger("maxhydra")
@@ -136,7 +137,7 @@ class _Peers:
             self.lose(message["lost"], code=message["code"])
         if "failed" in message:
             reason = f"{connection} ended: {message['failed']}"
-            timer = threading.Timer(CAUSE_SECONDS, self._end_task_with, args=(reason,))
+            timer = threading.Timer(FAILURE_SECONDS, self._end_task_with, args=(reason,))
             timer.daemon = True
             timer.start()
         if "signal" in message:

@@ -218,7 +218,7 @@ def test_a_failed_task_of_one_process_ends_those_of_the_others(
     fails_too: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process whose own task has ended, for the same or another reason, completes its work."""
-    monkeypatch.setattr(peers, "CAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(peers, "FAILURE_SECONDS", 0.1)
     pair.second.end_task("out of memory")
     if fails_too:
         pair.first.end_task("out of memory")
