@@ -42,6 +42,12 @@ def date(line: Line) -> str:
     return str(line.get("date", ""))
 
 
+def drafts(line: Line) -> str:
+    """What drafts the tokens that speculative decoding verifies."""
+    names = {"ngram": "n-grams", "mtp": "MTP layer", "model": f"`{line.get('draft')}`"}
+    return names[line.get("method", "ngram")]
+
+
 def requests_lost(line: Line) -> str:
     return f"{line['lost']} of {number(line['requests'])}" if "requests" in line else str(line["lost"])
 

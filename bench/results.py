@@ -5,7 +5,22 @@
 
 from collections.abc import Callable, Hashable, Iterable
 
-from records import Columns, Line, date, first_token, kind, layers, markdown, mfu, number, peer, requests_lost, seconds
+from records import (
+    Columns,
+    Line,
+    date,
+    drafts,
+    first_token,
+    kind,
+    layers,
+    markdown,
+    mfu,
+    number,
+    peer,
+    requests_lost,
+    seconds,
+    share,
+)
 
 # Overrides that are part of a case; others, except sizes, are tuning.
 CASE = ("quantization", "adapter=", "optimizer=", "model.dtypes.weights=")
@@ -143,10 +158,11 @@ def rollouts(lines: list[Line]) -> str:
 def speculation(lines: list[Line]) -> str:
     found = newest(
         (line for line in lines if kind(line) == "speculation"),
-        lambda line: (case(line), line["text"], line["batch"], line["prompt"]),
+        lambda line: (case(line), drafts(line), line["text"], line["batch"], line["prompt"]),
     )
     columns: Columns = {
-        "n-gram drafts": case,
+        "speculative decoding": case,
+        "drafts": drafts,
         "text": lambda line: line["text"],
         "batch": lambda line: str(line["batch"]),
         "tok/s": lambda line: number(line.get("speculative")),
@@ -157,8 +173,25 @@ def speculation(lines: list[Line]) -> str:
     return markdown(columns, found) if found else ""
 
 
+def structured_output(lines: list[Line]) -> str:
+    found = newest(
+        (line for line in lines if kind(line) == "structured_output" and line.get("steps_per_call") == "auto"),
+        lambda line: (case(line), line["batch"], line.get("error_rate"), line.get("temperature")),
+    )
+    columns: Columns = {
+        "structured output": case,
+        "batch": lambda line: str(line["batch"]),
+        "rejected tokens": lambda line: share(line["rejected_per_token"]),
+        "ms per token": lambda line: number(line["ms"], 2),
+        "without a grammar": lambda line: number(line["free_ms"], 2),
+        "cost": lambda line: share(line["cost_percent"] / 100),
+        "date": date,
+    }
+    return markdown(columns, found) if found else ""
+
+
 def results(lines: list[Line]) -> str:
     """All tables of which there are measurements on a GPU."""
     on_gpu = [line for line in lines if line.get("device") not in (None, "cpu")]
-    parts = [make(on_gpu) for make in (training, decoding, server, start, rollouts, speculation)]
+    parts = [make(on_gpu) for make in (training, decoding, server, start, rollouts, speculation, structured_output)]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -132,6 +132,7 @@ def requests_of(text: str, batch: int, own: dict[str, str], vocab_size: int) -> 
 def lines(target: BenchTarget, task: BenchTask, own: dict[str, str]) -> Iterator[dict[str, Any]]:
     """One line per text and batch size."""
     sizes, vocab_size = {name: int(own[name]) for name in ("prompt", "new", "tokens")}, target.config.model.vocab_size
+    drafts = {"method": own["method"], **({"draft": own["draft"]} if own["draft"] else {})}
     with (
         closing(open_engine(target, task, own, is_speculative=False)) as plain,
         closing(open_engine(target, task, own, is_speculative=True)) as speculative,
@@ -140,7 +141,7 @@ def lines(target: BenchTarget, task: BenchTask, own: dict[str, str]) -> Iterator
             for batch in map(int, own["batch"].split(",")):
                 requests = requests_of(text, batch, own, vocab_size)
                 found = measure((plain, speculative), requests, repeats=int(own["repeats"]))
-                yield target.line("speculation", text=text, batch=batch, **sizes, **found)
+                yield target.line("speculation", **drafts, text=text, batch=batch, **sizes, **found)
 
 
 def main(arguments: list[str]) -> None:

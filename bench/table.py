@@ -18,6 +18,7 @@ from records import (
     Columns,
     Line,
     date,
+    drafts,
     first_token,
     kind,
     markdown,
@@ -28,6 +29,7 @@ from records import (
     read_lines,
     requests_lost,
     seconds,
+    share,
 )
 from results import results
 
@@ -154,6 +156,7 @@ TABLES: dict[str, tuple[str, Columns]] = {
         {
             "model": model,
             "settings": settings,
+            "drafts": drafts,
             "text": lambda line: line["text"],
             "batch": lambda line: str(line["batch"]),
             "prompt, new": lambda line: f"{line['prompt']}, {line['new']}",
@@ -161,6 +164,20 @@ TABLES: dict[str, tuple[str, Columns]] = {
             "without": lambda line: number(line.get("plain")),
             "ratio": lambda line: f"{line['ratio']:.2f}",
             "accepted per token": lambda line: number(line.get("tokens_accepted_per_token"), 2),
+            "date": date,
+        },
+    ),
+    "structured_output": (
+        "Structured output",
+        {
+            "model": model,
+            "settings": settings,
+            "batch": lambda line: str(line["batch"]),
+            "steps per call": lambda line: str(line["steps_per_call"]),
+            "rejected": lambda line: share(line["rejected_per_token"]),
+            "steps per token": lambda line: number(line["steps_per_token"], 2),
+            "ms per token": lambda line: number(line["ms"], 2),
+            "without a grammar": lambda line: number(line["free_ms"], 2),
             "date": date,
         },
     ),

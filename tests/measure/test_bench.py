@@ -174,21 +174,28 @@ ROLLOUTS = {"bench": "rollouts", **GPU, "overrides": [], "completions": 128, "pr
 ROLLOUTS |= {"tokens_per_second": 30100.0, "rounds_tokens_per_second": [30000.0, 30200.0], "is_identical": True}
 DRAFTS = {"bench": "speculation", **GPU, "overrides": [], "text": "repeating", "batch": 1, "prompt": 512, "new": 512}
 DRAFTS |= {"speculative": 3121.0, "plain": 1107.0, "ratio": 2.82, "tokens_accepted_per_token": 0.8}
+MODEL_DRAFTS = {**DRAFTS, "method": "model", "draft": "llama3.2-1b", "model": "llama3.1-8b", "ratio": 1.9}
+GRAMMARS = {"bench": "structured_output", **GPU, "overrides": [], "batch": 32, "error_rate": 0.01, "ms": 1.15}
+GRAMMARS |= {"steps_per_call": "auto", "free_ms": 1.0, "cost_percent": 15.0, "steps_per_token": 1.1}
+GRAMMARS |= {"rejected_per_token": 0.011}
 
 
 def test_every_kind_of_row_has_a_table_of_its_newest_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     table = bench_module("table", monkeypatch)
     failed = {"bench": "failed", "row": "training/llama3.2-1b", "error": "out of memory"}
-    lines = [failed, SERVED, START, ROLLOUTS, DRAFTS]
+    lines = [failed, SERVED, START, ROLLOUTS, DRAFTS, MODEL_DRAFTS, GRAMMARS]
     everything, newest = table.tables(lines), table.results([*lines, {**SERVED, "tokens_per_second": 50000.0}])
     times = "0.167 s | 0.171 s | 0.319 s | 0.028 s"
     expected = {
         f"| `llama3.2-1b`, 128 tokens a request | 64 | 50,000 | {times} | 0 of 2,751 | 2026-11-19 |",
         "| `llama3.2-1b` | filled | 11.9 s | 12.0 s | 2026-11-19 |",
         "| `llama3.2-1b` | 128 | 64, 130 | 30,100 | yes | 2026-11-19 |",
-        "| `llama3.2-1b` | repeating | 1 | 3,121 | 1,107 | 2.82 | 2026-11-19 |",
+        "| `llama3.2-1b` | n-grams | repeating | 1 | 3,121 | 1,107 | 2.82 | 2026-11-19 |",
+        "| `llama3.1-8b` | `llama3.2-1b` | repeating | 1 | 3,121 | 1,107 | 1.90 | 2026-11-19 |",
+        "| `llama3.2-1b` | 32 | 1.1 % | 1.15 | 1.00 | 15.0 % | 2026-11-19 |",
     }
     assert expected < set(newest.splitlines()) and "47,721" not in newest and "out of memory" not in newest
+    assert "| 32 | auto | 1.1 % | 1.10 | 1.15 | 1.00 | 2026-11-19 |" in everything
     assert "47,721 | 0.167 s, 0.171 s, 0.319 s | 0.028 s |  | 0 of 2,751 | 0 | 100 to 102 | 2026-11-19 |" in everything
 
 
