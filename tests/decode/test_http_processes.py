@@ -30,7 +30,7 @@ from tests.support.processes import children, is_alive
 from tests.support.running_server import RunningServer, parse_response
 
 TEXT = "/v1/completions"
-SLOW = {"prompt": "a", "max_tokens": 400}
+SLOW: dict[str, Any] = {"prompt": "a", "max_tokens": 400}
 
 
 @pytest.fixture(scope="module")
@@ -151,19 +151,21 @@ def test_processes_get_equal_shares_of_connections(server: RunningServer) -> Non
 
 
 def test_a_disconnected_client_frees_its_slots(server: RunningServer) -> None:
+    before = server.engine.stats()["tokens_written"]
     server.engine.seconds = 0.05
     data = json.dumps({**SLOW, "n": 4}).encode()
     head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         wait_for(lambda: server.engine.stats()["running"] == 4)
-    assert server.idle()
+    assert server.idle() and server.engine.stats()["tokens_written"] - before < 4 * SLOW["max_tokens"]
     server.engine.seconds = 0.0
     wait_for(lambda: sum(numbers(server, "sequences")) == 0)
 
 
 def test_a_process_that_dies_is_replaced(server: RunningServer) -> None:
     """Its requests fail and leave nothing running; those of the other process finish."""
+    before = server.engine.stats()["tokens_written"]
     server.engine.seconds = 0.004
     with ThreadPoolExecutor(8) as pool:
         sent = []
@@ -177,6 +179,7 @@ def test_a_process_that_dies_is_replaced(server: RunningServer) -> None:
         answers = [each.result() for each in sent]
     assert [b" 200 OK" in answer[:20] for answer in answers] == [False] * 2 + [True] * 3
     assert server.idle() and sum(numbers(server, "sequences")) == 0
+    assert server.engine.stats()["tokens_written"] - before < 5 * SLOW["max_tokens"]
     server.engine.seconds = 0.0
     wait_for(lambda: killed not in workers(server))
     before = numbers(server, 200)[0]
@@ -269,7 +272,7 @@ def test_messages_keep_requests_deltas_and_errors() -> None:
         0.0,
         1.0,
         2**63,
-        ("a", "b"),
+        ("a", "\ud800"),
         True,
         logit_bias=((5, -1.5),),
         images=images,
@@ -283,7 +286,7 @@ def test_messages_keep_requests_deltas_and_errors() -> None:
     ]
     error = HttpError(404, "no", param="model", code="c", headers={"Retry-After": "1"})
     encoded = [engine_messages.encode_delta(number, delta) for number, delta in enumerate(deltas)]
-    data = engine_messages.pack(engine_messages.SUBMIT, 7, engine_messages.encode_request(sent))
+    data = engine_messages.pack(engine_messages.SUBMIT, 7, engine_messages.encode_requests([sent, sent]))
     data += engine_messages.pack(engine_messages.DELTAS, encoded)
     data += engine_messages.pack(engine_messages.ERROR, 1, engine_messages.encode_error(error))
     unpacker = engine_messages.Unpacker()
@@ -293,8 +296,13 @@ def test_messages_keep_requests_deltas_and_errors() -> None:
         engine_messages.DELTAS,
         engine_messages.ERROR,
     ]
-    decoded = engine_messages.decode_request(received[0][2])
-    assert decoded == sent and decoded.audio is not None and decoded.images is not None
+    decoded, second = engine_messages.decode_requests(received[0][2])
+    assert (
+        decoded == second == sent
+        and decoded.images is second.images
+        and decoded.audio is not None
+        and decoded.images is not None
+    )
     np.testing.assert_array_equal(decoded.images, images)
     np.testing.assert_array_equal(decoded.audio.frames, audio.frames)
     assert list(map(engine_messages.decode_delta, received[1][1])) == list(enumerate(deltas))

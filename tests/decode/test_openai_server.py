@@ -631,9 +631,10 @@ def test_a_disconnected_client_frees_its_slots(prompts: PromptEncoder, stream: b
         assert b"maxhydra_server_sequences 0\n" in server.get("/metrics")
 
 
-def test_shutdown_drains_requests_and_cancels_slow_ones(prompts: PromptEncoder) -> None:
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_shutdown_drains_requests_and_cancels_slow_ones(prompts: PromptEncoder, processes: int) -> None:
     engine = FakeEngine(seconds=0.5)
-    server = RunningServer(engine, prompts, max_sequences=9, drain=2.0)
+    server = RunningServer(engine, prompts, max_sequences=9, drain=2.0, processes=processes)
     make = server.client().completions.create
     with ThreadPoolExecutor(2) as pool:
         short, long = (pool.submit(make, model="tiny", prompt="a", max_tokens=n) for n in (8, 450))

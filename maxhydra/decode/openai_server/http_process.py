@@ -34,12 +34,13 @@ from maxhydra.decode.openai_server.engine_messages import (
     Unpacker,
     decode_delta,
     decode_error,
-    encode_request,
+    encode_requests,
     pack,
 )
 from maxhydra.decode.openai_server.routes import Service, ServiceSettings
 from maxhydra.decode.openai_server.server import Limits, serve
 from maxhydra.decode.request import Request
+from maxhydra.record.log import logging_to
 from maxhydra.record.processes import exit_with_parent, ignore_run_signals
 
 
@@ -90,7 +91,7 @@ class RemoteClient(asyncio.Protocol):
         self._queues |= {number: (queue, index) for index, number in enumerate(numbers)}
         queue.set_on_cancel(lambda: self.send(CANCEL, numbers))
         try:
-            await self._send_and_wait(SUBMIT, numbers[0], field, [encode_request(each) for each in requests])
+            await self._send_and_wait(SUBMIT, numbers[0], field, encode_requests(requests))
         except BaseException:
             queue.discard()
             for number in numbers:
@@ -107,8 +108,8 @@ class RemoteClient(asyncio.Protocol):
 
     async def _send_and_wait(self, kind: int, number: int, *content: Any) -> Any:
         result = self._results[number] = self._loop.create_future()
-        self.send(kind, number, *content)
         try:
+            self.send(kind, number, *content)
             return await result
         finally:
             del self._results[number]
@@ -142,7 +143,8 @@ def run_http_process(pipe: socket.socket, listener: socket.socket, settings: Htt
     jax.config.update("jax_platforms", "cpu")
     # asyncio warns of every write to a client that has disconnected.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
-    asyncio.run(_run(pipe, listener, settings, counters))
+    with logging_to(None, console=False):
+        asyncio.run(_run(pipe, listener, settings, counters))
     # Threads may still wait for results of requests that were cancelled.
     os._exit(0)
 
@@ -151,10 +153,11 @@ async def _run(pipe: socket.socket, listener: socket.socket, settings: HttpSetti
     prompts, problem = settings.prompts.load()
     pipe.setblocking(False)
     _, client = await asyncio.get_running_loop().create_unix_connection(RemoteClient, sock=pipe)
-    client.send(READY, problem)
     if prompts is None:
+        client.send(READY, problem)
         return await client.close()
-    await client.start.wait()
     service = Service(client, prompts, settings.service, counters)
+    client.send(READY, "")
+    await client.start.wait()
     await serve(listener, service, settings.limits, stop=client.stop)
     service.kill_parser()

@@ -29,7 +29,7 @@ from maxhydra.decode.openai_server.engine_messages import (
     STOP,
     SUBMIT,
     Unpacker,
-    decode_request,
+    decode_requests,
     encode_delta,
     encode_error,
     pack,
@@ -142,7 +142,7 @@ class Link:
         if kind == CALL:
             work, is_fast = partial(self._backend.call, name, values), name in FAST
         else:
-            requests = [decode_request(each) for each in values]
+            requests = decode_requests(values)
             work, is_fast = partial(self._submit, number, name, requests), not requests[0].grammar
         if is_fast:
             return _reply(number, work)
