@@ -10,7 +10,9 @@ GAUGES = ("connections", "sequences", "pooling", "large_bytes")
 FINISHES = ("stop", "length", "cancelled", "error")
 STATUSES = range(100, 600)
 Name = TypeVar("Name", str, int)
-COLUMNS: dict[str | int, int] = {name: column for column, name in enumerate((*GAUGES, *FINISHES, *STATUSES))}
+# Prompts so far, whose numbers determine the seeds of requests without one.
+PROMPTS = "prompts"
+COLUMNS: dict[str | int, int] = {name: column for column, name in enumerate((*GAUGES, PROMPTS, *FINISHES, *STATUSES))}
 
 
 class Counters:

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from maxhydra.config.schema.decode import Pooling
 from maxhydra.decode.openai_server.access import Access
 from maxhydra.decode.openai_server.adapter_routes import LOAD_ADAPTER, UNLOAD_ADAPTER, unknown_model
 from maxhydra.decode.openai_server.chat_turns import ChatTurns
-from maxhydra.decode.openai_server.counters import FINISHES, STATUSES, Counters
+from maxhydra.decode.openai_server.counters import FINISHES, PROMPTS, STATUSES, Counters
 from maxhydra.decode.openai_server.delta_queue import DeltaQueue
 from maxhydra.decode.openai_server.engine_client import EngineClient
 from maxhydra.decode.openai_server.http11 import JSON_TYPE, RETRY, Connection, HttpError, RequestHead, dump_slices
@@ -91,8 +90,6 @@ class Service:
         self._engine, self._prompts, self._settings = engine, prompts, settings
         self._defaults, self._access = settings.defaults, settings.access
         self.counters = counters or Counters()
-        # Numbers that no other process uses.
-        self._prompt_numbers = itertools.count(self.counters.row, self.counters.num_rows)
         self._pool, self._logprobs_pool = ThreadPoolExecutor(THREADS, "server"), ThreadPoolExecutor(THREADS, "logprobs")
         self._pooling_pool = ThreadPoolExecutor(1, "pooling")
         self._parser = ParserProcess(prompts, settings.defaults, self.counters)
@@ -312,7 +309,7 @@ class Service:
                 request.sampling,
                 samples=request.samples,
                 seed=self._settings.seed,
-                number=next(self._prompt_numbers),
+                number=self._next_prompt_number(),
                 logprobs=request.logprobs,
                 stream=request.stream,
                 adapter=request.adapter,
@@ -325,6 +322,13 @@ class Service:
                 audio=None if media is None else media.audio,
             )
         ]
+
+    def _next_prompt_number(self) -> int:
+        """A number that no other process uses, nor the one that this process has replaced."""
+        counters = self.counters
+        number = counters.row + counters.num_rows * counters.own(PROMPTS)
+        counters.add(PROMPTS)
+        return number
 
     def _on_finish(self, delta: Delta) -> None:
         """Count a finished sequence."""
