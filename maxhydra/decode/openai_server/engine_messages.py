@@ -63,8 +63,8 @@ def encode_requests(requests: Sequence[Request]) -> tuple[Any, ...]:
 
 def decode_requests(values: Sequence[Any]) -> list[Request]:
     rows, images, audio = values
-    clips = None if audio is None else Clips(*audio)
-    return [Request(*row, images, clips) for row in rows]
+    media: list[Any] = [images, None if audio is None else Clips(*audio)]
+    return [Request(*row, *media) for row in rows]
 
 
 def encode_delta(number: int, delta: Delta) -> tuple[Any, ...]:
