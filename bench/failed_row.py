@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 TIMEOUT = (124, 137)
-# What jax appends to a traceback.
-NOTICE = "--------------------"
+# What jax adds to the message of an exception, which may be the cause of a later one.
+NOTICE = re.compile(r"^-{20}\nFor simplicity, JAX .*\n?", re.MULTILINE)
 EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 
 
 def last_error(text: str) -> str:
     """From the last line that names an exception, otherwise the last line."""
-    lines = [line.rstrip() for line in text.partition(NOTICE)[0].splitlines() if line.strip()]
+    lines = [line.rstrip() for line in NOTICE.sub("", text).splitlines() if line.strip()]
     starts = [number for number, line in enumerate(lines) if EXCEPTION.match(line)]
     return "\n".join(lines[starts[-1] :] if starts else lines[-1:])[:400]
 

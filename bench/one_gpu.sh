@@ -97,13 +97,15 @@ rows=(
 # Append the JSON lines of a command, or one line with the error. GPU_TURN is a file that exists from its turn on, $ahead
 # the seconds that it may wait for it.
 measure() {
-  local name=$1 limit=$2 errors=$work/${1/\//-} code; shift 2
+  local name=$1 limit=$2 errors=$work/${1/\//-} code began; shift 2
   timeout -k 5 $((limit + ahead)) python3 "$@" 2> "$errors" | grep --line-buffered '^{' | tee -a "$lines"
   code=${PIPESTATUS[0]}
   if [ "$code" != 0 ]; then
     python3 bench/failed_row.py "$name" "$limit" "$code" "$errors" "$@" | tee -a "$lines"
   fi
-  echo "== $name: $(($(date +%s) - $(stat -c %Y "$GPU_TURN"))) s: $*" >&2
+  # A row may fail before its turn.
+  began=$(stat -c %Y "$GPU_TURN" 2> /dev/null || date +%s)
+  echo "== $name: $(($(date +%s) - began)) s: $*" >&2
   tail -n 3 "$errors" | cut -c1-300 >&2
   # A terminated process may hold GPU memory a little longer, and the next would get less.
   if [ "$code" = 124 ] || [ "$code" = 137 ]; then sleep 5; else sleep 1; fi

@@ -124,14 +124,14 @@ class Emitter:
             self._grammars.advance(rows, read.tokens, needs_masks=self._mask_policy.is_masking)
         return pending, read
 
-    def _follow(self, sequence: Sequence, verification: Verification, row: int, logits_SBV: jax.Array | None) -> None:
+    def _follow(self, sequence: Sequence, verification: Verification, row: int, pending: PendingTokens) -> None:
         """Count the tokens of a call without masks, and let the sequence restart if one was rejected."""
         self._mask_policy.record(sequence, verification)
         self.num_allowed += verification.num_accepted
         self.num_rejected += verification.is_rejected
         if verification.is_rejected and not sequence.is_finished:
-            assert logits_SBV is not None
-            sequence.restart(RejectedToken(logits_SBV, verification.num_accepted, row))
+            assert pending.logits_SBV is not None
+            sequence.restart(RejectedToken(pending.logits_SBV, verification.num_accepted, row, pending.version))
 
     def _emit(self, pending: PendingTokens, read: ReadTokens) -> None:
         """Send tokens to the handles of their sequences, and free the slots of sequences that end."""
@@ -155,7 +155,7 @@ class Emitter:
                 logprobs = [token_logprob(sampled, (step, row), top, pending.version) for step in steps]
             self.num_tokens += sequence.append(read.tokens[row], logprobs, tokenizer=self._tokenizer, eos=self._eos)
             if read.verifications is not None and (verification := read.verifications[row]) is not None:
-                self._follow(sequence, verification, row, pending.logits_SBV)
+                self._follow(sequence, verification, row, pending)
             if sequence.constraint is not None and not sequence.is_finished and (error := sequence.constraint.error):
                 sequence.fail(f"the grammar cannot be followed: {error[:500]}")
             if sequence.is_finished:

@@ -37,8 +37,9 @@ FIRST_RATE, PRIOR_TOKENS = 0.02, 32
 MAX_MASKED_STEPS = 1024
 # Steps per token from which on the cost of masks is measured, and for how many steps per size of the batch.
 TRIAL_LOSS, TRIAL_STEPS = 1.1, 8
-# Calls after which the time of others that were not used since counts as unknown: the machine may have been busy.
-MAX_AGE = 256
+# Calls after which the time of others that were not used since counts as unknown: the machine may have been busy. Masks
+# are measured again in TRIAL_STEPS steps, so less often.
+MAX_AGE, MAX_MASKED_AGE = 256, 1024
 # Elements of the logits that a call keeps, unless it has the least steps: half a GiB.
 MAX_LOGITS = 2**27
 
@@ -122,14 +123,17 @@ class MaskPolicy:
         self.is_masking = num_steps == 0
         return num_steps
 
+    def fits_logits(self, rows: int, num_steps: int) -> bool:
+        """Whether the logits of a call are few enough to keep them, or it has the least steps."""
+        return num_steps == self.step_counts[0] or rows * num_steps * self._vocab_size <= MAX_LOGITS
+
     def _choose_verified_steps(self, sequences: List[Sequence], constrained: List[Sequence]) -> int:
         if not self._is_supported or not all(sequence.is_verifiable for sequence in constrained):
             return 0
         if self._num_masked >= MAX_MASKED_STEPS and not self._is_deterministic:
             self._all, self._sequences, self._num_masked = RejectionRate(ENGINE_TOKENS), {}, 0
         rate, size = self._expected_rate(sequences, constrained), _size(sequences)
-        row_logits = self._vocab_size << size
-        counts = [n for n in self.step_counts if n == self.step_counts[0] or n * row_logits <= MAX_LOGITS]
+        counts = [count for count in self.step_counts if self.fits_logits(1 << size, count)]
         seconds = self._step_seconds(size)
         best = min(counts, key=lambda count: seconds[count] * _steps_per_token(count, rate))
         loss = _steps_per_token(best, rate)
@@ -153,9 +157,12 @@ class MaskPolicy:
         assumed = {0: MASKED_STEP} | {count: 1 + CALL_OVERHEAD / count for count in self.step_counts}
         if self._times is None:
             return assumed
-        for count in self.step_counts:
-            if self._last_calls.get((size, count), self._num_calls) < self._num_calls - MAX_AGE:
+        for count in assumed:
+            age = self._num_calls - self._last_calls.get((size, count), self._num_calls)
+            if age > (MAX_AGE if count else MAX_MASKED_AGE):
                 self._times.forget((size, count))
+                if count == 0:
+                    self._trial_steps[size] = 0
         calls = {count: self._times.seconds((size, count)) for count in assumed}
         measured = {count: seconds / max(count, 1) for count, seconds in calls.items() if seconds is not None}
         unit = min((seconds / assumed[count] for count, seconds in measured.items()), default=1.0)

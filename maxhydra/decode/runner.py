@@ -271,6 +271,9 @@ class Runner:
         features = sampling_features(sequences)
         shape = self.buckets.decode_shape(sequences, lookahead=num_steps - 1, extra_rows=0)
         key = self.programs.choose_multi_step(MultiStepKey(shape, features, num_steps))
+        if key is not None and features.mask and not self.mask_policy.fits_logits(key.shape.rows, key.num_steps):
+            # A larger program, which takes the place of the exact one, would keep more logits.
+            key = self.programs.choose_multi_step(MultiStepKey(shape, features, self.mask_policy.step_counts[0]))
         if key is None:
             return None
         on_arrival = self.mask_policy.start(sequences, num_steps=key.num_steps)
@@ -296,9 +299,11 @@ class Runner:
         resampled = []
         for logits_SBV, rows in group_rejected(sequences):
             head_BC = resample_inputs(rows, self.programs.padding_slot)
-            resampled.append(self._sample(rows, logits_SBV, head_BC, self._known_masks))
+            pending = self._sample(rows, logits_SBV, head_BC, self._known_masks)
             for each in filter(None, rows):
-                each.rejected = None
+                assert each.rejected is not None
+                pending, each.rejected = pending._replace(version=each.rejected.version), None
+            resampled.append(pending)
         return resampled
 
     def _decode_from_history(self, sequences: list[Sequence], policy: DraftPolicy) -> PendingTokens | None:

@@ -28,6 +28,8 @@ class RejectedToken(NamedTuple):
     """Of all steps of its call."""
     step: int
     row: int
+    version: int
+    """Of the weights that computed them."""
 
 
 class Sequence:

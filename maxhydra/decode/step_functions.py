@@ -62,7 +62,8 @@ class MultiStepKey(NamedTuple):
 
     @property
     def size(self) -> int:
-        return self.shape.size * self.num_steps
+        # A batch without grammars gets a program that keeps no logits.
+        return self.shape.size * self.num_steps * (2 if self.features.mask else 1)
 
 
 class Forwarded(NamedTuple):

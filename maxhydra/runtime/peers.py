@@ -66,7 +66,10 @@ class _Peers:
         self._silence_seconds, self._started_at = silence_seconds, time.monotonic()
         self.last = _LastLine()
         self._has_failed = self._has_ended_task = False
-        self._lost_reason = ""
+        self._num_tasks = 0
+        """Tasks that this process has begun after its first one."""
+        self._loss = "", EXIT_LOST
+        """Why this process was to end, and with which exit code."""
         self._connections: dict[int, Connection] = {}
         self._agreement = StopAgreement()
 
@@ -137,7 +140,7 @@ class _Peers:
             self.lose(message["lost"], code=message["code"])
         if "failed" in message:
             reason = f"{connection} ended: {message['failed']}"
-            timer = threading.Timer(FAILURE_SECONDS, self._end_task_with, args=(reason,))
+            timer = threading.Timer(FAILURE_SECONDS, self._end_task_with, args=(reason, message["task"]))
             timer.daemon = True
             timer.start()
         if "signal" in message:
@@ -183,7 +186,7 @@ class _Peers:
         """
         if self.is_lost.is_set():
             return
-        self._lost_reason = reason
+        self._loss = reason, code
         self.is_lost.set()
         for connection in self._connections.values():
             connection.send(lost=reason, code=code)
@@ -206,21 +209,24 @@ class _Peers:
     def join(self) -> None:
         """Begin another task of the same processes."""
         self.exit_code = 0
+        self._num_tasks += 1
         self.has_left = self._has_failed = self._has_ended_task = False
         for connection in self._connections.values():
             connection.send(joined=True)
         if self.is_lost.is_set():
-            exit_with_reason(self._lost_reason, None, code=EXIT_LOST)
+            reason, code = self._loss
+            exit_with_reason(reason, None, code=code)
 
     def end_task(self, failure: str | None) -> None:
         """Notify the others if the task of this process has failed, perhaps without theirs."""
         self._has_ended_task = True
         if failure is not None:
             for connection in self._connections.values():
-                connection.send(failed=failure[:4000])
+                connection.send(failed=failure[:4000], task=self._num_tasks)
 
-    def _end_task_with(self, reason: str) -> None:
-        if not self._has_ended_task:
+    def _end_task_with(self, reason: str, task: int) -> None:
+        """End the task with this number, unless it has ended."""
+        if task == self._num_tasks and not self._has_ended_task:
             self.lose(reason, code=1)
 
     def leave(self, error: BaseException | None) -> None:

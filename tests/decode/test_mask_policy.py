@@ -333,3 +333,11 @@ def test_calls_that_were_slow_once_are_tried_again(monkeypatch: pytest.MonkeyPat
     assert [decoding.call([0] * 4) for _ in range(60)][-1] == 0
     decoding.overhead = 0.1
     assert [decoding.call([8] * 4) for _ in range(2000)][-1] == 8
+
+
+def test_masks_that_were_slow_once_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host may have compiled other programs meanwhile."""
+    decoding = Decoding(monkeypatch, is_measured=True, cost=20.0)
+    assert [decoding.call([0] * 4) for _ in range(100)][-1] > 0
+    decoding.cost = 1.1
+    assert [decoding.call([0] * 4) for _ in range(3000)][-1] == 0

@@ -203,7 +203,10 @@ def test_the_error_of_a_failed_row_is_its_last_exception(monkeypatch: pytest.Mon
     last_error = bench_module("failed_row", monkeypatch).last_error
     trace = "KeyError: 'a'\n\nDuring handling:\nmaxhydra.config.errors.ConfigError:  model=x: no\n    accepted: y\n"
     expected = "maxhydra.config.errors.ConfigError:  model=x: no\n    accepted: y"
-    assert last_error(f"compiling\n{trace}--------------------\nFor simplicity, JAX\n") == expected
+    notice = "--------------------\nFor simplicity, JAX has removed its internal frames\n"
+    assert last_error(f"compiling\n{trace}{notice}") == expected
+    cause, last = f"jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED\n{notice}", "OutOfMemoryError: try less"
+    assert last_error(f"{cause}\nThe above exception was the direct cause:\n\n{last}\n") == last
     assert last_error("usage: train_hf.py\ntrain_hf.py: error: no device\n") == "train_hf.py: error: no device"
 
 

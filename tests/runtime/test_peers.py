@@ -229,6 +229,31 @@ def test_a_failed_task_of_one_process_ends_those_of_the_others(
         assert (f"process 1 on {socket.gethostname()} ended: out of memory", 0) in pair.reasons
 
 
+def test_the_failure_of_a_task_does_not_end_the_next_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep continues after a job that fails in all processes."""
+    monkeypatch.setattr(peers, "FAILURE_SECONDS", 0.1)
+    for each in (pair.first, pair.second):
+        each.join()
+    for each in (pair.first, pair.second):
+        each.end_task("out of memory")
+        each.leave(None)
+    for each in (pair.first, pair.second):
+        each.join()
+    time.sleep(0.3)
+    assert pair.reasons == []
+    pair.second.end_task("out of memory")
+    wait_for(lambda: ("exit", 1) in pair.reasons)
+
+
+def test_a_process_whose_error_ended_the_others_begins_no_other_task(pair: Pair) -> None:
+    """Such as the next job of a sweep; it ends with the exit code of the error."""
+    pair.second.leave(ConfigError(Problem("task.input", "does not exist")))
+    wait_for(pair.second.is_lost.is_set)
+    pair.reasons.clear()
+    pair.second.join()
+    assert pair.reasons == [("exit", 2)]
+
+
 def test_a_process_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "BEAT_SECONDS", 0.02)
     exits: list[int] = []
