@@ -126,6 +126,8 @@ def is_supported(tokens: int, experts: Experts, dtype: str) -> bool:
     fits = math.gcd(D, F) % LEAST_SIZE == 0 and experts.up.values.size < 2**31
     dtypes = (jnp.bfloat16, jnp.int8, jnp.uint16)
     is_stored = all(matrices.values.dtype in dtypes for matrices in (*experts.into, experts.down))
+    # One kernel reads gate and up.
+    is_stored = is_stored and len({matrices.values.dtype for matrices in experts.into}) == 1
     return jax.default_backend() == "gpu" and tokens <= MOST_TOKENS and fits and is_stored and dtype == "bfloat16"
 
 

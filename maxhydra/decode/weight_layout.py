@@ -93,11 +93,16 @@ class _Flat:
 
         One program converts all layers of a stack; operation by operation, each weight would need several.
         """
-        axes = self.flat.axes
-        packed_params = {name: _map(_turned, axes[name], part) for name, part in params.items() if name not in LAYERS}
+        packed_params = {name: self._stored_part(name, part) for name, part in params.items() if name not in LAYERS}
         layers = enumerate(unstacked(self.model, params))
         packed_params["prefix"] = {str(n): self._convert_layer(*layer) for n, layer in layers}
         return packed_params
+
+    def _stored_part(self, name: str, part: Tree) -> Tree:
+        """What is in no stack: embedding, head, final norm and the layers of MTP."""
+        axes = self.flat.axes[name]
+        turned = _map(_turned, axes, part)
+        return _with_packed_experts(turned, axes) if self.joins else turned
 
     @functools.cached_property
     def _convert_layer(self) -> Callable[[str, Tree, int | None], Tree]:

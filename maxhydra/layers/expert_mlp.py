@@ -129,12 +129,11 @@ def apply_experts(
         up_RF = _add_bias(up_RF, weights.up_EF, is_of_RE)
     gate_RF = None if gate_RF is None else checkpoint_name(gate_RF, "mlp_gate")
     up_RF = checkpoint_name(up_RF, "mlp_up")
+    down = _Down(spec, place)
     if weights.down_update is None:
-        return _down(_Down(spec, place), gate_RF, up_RF, weights_R, weights.down_EFD, sizes_E)
-    hidden_RF = spec.hidden(gate_RF, up_RF)
-    if weights_R is not None:
-        hidden_RF = (hidden_RF * weights_R[:, None]).astype(hidden_RF.dtype)
-    out_RD = _grouped_matmul(hidden_RF, weights.down_EFD, sizes_E, spec.kernel, place)
+        return _down(down, gate_RF, up_RF, weights_R, weights.down_EFD, sizes_E)
+    hidden_RF = down.hidden(gate_RF, up_RF, weights_R)
+    out_RD = down.project(hidden_RF, weights.down_EFD, sizes_E)
     return out_RD + _update(hidden_RF, weights.down_update, sizes_E, spec.kernel, place)
 
 

@@ -1,5 +1,6 @@
 """The kernels for the experts of a few tokens against NumPy in float64, in every storage format, in interpret mode."""
 
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -109,3 +110,14 @@ def test_mxfp4_weights_are_exact_in_the_kernel() -> None:
     index, options = jnp.arange(64), {"table_G3": table, "R": 64, "tile": tile, "interpret": True}
     found = few_rows.multiply_rows(jnp.eye(64, dtype=jnp.bfloat16), index, (stored,), **options)
     np.testing.assert_array_equal(found[0, 0], expected[0])
+
+
+def test_gate_and_up_in_different_formats_are_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel reads both. INT4 and MXFP4 are both packed, and down has a kernel of its own."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    rng = np.random.default_rng(0)
+    into, down = {name: make(rng, D, F)[0] for name, make in FORMATS.items()}, int8(rng, F, D)[0]
+    for gate, up in itertools.product(FORMATS, FORMATS):
+        expected = gate == up or {gate, up} == {"int4", "mxfp4"}
+        experts = few_rows.Experts(into[gate], into[up], down)
+        assert few_rows.is_supported(3, experts, "bfloat16") == expected, (gate, up)
