@@ -22,7 +22,7 @@ from typing import Any
 
 from arguments import split_arguments
 from decode import TASK_KEYS
-from records import kind, layers, read_lines
+from records import OTHER_WORK, kind, layers, read_lines
 from records import peer as peer_name
 
 from maxhydra import runtime
@@ -33,8 +33,6 @@ HERE = Path(__file__).parent
 PEER_PACKAGES = ("torch", "transformers")
 # Fields of a decode line that must match between ours and a peer's.
 MATCHED = ("batch", "prompt", "new")
-# Overrides of lines that do less work than a peer, or in another format.
-OTHER_WORK = ("quantization=", "adapter=", "optimizer=", "model.dtypes.weights=")
 
 
 def main(arguments: list[str]) -> int:

@@ -108,13 +108,13 @@ def check_small_batch(case: Case) -> Check:
 def few_rows_cases() -> Iterator[Case]:
     """One token, fewer rows than experts, and more; the last token is padding."""
     sizes = ((8, 4, 320, 576), (16, 2, 512, 768))
-    formats = ("bfloat16", "int8", "int4", "mxfp4")
+    formats = ("bfloat16", "int8", "int4", "int4_16", "mxfp4")
     for M, (E, K, D, F), format in itertools.product((1, 3, 64), sizes, formats):
         yield Case("few_rows", "bfloat16", (M, E, K, D, F), (("format", format), ("bias", E == 8)))
 
 
 def random_matrices(format: str, number: int, shape: tuple[int, int, int]) -> tuple[few_rows.Matrices, jax.Array]:
-    """Random weights of about 0.02 in a format, and in float32; all codes occur."""
+    """Random weights of about 0.02 in a format, and in float32; all codes occur. int4_16: in groups of 16, not 64."""
     E, inputs, outputs = shape
     key = jax.random.key(number)
     if format == "bfloat16":
@@ -125,10 +125,11 @@ def random_matrices(format: str, number: int, shape: tuple[int, int, int]) -> tu
         scales = jnp.linspace(0.0001, 0.0005, E * outputs).reshape(E, outputs)
         return few_rows.Matrices(codes, scales), codes * scales[:, None]
     codes = jax.random.randint(key, shape, 0, 16, jnp.uint8)
-    if format == "int4":
-        scales = jnp.linspace(0.002, 0.01, E * (inputs // 64) * outputs).reshape(E, -1, outputs)
+    if format.startswith("int4"):
+        group = int(format.partition("_")[2] or 64)
+        scales = jnp.linspace(0.002, 0.01, E * (inputs // group) * outputs).reshape(E, -1, outputs)
         values = (codes ^ 8).astype(jnp.float32) - 8
-        return expert_weights.pack_int4(codes, scales), values * jnp.repeat(scales, 64, axis=1)
+        return expert_weights.pack_int4(codes, scales), values * jnp.repeat(scales, group, axis=1)
     exponents = jax.random.randint(key, (E, inputs // 32, outputs), 117, 123, jnp.int32)
     magnitudes = jnp.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     values = jnp.concatenate([magnitudes, -magnitudes])[codes]

@@ -8,6 +8,10 @@ from typing import Any
 Line = dict[str, Any]
 Columns = Mapping[str, Callable[[Line], str]]
 LAYERS = "model.num_layers="
+# Overrides that change the work; others, except sizes, are tuning.
+OTHER_WORK = ("quantization", "adapter=", "optimizer=", "model.dtypes.weights=")
+# Overrides of data, measurement and storage.
+IRRELEVANT = ("data=", "hardware.compilation_cache=", "task.", "objective=", "run.")
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 
 

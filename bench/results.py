@@ -6,6 +6,8 @@
 from collections.abc import Callable, Hashable, Iterable
 
 from records import (
+    IRRELEVANT,
+    OTHER_WORK,
     Columns,
     Line,
     date,
@@ -22,11 +24,7 @@ from records import (
     share,
 )
 
-# Overrides that are part of a case; others, except sizes, are tuning.
-CASE = ("quantization", "adapter=", "optimizer=", "model.dtypes.weights=")
 SIZES = ("model=", "model.num_layers=", "train.seq_len=", "train.per_device_batch_size=")
-# Overrides of measurement and storage.
-IGNORED = ("data=", "hardware.compilation_cache=", "task.", "objective=", "run.")
 # Settings of a training step that are part of its case.
 ROWS = ("per_device_batch_size", "seq_len")
 
@@ -34,12 +32,12 @@ ROWS = ("per_device_batch_size", "seq_len")
 def case(line: Line) -> str:
     """The model, its layers if it is cut, and the overrides that change the work."""
     parts = [f"`{line['model']}`", *([f"{layers(line)} layers"] if layers(line) else [])]
-    return ", ".join([*parts, *(f"`{text}`" for text in line["overrides"] if text.startswith(CASE))])
+    return ", ".join([*parts, *(f"`{text}`" for text in line["overrides"] if text.startswith(OTHER_WORK))])
 
 
 def settings(line: Line) -> str:
     """Whether the other settings are the defaults."""
-    is_tuned = any(not text.startswith((*CASE, *SIZES, *IGNORED)) for text in line["overrides"])
+    is_tuned = any(not text.startswith((*OTHER_WORK, *SIZES, *IRRELEVANT)) for text in line["overrides"])
     return "tuned" if is_tuned or line.get("xla_flags") else "default"
 
 
@@ -53,7 +51,7 @@ def newest(lines: Iterable[Line], key: Callable[[Line], Hashable]) -> list[Line]
 
 def is_plain(line: Line) -> bool:
     """Whether a peer did the same work: no other format, optimizer or adapter."""
-    return not any(text.startswith(CASE) for text in line["overrides"])
+    return not any(text.startswith(OTHER_WORK) for text in line["overrides"])
 
 
 def training(lines: list[Line]) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from records import (
+    IRRELEVANT,
     Columns,
     Line,
     date,
@@ -36,13 +37,11 @@ from results import results
 DOCS = Path(__file__).parent.parent / "docs"
 # Fields of a bench/kernels.py line that describe the case; the others are measurements.
 CASE = ("bench", "device", "jax", "kernel", "case", "shape")
-# Overrides that do not describe what was measured.
-IGNORED = ("data=", "hardware.compilation_cache=", "model=", "task.", "objective=")
 
 
 def settings(line: Line) -> str:
     """The overrides other than the model, or the peer and its sizes."""
-    overrides = [text for text in line.get("overrides", ()) if not text.startswith(IGNORED)]
+    overrides = [text for text in line.get("overrides", ()) if not text.startswith((*IRRELEVANT, "model="))]
     if name := peer(line):
         sizes = [f"{size} {line[size]}" for size in ("batch", "seq_len")] if kind(line) == "pretrain" else []
         attention = [line["attention"]] if line.get("attention", "sdpa") != "sdpa" else []

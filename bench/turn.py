@@ -1,4 +1,4 @@
-"""The turn of a process on the GPU: bench/one_gpu.sh starts a row, which imports, before the last one ends."""
+"""The turn of a process on the GPU: bench/one_gpu.sh starts a row, which imports, before the previous one ends."""
 
 import os
 import time
