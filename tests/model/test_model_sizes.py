@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from maxhydra.config.compose.composer import compose
 from maxhydra.config.options import model_option
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.config import parameter_estimate
@@ -140,6 +141,18 @@ def test_every_option_has_its_published_size(name):
         assert parameter_estimate(load(name)) == pytest.approx(count, rel=0.05)
     else:
         assert ("tiny" in name or "micro" in name) and count < 1_000_000
+
+
+@pytest.mark.parametrize(("format", "bits"), [("int8_weights", 8), ("int4_weights", 4), ("mxfp4_weights", 4)])
+def test_formats_of_weights_include_experts_next_to_an_mlp(format, bits):
+    """Those of Gemma 4 are most of its weights, and in another part of the layer than the experts of other families."""
+    overrides = ["model=gemma4-26b", "model.num_layers=6", "task=decode", f"quantization={format}"]
+    composed = compose(overrides).config
+    arrays = jax.tree_util.tree_leaves_with_path(build(composed.model, quantization=composed.quantization).shapes)
+    stored = sum(array.size * array.dtype.itemsize for path, array in arrays if "experts" in jax.tree_util.keystr(path))
+    # 128 experts of width 704 in each layer, and scales.
+    count = 6 * 128 * 3 * 2816 * 704
+    assert 1 < 8 * stored / (bits * count) < 1.2
 
 
 def test_default_model_is_a_byte_model_in_float32():
