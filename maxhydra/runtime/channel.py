@@ -26,6 +26,8 @@ import jax
 import numpy as np
 from jax._src import distributed
 
+from maxhydra.runtime.exits import EXIT_LOST
+
 # Processes reach a channel at different times, after loading weights; if one dies, peers.py ends the others.
 WAIT_MS = 24 * 3600 * 1000
 HEADER = struct.Struct("!Q")
@@ -145,7 +147,9 @@ class Connection:
         self.link, self.index, self.host = link, index, host
         self.step, self.line = 0, ""
         self.heard_at = time.monotonic()
-        self.has_left = self.is_warned = False
+        self.has_left = self.is_warned = self.is_closed = False
+        self.num_tasks, self.error = 0, ("", 0)
+        """Tasks that the process had begun when it left; the error with which it left, if any, and its exit code."""
         self._buffer = b""
         self._lock = threading.Lock()
 
@@ -175,6 +179,11 @@ class Connection:
 
     def __str__(self) -> str:
         return f"process {self.index} on {self.host}"
+
+    @property
+    def loss(self) -> tuple[str, int]:
+        """Why the process is lost once the connection is closed, and the exit code of the others."""
+        return self.error if self.error[0] else (f"{self} is gone; {self.describe_last()}", EXIT_LOST)
 
     def describe_last(self) -> str:
         return f"last known step {self.step}" + (f", its last log line was: {self.line}" if self.line else "")

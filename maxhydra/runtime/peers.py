@@ -67,7 +67,7 @@ class _Peers:
         self.last = _LastLine()
         self._has_failed = self._has_ended_task = False
         self._num_tasks = 0
-        """Tasks that this process has begun after its first one."""
+        """Tasks that this process has begun."""
         self._loss = "", EXIT_LOST
         """Why this process was to end, and with which exit code."""
         self._connections: dict[int, Connection] = {}
@@ -122,8 +122,10 @@ class _Peers:
             self._connections[connection.index] = connection
         for message in messages or ():
             self._handle(connection, message)
-        if messages is None and connection.index >= 0 and not connection.has_left:
-            self.lose(f"{connection} is gone; {connection.describe_last()}")
+        if messages is None and connection.index >= 0:
+            connection.is_closed = True
+            if not connection.has_left or connection.num_tasks < self._num_tasks:
+                self.lose(*connection.loss)
         return messages is not None
 
     def _handle(self, connection: Connection, message: Message) -> None:
@@ -133,11 +135,13 @@ class _Peers:
         connection.has_left = connection.has_left and "joined" not in message
         if "left" in message:
             # With an error it does not wait for the others at exit.
-            connection.has_left = message["left"] is None
-            if message["left"] is not None and not self.has_left:
-                self.lose(f"{connection} ended: {message['left']}", code=message["code"])
+            connection.has_left, connection.num_tasks = message["left"] is None, message["task"]
+            if message["left"] is not None:
+                connection.error = f"{connection} ended: {message['left']}", message["code"]
+                if not self.has_left:
+                    self.lose(*connection.error)
         if "lost" in message:
-            self.lose(message["lost"], code=message["code"])
+            self.lose(message["lost"], message["code"])
         if "failed" in message:
             reason = f"{connection} ended: {message['failed']}"
             timer = threading.Timer(FAILURE_SECONDS, self._end_task_with, args=(reason, message["task"]))
@@ -179,7 +183,7 @@ class _Peers:
         if sender is not None and self.write_stacks is not None:
             self.write_stacks(reason)
 
-    def lose(self, reason: str, *, code: int = EXIT_LOST) -> None:
+    def lose(self, reason: str, code: int = EXIT_LOST) -> None:
         """End this process because of another one or a hang of all, after notifying the others.
 
         If it has left, it completes its own work first, and does not begin another task.
@@ -213,6 +217,8 @@ class _Peers:
         self.has_left = self._has_failed = self._has_ended_task = False
         for connection in self._connections.values():
             connection.send(joined=True)
+            if connection.is_closed:
+                self.lose(*connection.loss)
         if self.is_lost.is_set():
             reason, code = self._loss
             exit_with_reason(reason, None, code=code)
@@ -227,7 +233,7 @@ class _Peers:
     def _end_task_with(self, reason: str, task: int) -> None:
         """End the task with this number, unless it has ended."""
         if task == self._num_tasks and not self._has_ended_task:
-            self.lose(reason, code=1)
+            self.lose(reason, 1)
 
     def leave(self, error: BaseException | None) -> None:
         """Notify the others, once, of how this process ends, which decides their exit codes."""
@@ -239,7 +245,7 @@ class _Peers:
         if self._has_failed:
             self.exit_code = code
         for connection in self._connections.values():
-            connection.send(left=text, code=code)
+            connection.send(left=text, code=code, task=self._num_tasks)
 
     def request_stop(self, number: int) -> None:
         """Ask all processes to end at the same call of `reached_stop`, because this one received a signal."""

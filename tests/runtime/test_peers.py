@@ -251,7 +251,35 @@ def test_a_process_whose_error_ended_the_others_begins_no_other_task(pair: Pair)
     wait_for(pair.second.is_lost.is_set)
     pair.reasons.clear()
     pair.second.join()
-    assert pair.reasons == [("exit", 2)]
+    assert {code for name, code in pair.reasons if name == "exit"} == {2}
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_process_that_dies_between_two_tasks_is_named(pair: Pair, is_early: bool) -> None:
+    """Before or after the other one begins the next task."""
+    for each in (pair.first, pair.second):
+        each.join()
+        each.leave(None)
+    wait_for(lambda: pair.first._connections[1].has_left)
+    if not is_early:
+        pair.first.join()
+    pair.second._connections[0].link.shutdown(socket.SHUT_RDWR)
+    wait_for(lambda: pair.first._connections[1].is_closed)
+    if is_early:
+        assert pair.reasons == []
+        pair.first.join()
+    wait_for(lambda: ("exit", peers.EXIT_LOST) in pair.reasons)
+    name = f"process 1 on {socket.gethostname()} is gone; "
+    assert any(reason.startswith(name) for reason, _ in pair.reasons), pair.reasons
+
+
+def test_an_error_is_passed_on_by_a_process_that_has_ended_its_task(pair: Pair) -> None:
+    pair.first.leave(None)
+    pair.second.leave(ConfigError(Problem("task.input", "does not exist")))
+    wait_for(lambda: pair.first._connections[1].error[0])
+    pair.second._connections[0].link.shutdown(socket.SHUT_RDWR)
+    wait_for(pair.first.is_lost.is_set)
+    assert pair.first._loss == (f"process 1 on {socket.gethostname()} ended: task.input: does not exist", 2)
 
 
 def test_a_process_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
