@@ -174,8 +174,7 @@ def field_values(packed: jax.Array, q: int, scales: Scales, packing: Packing, *,
 
 
 # Two elements, in the halves of a register, to two bfloat16 values. INT4: the code plus 8 is the end of the mantissa of
-# 128 to 143, from which 136 is subtracted. The scale, rounded to 16 bits, is the sum of two
-# bfloat16 numbers.
+# 128 to 143, from which 136 is subtracted. The scale, rounded to 16 bits, is the sum of two bfloat16 numbers.
 _INT4 = """{{
   .reg .b32 c, t, one;
   mov.b32 one, 0x3F803F80;

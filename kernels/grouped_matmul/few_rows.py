@@ -6,8 +6,7 @@ splits and applies bias, activation and the rows' factors: the programs of down 
 columns.
 
 Shapes: M tokens, K experts per token, R = M * K rows sorted by expert, G groups of rows, one per expert that is hit, E
-experts, D residual stream, F hidden, P splits, N columns of a matmul, H matrices
-that read the tokens.
+experts, D residual stream, F hidden, P splits, N columns of a matmul, H matrices that read the tokens.
 """
 
 import math
@@ -83,7 +82,7 @@ class Groups(NamedTuple):
 
 class Tile(NamedTuple):
     rows: int
-    """Rows multiplied at a time. One row is multiplied without the tensor cores."""
+    """Rows multiplied at a time."""
     columns: int
     terms: int
     """Terms of the sum per step."""
@@ -299,19 +298,16 @@ def _multiply(load_x: LoadRows, weight_refs: Any, scale_refs: Any, program: _Pro
         weights = [ref[expert, pl.ds(start, tile.terms), columns] for ref in weight_refs]
         return [_add_matmul(x, weight, total, interpret=interpret) for weight, total in zip(weights, sums, strict=True)]
 
-    shape = (tile.terms if tile.rows == 1 else tile.rows, tile.columns)
-    sums = jax.lax.fori_loop(0, steps, add, [jnp.zeros(shape, jnp.float32)] * len(weight_refs))
-    outs = [jnp.sum(total, axis=0, keepdims=True) if tile.rows == 1 else total for total in sums]
+    zeros = jnp.zeros((tile.rows, tile.columns), jnp.float32)
+    sums = jax.lax.fori_loop(0, steps, add, [zeros] * len(weight_refs))
     if not scale_refs:
-        return outs
-    return [out * ref[expert, columns][None, :] for out, ref in zip(outs, scale_refs, strict=True)]
+        return sums
+    return [total * ref[expert, columns][None, :] for total, ref in zip(sums, scale_refs, strict=True)]
 
 
 def _add_matmul(x: jax.Array, weight: jax.Array, total: jax.Array, *, interpret: bool) -> jax.Array:
     if weight.dtype == jnp.int8:
         weight = weight.astype(x.dtype) if interpret else convert_int8(AS_BFLOAT16, x.dtype, weight)
-    if x.shape[0] == 1:
-        return total + x.reshape(-1, 1).astype(jnp.float32) * weight.astype(jnp.float32)
     return total + jnp.dot(x, weight, preferred_element_type=jnp.float32)
 
 

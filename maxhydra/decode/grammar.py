@@ -69,8 +69,6 @@ def _library() -> Any:
 class Verification(NamedTuple):
     """How many tokens of a call without masks a grammar accepts."""
 
-    num_steps: int
-    """Steps that the call took for them, except those after EOS."""
     num_accepted: int
     is_rejected: bool
     """Whether the grammar rejects the token after the accepted ones."""
@@ -96,15 +94,15 @@ class Constraint:
         the call was dispatched; tokens that follow a rejected one are dropped.
         """
         if num_restarts < self.num_rejections:
-            return Verification(len(tokens), 0, is_rejected=False)
+            return Verification(0, is_rejected=False)
         end = next((index for index, token in enumerate(tokens) if token < 0 or token in eos), len(tokens))
         accepted = self._consume_allowed(tokens[:end])
         self.mask_W = None
         if accepted == end < len(tokens) and (tokens[end] < 0 or self.matcher.is_accepting()):
-            return Verification(end + 1, end + 1, is_rejected=False)
+            return Verification(end + 1, is_rejected=False)
         is_rejected = accepted < len(tokens)
         self.num_rejections += is_rejected
-        return Verification(len(tokens), accepted, is_rejected)
+        return Verification(accepted, is_rejected)
 
     def _consume_allowed(self, tokens: List[int]) -> int:
         """Advance by the tokens up to the first that a mask would not have; return their number.

@@ -40,7 +40,7 @@ TRIAL_LOSS, TRIAL_STEPS = 1.1, 8
 # Calls after which the time of others that were not used since counts as unknown: the machine may have been busy. Masks
 # are measured again in TRIAL_STEPS steps, so less often.
 MAX_AGE, MAX_MASKED_AGE = 256, 1024
-# Elements of the logits that a call keeps, unless it has the least steps: half a GiB.
+# Elements of the logits that a call keeps, unless it has the least steps: half a GiB in float32.
 MAX_LOGITS = 2**27
 
 

@@ -366,7 +366,6 @@ def decode_inputs(rows: List[Sequence | None], shape: StepShape, padding_slot: i
 
 def resample_inputs(rows: List[Sequence | None], padding_slot: int) -> np.ndarray:
     """Pack sequences whose next token is sampled again; their step takes the place of the number of tokens."""
-
     progress = [(len(each.tokens), each.rejected.step) if each and each.rejected else (0, 0) for each in rows]
     return _pack_sequences(rows, progress, StepShape(len(rows), 1, 0, is_prefill=False), padding_slot)
 

@@ -25,7 +25,7 @@ TINY = 1e-20
 MOST_PAIRS = 2**22
 # Tokens from which a matmul with three times the columns pays; a few tokens are decoded faster by a matmul in float32.
 MIN_TOKENS = 512
-# Name of the router's decisions in rematerialization: 4 bytes of each token per expert, mostly, but many small kernels.
+# Name of the router's decisions in rematerialization: mostly 4 bytes per token and expert, but many small kernels.
 ROUTING = "routing"
 
 

@@ -1,8 +1,7 @@
 """Partition into trainable and frozen weights, base weights in their storage format, and merging of LoRA adapters.
 
 With an adapter only its weights and a value or score head are trained; without one all are. Trees are nested dicts with
-any leaves: arrays, shapes, axes, shardings. Storage formats are plain, NF4, INT8, INT4 and
-MXFP4.
+any leaves: arrays, shapes, axes, shardings. Storage formats are plain, NF4, INT8, INT4 and MXFP4.
 """
 
 import math

@@ -18,8 +18,8 @@ from maxhydra.plan.traffic import Overlap, Transfer, transfers
 from maxhydra.runtime import Machine
 
 GIB = 2**30
-# Parts of device memory that a step may take by the estimate with remat none and minimal. Estimates have been up to 10 %
-# too low; the other tasks also have pairs of rows, a reference, a teacher or an engine, which they do not include.
+# Parts of device memory that a step may take by the estimate with remat none and minimal. Estimates have been up to
+# 10 % too low; the other tasks also have pairs of rows, a reference, a teacher or an engine, which they do not include.
 SHARES, OTHER_SHARES = (0.85, 0.97), (0.0, 0.65)
 # Tokens whose logits are in memory at a time, if the loss is computed in chunks to save memory.
 CHUNK_TOKENS = 4096

@@ -258,7 +258,7 @@ class Decoding:
             on_arrival()
         for sequence, most in zip(self.sequences, accepted if num_steps else (), strict=bool(num_steps)):
             count = min(most, num_steps)
-            self.policy.record(sequence, Verification(num_steps, count, is_rejected=count < num_steps))
+            self.policy.record(sequence, Verification(count, is_rejected=count < num_steps))
         return num_steps
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +44,26 @@ def mxfp4(rng: np.random.Generator, inputs: int, outputs: int) -> Stored:
 
 
 FORMATS: dict[str, Callable[..., Stored]] = {"bfloat16": bfloat16, "int8": int8, "int4": int4, "mxfp4": mxfp4}
+# INT4 in groups of a part of a block, and of several blocks.
+GROUPED = {"int4_16": partial(int4, group=16), "int4_192": partial(int4, group=192)}
 
 
 def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize("format", GROUPED)
+def test_matmuls_of_other_groups_equal_numpy(format: str) -> None:
+    """Ten rows of one expert, and two of the last."""
+    rng = np.random.default_rng(0)
+    stored, values = GROUPED[format](rng, 192, 128)
+    x = jnp.asarray(rng.normal(size=(12, 192)), jnp.bfloat16)
+    tile, table = few_rows.Tile(16, 128, 64, splits=3, warps=4, stages=1), jnp.asarray([[2, 0, 10], [E - 1, 10, 2]])
+    options = {"table_G3": table, "R": 12, "tile": tile, "interpret": True}
+    found = few_rows.multiply_rows(x, jnp.arange(12), (stored,), **options)[0].sum(axis=0)
+    rows = np.asarray(x, np.float64)
+    expected = np.concatenate([rows[:10] @ values[2], rows[10:] @ values[E - 1]])
+    assert np.linalg.norm(found - expected) <= 5e-3 * np.linalg.norm(expected)
 
 
 @pytest.mark.slow

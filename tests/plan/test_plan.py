@@ -21,7 +21,7 @@ from maxhydra.model.block import Remat
 from maxhydra.plan.case import Case, Subject
 from maxhydra.plan.estimate import advice, make_plan, with_remat
 from maxhydra.plan.layers import trace_layer
-from maxhydra.plan.memory import memory
+from maxhydra.plan.memory import Memory, memory
 from maxhydra.plan.search import Limits, meshes, search
 from maxhydra.plan.timing import near_members, step_time
 from maxhydra.plan.traffic import bytes_by_axes, transfers
@@ -150,6 +150,23 @@ def test_remat_policy_and_loss_chunk_are_those_that_fit(
     assert config.model.remat.policy is RematPolicy.auto
     fitting = with_remat(config, devices=1, slices=1, memory_gib=gib)
     assert (fitting.model.remat.policy, fitting.train.loss_chunk) == (policy, chosen)
+
+
+def test_gradients_of_unrolled_layers_are_separate_arrays() -> None:
+    """Those of a loop, and those that are accumulated, are in one array, which also exists at the loss."""
+    overrides = ("model=qwen3-30b-a3b", "model.num_layers=4", "train.seq_len=4096", "hardware=gpu-h200")
+
+    def of(*extra: str, devices: int = 1) -> Memory:
+        return memory(Case.of(subject_of(*overrides, *extra), devices=devices, slices=1))
+
+    unrolled, looped, accumulated, sharded = of(), of("model.scan_unroll=1"), of("train.grad_accum=2"), of(devices=8)
+    assert unrolled.gradients == 0 < unrolled.separate_gradients == looped.gradients
+    assert looped.separate_gradients == accumulated.separate_gradients == sharded.separate_gradients == 0
+    # Float32 sums of all micro-batches, next to the gradients of one in bfloat16.
+    assert accumulated.gradients > 2 * looped.gradients
+    layer = 128 * 3 * 2048 * 768 + 2048 * 128 + 2 * 2048 * 128 * (32 + 4) + 2 * 2048 + 2 * 128
+    assert unrolled.separate_gradients == pytest.approx(2 * 4 * layer, rel=0.01)
+    assert looped.peak > unrolled.peak
 
 
 @pytest.mark.parametrize("kind", ["int8_weights", "int4_weights", "mxfp4_weights"])

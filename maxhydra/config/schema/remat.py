@@ -22,10 +22,10 @@ class Remat(Schema):
     """Rematerialization: which activations are saved for the backward pass, and which are recomputed."""
 
     policy: RematPolicy = RematPolicy.none
-    """none saves all activations, full only layer inputs, minimal also matmul and attention outputs and the router's
-    decisions, custom those named in save and offload. auto: the first of none, minimal and full that fits in device
-    memory by the estimate of task=plan (dpo, reward_model, grpo, distill: minimal or full); minimal if the memory is
-    unknown."""
+    """none saves all activations, full only layer inputs, minimal also the outputs of matmuls (of experts only without
+    expert parallelism) and attention and the router's decisions, custom those named in save and offload. auto: the
+    first of none, minimal and full that fits in device memory by the estimate of task=plan (dpo, reward_model, grpo,
+    distill: minimal or full); minimal if the memory is unknown."""
     save: list[str] = option([])
     """custom: activations saved on the device: query, key, value, context, attention_out, mlp_gate, mlp_up, mlp_out,
     routing (logits of the router, experts of each token and their order)."""
