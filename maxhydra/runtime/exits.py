@@ -1,8 +1,10 @@
 """How a process ends because of another one: its exit code, its last message, and its end without the main thread."""
 
 import contextlib
+import ctypes
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -22,6 +24,17 @@ def describe_error(error: BaseException | None) -> tuple[str | None, int]:
         return "; ".join(map(str, error.problems))[:4000], EXIT_WRONG_CONFIG
     text = None if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:500].rstrip(": ")
     return text, 1 if isinstance(error, Exception) else EXIT_LOST
+
+
+def delay_aborts() -> None:
+    """Give other threads six seconds to end the process with a reason when native code aborts it.
+
+    The client of jax.distributed aborts about a second after the death of process 0. It would call a handler in Python
+    only in the main thread, so the handler is `sleep` of the C library, whose argument is the number of the signal.
+    """
+    library = ctypes.CDLL(None)
+    library.signal.argtypes, library.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))
 
 
 def exit_at_once(code: int) -> None:

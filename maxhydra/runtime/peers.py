@@ -29,7 +29,14 @@ from jax._src import distributed
 from maxhydra.config.schema.hardware import Distributed
 from maxhydra.runtime.agreement import StopAgreement
 from maxhydra.runtime.channel import Connection, Message, coordinator_host, open_server
-from maxhydra.runtime.exits import EXIT_LOST, REPORT_SECONDS, describe_error, exit_at_once, exit_with_reason
+from maxhydra.runtime.exits import (
+    EXIT_LOST,
+    REPORT_SECONDS,
+    delay_aborts,
+    describe_error,
+    exit_at_once,
+    exit_with_reason,
+)
 
 BEAT_SECONDS = 1.0
 # Silence after which a warning names a process.
@@ -284,6 +291,7 @@ def start(settings: Distributed) -> None:
     client, index, count = state.client, state.process_id, state.num_processes
     if count == 1:
         return
+    delay_aborts()
     host = coordinator_host(state)
     peers = _Peers(index, count, settings.silence_seconds)
     if index == 0:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -280,6 +281,21 @@ def test_an_error_is_passed_on_by_a_process_that_has_ended_its_task(pair: Pair) 
     pair.second._connections[0].link.shutdown(socket.SHUT_RDWR)
     wait_for(pair.first.is_lost.is_set)
     assert pair.first._loss == (f"process 1 on {socket.gethostname()} ended: task.input: does not exist", 2)
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(0.5, peers.EXIT_LOST), (30.0, -signal.SIGABRT)])
+def test_a_process_that_aborts_may_end_with_a_reason_before(seconds: float, code: int) -> None:
+    """As jax.distributed does when process 0 dies. Without a reason it aborts a few seconds later."""
+    program = f"""
+import ctypes, os, threading, time
+from maxhydra.runtime import exits
+exits.delay_aborts()
+threading.Thread(target=ctypes.CDLL(None).abort).start()
+time.sleep({seconds})
+os._exit({peers.EXIT_LOST})
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=cli.ROOT, timeout=240, check=False)
+    assert done.returncode == code
 
 
 def test_a_process_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
