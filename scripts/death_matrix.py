@@ -12,7 +12,7 @@ folder of a checkpoint. A stopped process is continued once the others have ende
 STOP_SECONDS. The same command is then repeated until all processes exit with 0. A cell passes if the results are those
 of an undisturbed run: every array of the last checkpoint, losses, evaluations, status and data position. With another
 number of processes after the restart (--resume-processes, train.elastic), sums have another order, and the losses must
-agree to 1e-6. Exit code 1 if a cell fails.
+agree to 1e-6. A cell also fails if a process ends by another signal. Exit code 1 if a cell fails.
 """
 
 import argparse
@@ -53,6 +53,8 @@ TASKS = {
         *("task.group_size=4", "task.max_tokens=4", "task.engine.max_batch=16", "task.engine.cache_tokens=1024"),
     ],
 }
+# Exit codes with a reason: an error, a wrong config or no connection, a lost process, and SIGTERM.
+EXIT_CODES = (1, 2, 75, 143)
 # Relative difference of losses that a different order of summation makes.
 TOLERANCE = 1e-6
 
@@ -150,6 +152,10 @@ class Matrix:
         differences = compare(expected, found) if is_same else list(_loss_differences(expected, found))
         if any(last):
             differences.append(f"the last command ended with exit codes {last}, see {folder}")
+        # A victim may end by the signal itself; the others state a reason.
+        aborted = {id(each) for each in processes if codes[id(each)] not in (0, *EXIT_CODES)}
+        if aborted - {id(each) for each in victims if codes[id(each)] == -cell.number}:
+            differences.append(f"a process was aborted or ended without a reason, see {folder}")
         ends = [codes[id(process)] for process in processes]
         return Row(
             cell,
