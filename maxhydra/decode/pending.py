@@ -144,12 +144,13 @@ def start_copy(rows: list[Sequence | None], sampled: SampledTokens, counts: list
     return PendingTokens(rows, sampled, counts, version)
 
 
-def group_rejected(sequences: List[Sequence]) -> list[tuple[jax.Array, list[Sequence | None]]]:
-    """The logits of each call with tokens that grammars rejected, and its rows with their sequences."""
-    calls: dict[int, tuple[jax.Array, list[Sequence | None]]] = {}
+def group_rejected(sequences: List[Sequence]) -> list[tuple[jax.Array, int, list[Sequence | None]]]:
+    """Of each call with tokens that grammars rejected: its logits, their version, and its rows with their sequences."""
+    calls: dict[int, tuple[jax.Array, int, list[Sequence | None]]] = {}
     for sequence in sequences:
         if (rejected := sequence.rejected) is not None:
             logits_SBV = rejected.logits_SBV
-            _, rows = calls.setdefault(id(logits_SBV), (logits_SBV, [None] * logits_SBV.shape[1]))
+            rows: list[Sequence | None] = [None] * logits_SBV.shape[1]
+            *_, rows = calls.setdefault(id(logits_SBV), (logits_SBV, rejected.version, rows))
             rows[rejected.row] = sequence
     return list(calls.values())

@@ -258,9 +258,8 @@ class Runner:
     def decode_multi(self, sequences: list[Sequence]) -> PendingTokens | None:
         """Decode several tokens per sequence in one call; None if that program is being compiled, or masks are needed.
 
-        All calls have the same number of steps, unless grammars verify the tokens: see mask_policy.py. Steps beyond a
-        row's last token are masked, which costs less than a program for every number, and makes calls a function of
-        the requests alone.
+        All calls have the same number of steps, unless grammars verify the tokens (mask_policy.py). Steps beyond the
+        last token of a row are masked: this needs fewer programs, and makes calls a function of the requests alone.
         """
         if (num_steps := self.mask_policy.choose_steps(sequences)) == 0:
             return None
@@ -297,13 +296,11 @@ class Runner:
     def resample(self, sequences: list[Sequence]) -> list[PendingTokens]:
         """Sample tokens that grammars rejected again, with masks, from the logits of their calls."""
         resampled = []
-        for logits_SBV, rows in group_rejected(sequences):
+        for logits_SBV, version, rows in group_rejected(sequences):
             head_BC = resample_inputs(rows, self.programs.padding_slot)
-            pending = self._sample(rows, logits_SBV, head_BC, self._known_masks)
+            resampled.append(self._sample(rows, logits_SBV, head_BC, self._known_masks)._replace(version=version))
             for each in filter(None, rows):
-                assert each.rejected is not None
-                pending, each.rejected = pending._replace(version=each.rejected.version), None
-            resampled.append(pending)
+                each.rejected = None
         return resampled
 
     def _decode_from_history(self, sequences: list[Sequence], policy: DraftPolicy) -> PendingTokens | None:
