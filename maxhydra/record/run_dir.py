@@ -54,7 +54,7 @@ class RunDirectory:
         self._earlier_inputs: Facts = {}
         self._earlier_config: bytes | None = None
         self._lock: int | None = None
-        self._is_open = False
+        self._is_open = self._has_new_parent = False
         self._last_write = self.session_start = 0.0
 
     @property
@@ -104,6 +104,7 @@ class RunDirectory:
         """
         if not self.writes:
             return
+        self._has_new_parent = not self.path.parent.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         self._acquire_lock()
         previous = self._previous_facts()
@@ -220,6 +221,8 @@ class RunDirectory:
             (self.path / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.path.rmdir()
+            if self._has_new_parent:
+                self.path.parent.rmdir()
 
     def read(self) -> Facts:
         """Facts of run.json and labels.json, with status `lost` for a run whose process is gone.

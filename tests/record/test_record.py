@@ -97,6 +97,11 @@ def test_withdraw_removes_a_new_run_and_fails_an_old_one(tmp_path):
         raise ValueError("a mistake")
     assert not new.path.exists()
 
+    first = RunDirectory(tmp_path / "outputs" / "first")
+    first.start("x: 1", {})
+    first.withdraw("a mistake")
+    assert not (tmp_path / "outputs").exists()
+
     old = RunDirectory(tmp_path / "old")
     old.start("x: 1", {})
     old.finish("preempted")
