@@ -119,7 +119,7 @@ def require_format(key: str, source: str, stored: Quantization, model: ModelDef)
         reason = f"is quantized to {kind} and can only be used for inference"
         hint = "load the unquantized weights from which it was made"
         raise ConfigError(Problem(key, reason, value=source, accepted="task=decode, serve or score", hint=hint))
-    if model.quantization != stored:
+    if not model.is_quantized_as(stored):
         assert model.quantization is not None
         reason = f"differs from the quantization of {source}, which is {kind}"
         hint = f"omit quantization: it is then taken from {source}"

@@ -21,6 +21,7 @@ from maxhydra.kernels.linear_cross_entropy import LinearHead
 from maxhydra.layers import CacheSpec, Context, LoraSpec, resolve_rules
 from maxhydra.layers.context import EXPERTS
 from maxhydra.layers.patch_tower import image_places
+from maxhydra.layers.quant.training import QuantRule, format_of
 from maxhydra.layers.weight_sampler import Sizes
 from maxhydra.model.decoder import BLOCKS, Decoder, DecoderSpec, ModelOutput
 from maxhydra.model.mtp_cache import MTP, empty_mtp_cache, forward_with_mtp_cache, run_mtp_layer
@@ -60,6 +61,16 @@ class ModelDef:
     def is_packed(self) -> bool:
         """Whether base weights are stored quantized (INT8, INT4 or MXFP4); QLoRA's NF4 does not count."""
         return self.quantization is not None and not self.quantization.kinds.isdisjoint(STORED_KINDS)
+
+    def is_quantized_as(self, other: Quantization) -> bool:
+        """Whether every weight has the same format with `other`, whose targets may be written in another way."""
+        names = [*self._abstract.projections(), *_other_parameters(self._abstract)]
+
+        def formats(quantization: Quantization | None) -> list[QuantRule | None]:
+            found = [format_of(resolve_rules(quantization), name) for name in names]
+            return [rule and dataclasses.replace(rule, targets=()) for rule in found]
+
+        return formats(self.quantization) == formats(other)
 
     @cached_property
     def _spec(self) -> DecoderSpec:

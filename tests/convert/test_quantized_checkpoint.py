@@ -124,6 +124,14 @@ def test_quantized_weights_are_sharded_over_the_mesh(quantized: dict[str, Path])
 
 
 @pytest.mark.slow
+def test_targets_may_be_written_in_another_way(quantized: dict[str, Path]) -> None:
+    """As in checkpoints that older versions have written."""
+    targets = "quantization.targets=[attention/,mlp/,'^(embedding|head)$']"
+    _, stored = loaded(composed(quantized["int8_weights"]))
+    _, given = loaded(composed(quantized["int8_weights"], "quantization=int8_weights", targets))
+    assert_same(given, stored)
+
+
 def test_incompatible_quantization_is_rejected(unquantized: Path, quantized: dict[str, Path], tmp_path: Path) -> None:
     out = quantized["int4_weights"]
     with pytest.raises(ConfigError, match=r"which is int4_weights\s*omit quantization"):
