@@ -99,7 +99,7 @@ class _Flat:
         return packed_params
 
     def _stored_part(self, name: str, part: Tree) -> Tree:
-        """What is in no stack: embedding, head, final norm and the layers of MTP."""
+        """Convert weights outside the stacks: embedding, head, final norm and the MTP layers."""
         axes = self.flat.axes[name]
         turned = _map(_turned, axes, part)
         return _with_packed_experts(turned, axes) if self.joins else turned

@@ -63,7 +63,7 @@ class ModelDef:
         return self.quantization is not None and not self.quantization.kinds.isdisjoint(STORED_KINDS)
 
     def is_quantized_as(self, other: Quantization) -> bool:
-        """Whether every weight has the same format with `other`, whose targets may be written in another way."""
+        """Whether every weight has the same format with `other`, even if its targets are other patterns."""
         names = [*self._abstract.projections(), *_other_parameters(self._abstract)]
 
         def formats(quantization: Quantization | None) -> list[QuantRule | None]:

@@ -33,6 +33,8 @@ WAIT_MS = 24 * 3600 * 1000
 HEADER = struct.Struct("!Q")
 TOKEN_BYTES = 16
 MAX_MESSAGE = 2**16
+# Of a process that has not failed: no reason, exit code 0.
+NO_ERROR = "", 0
 
 Message = dict[str, Any]
 
@@ -148,7 +150,7 @@ class Connection:
         self.step, self.line = 0, ""
         self.heard_at = time.monotonic()
         self.has_left = self.is_warned = self.is_closed = False
-        self.num_tasks, self.error = 0, ("", 0)
+        self.num_tasks, self.error = 0, NO_ERROR
         """Tasks that the process had begun when it left; the error with which it left, if any, and its exit code."""
         self._buffer = b""
         self._lock = threading.Lock()
@@ -183,7 +185,7 @@ class Connection:
     @property
     def loss(self) -> tuple[str, int]:
         """Why the process is lost once the connection is closed, and the exit code of the others."""
-        return self.error if self.error[0] else (f"{self} is gone; {self.describe_last()}", EXIT_LOST)
+        return self.error if self.error != NO_ERROR else (f"{self} is gone; {self.describe_last()}", EXIT_LOST)
 
     def describe_last(self) -> str:
         return f"last known step {self.step}" + (f", its last log line was: {self.line}" if self.line else "")

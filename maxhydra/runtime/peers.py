@@ -7,8 +7,9 @@ EXIT_LOST, with which launchers restart a job: without the missing process no co
 A process that ends with an error sends it first, and the others repeat it; if it is about the config, all exit with 2.
 If its task fails without one, as when memory is full, the others end unless their tasks do within FAILURE_SECONDS.
 
-jax.distributed has a similar service, but it ends the process from C++ after 100 seconds of silence, and its handler of
-SIGTERM hides a second SIGTERM. A process has one state, like `signals`; with a single process all functions do nothing.
+jax.distributed has a similar service, but it ends the process from C++ without a reason (`exits.delay_aborts`), and its
+handler of SIGTERM hides a second SIGTERM. A process has one state, like `signals`; with a single process all functions
+do nothing.
 """
 
 import atexit
@@ -28,7 +29,7 @@ from jax._src import distributed
 
 from maxhydra.config.schema.hardware import Distributed
 from maxhydra.runtime.agreement import StopAgreement
-from maxhydra.runtime.channel import Connection, Message, coordinator_host, open_server
+from maxhydra.runtime.channel import NO_ERROR, Connection, Message, coordinator_host, open_server
 from maxhydra.runtime.exits import (
     EXIT_LOST,
     REPORT_SECONDS,
@@ -139,7 +140,8 @@ class _Peers:
         connection.step = message.get("step", connection.step)
         connection.line = message.get("line", connection.line)
         connection.host = message.get("host", connection.host)
-        connection.has_left = connection.has_left and "joined" not in message
+        if "joined" in message:
+            connection.has_left, connection.error = False, NO_ERROR
         if "left" in message:
             # With an error it does not wait for the others at exit.
             connection.has_left, connection.num_tasks = message["left"] is None, message["task"]

@@ -124,7 +124,7 @@ def test_quantized_weights_are_sharded_over_the_mesh(quantized: dict[str, Path])
 
 
 @pytest.mark.slow
-def test_targets_may_be_written_in_another_way(quantized: dict[str, Path]) -> None:
+def test_equivalent_targets_load_the_same_weights(quantized: dict[str, Path]) -> None:
     """As in checkpoints that older versions have written."""
     targets = "quantization.targets=[attention/,mlp/,'^(embedding|head)$']"
     _, stored = loaded(composed(quantized["int8_weights"]))

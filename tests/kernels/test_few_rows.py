@@ -130,7 +130,7 @@ def test_mxfp4_weights_are_exact_in_the_kernel() -> None:
 
 
 def test_gate_and_up_in_different_formats_are_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kernel reads both. INT4 and MXFP4 are both packed, and down has a kernel of its own."""
+    """One kernel reads both. INT4 and MXFP4 are both packed, and down has a separate kernel."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     rng = np.random.default_rng(0)
     into, down = {name: make(rng, D, F)[0] for name, make in FORMATS.items()}, int8(rng, F, D)[0]
