@@ -64,7 +64,7 @@ rows=(
   "speculation/llama3.2-1b      180 bench/speculation.py model=llama3.2-1b batch=1,8,64 prompt=512 new=256 repeats=2"
   "speculation/llama3.2-1b-mtp  180 bench/speculation.py model=llama3.2-1b model.mtp.depth=1 method=mtp batch=1,8 prompt=512 new=256 repeats=2"
   "speculation/llama3.1-8b-1b   180 bench/speculation.py model=llama3.1-8b method=model draft=llama3.2-1b batch=1,8 prompt=512 new=256 repeats=2"
-  "grammars/llama3.2-1b         180 bench/structured_output.py cost --rates 0,0.01,0.05 --tokens 96 model=llama3.2-1b data=synthetic"
+  "grammars/llama3.2-1b         180 bench/structured_output.py cost --rates 0,0.01,0.05 --tokens 480 --repeats 3 model=llama3.2-1b data=synthetic"
 
   "peers/llama3.2-1b            180 $train_hf llama3.2-1b --batch 4"
   "peers/llama3.2-3b            240 $train_hf llama3.2-3b --batch 4"

@@ -49,12 +49,15 @@ def use_teacher(tokens: np.ndarray, wrong_token: int, prompt_length: int) -> Non
 
     def sample_taught(features: Any, state: Any, logits_BV: Any, slots_B: Any, sampling: Any, *masks: Any) -> Any:
         rate_B, text_B = sampling.seed_B2.T
-        at_B, row_B = jnp.clip(sampling.position_B - prompt_length, 0, LENGTH - 1), jnp.arange(logits_BV.shape[0])
+        at_B, column_V = jnp.clip(sampling.position_B - prompt_length, 0, LENGTH - 1), jnp.arange(logits_BV.shape[1])
         token_B = texts[text_B.astype(jnp.int32) % count, at_B]
         noise_B = _hash(text_B * jnp.uint32(LENGTH) + at_B.astype(jnp.uint32))
-        logits_BV = logits_BV.at[row_B, token_B].add(jnp.asarray(BIAS, logits_BV.dtype))
-        wrong_B = jnp.where(noise_B < rate_B, 2 * BIAS, 0).astype(logits_BV.dtype)
-        return sample_slots(features, state, logits_BV.at[:, wrong_token].add(wrong_B), slots_B, sampling, *masks)
+        wrong_B = jnp.where(noise_B < rate_B, 2 * BIAS, 0)
+        # Sums, which are computed together with what samples: a scatter would copy logits that are kept.
+        added_BV = jnp.where(column_V == token_B[:, None], BIAS, 0)
+        added_BV += jnp.where(column_V == wrong_token, wrong_B[:, None], 0)
+        logits_BV += added_BV.astype(logits_BV.dtype)
+        return sample_slots(features, state, logits_BV, slots_B, sampling, *masks)
 
     step_functions.sample_slots = sample_taught
 
