@@ -25,8 +25,10 @@ from maxhydra.decode.sequence import Sequence
 from maxhydra.decode.step_functions import MultiStepKey
 
 # Cost of each drafted token relative to a step of one token per row, unless it is measured. Between that of few rows on
-# an accelerator, where a step takes the time of reading the weights, and 1, where compute is the limit.
-FIXED_COST = 0.25
+# an accelerator, where a step takes the time of reading the weights, and 1, where compute is the limit. Drafts of a
+# layer or a model read weights too: 4 of them by the layer of a 1B, or by a 1B for an 8B, make a step 2.75 and 3.0 times
+# as long on an H200 at batch 1.
+FIXED_COST, MODEL_DRAFT_COST = 0.25, 0.45
 # Tokens of the first sequence after which a choice is made again, if calls have fewer steps.
 CHOICE_STEPS = 8
 # By how much the expected tokens must exceed the cost, since both vary.
@@ -37,8 +39,10 @@ AVERAGED_STEPS, PRIOR_STEPS = 8, 3
 # Timed calls per program: how many are required, and how many of the latest ones the median is taken of.
 MIN_TIMES, MAX_TIMES = 3, 9
 # Tokens per step from which on a speculative call may be tried although its cost seems too high: the measurement may be
-# unrepresentative. What such trials lose is at most this part of the time, and once this many plain steps.
+# unrepresentative. What such trials lose is at most this part of the time, and once this many plain steps. Trials of a
+# layer or a model also fill its cache.
 TRIAL_GAIN, TRIAL_PART, FIRST_TRIAL_STEPS = 1.2, 0.02, 32
+MODEL_TRIAL_PART = 0.01
 # Drafted tokens after which their weight in the measured acceptance is one half.
 MEASURED_DRAFTS = 64
 
@@ -141,6 +145,8 @@ class CallTimes:
 class DraftPolicy:
     """Chooses between the speculative and the plain program for each call, and counts their steps."""
 
+    fixed_cost, trial_part = FIXED_COST, TRIAL_PART
+
     def __init__(self, drafting: Drafting, *, is_measured: bool):
         """`is_measured`: costs are measured; otherwise choices are a function of the sequences."""
         self.drafting = drafting
@@ -201,7 +207,7 @@ class DraftPolicy:
         """Whether the speculative program should generate more tokens per second, or is tried once again."""
         cost = None if self._times is None else self._times.ratio(speculative, plain)
         if cost is None:
-            cost = 1 + FIXED_COST * self.drafting.tokens
+            cost = 1 + self.fixed_cost * self.drafting.tokens
         if gain >= MARGIN * cost:
             return True
         num_steps = max(plain.num_steps, CHOICE_STEPS)
@@ -209,7 +215,7 @@ class DraftPolicy:
             self._trial_budget -= max(cost - gain, 0) * num_steps
             return True
         if self._trial_budget <= 0:
-            self._trial_budget += TRIAL_PART * num_steps
+            self._trial_budget += self.trial_part * num_steps
         return False
 
     def _expected_gain(self, sequences: List[Sequence]) -> float:
@@ -225,6 +231,8 @@ class DraftPolicy:
 
 class AcceptancePolicy(DraftPolicy):
     """Chooses by the measured acceptance of drafts, at first assuming that all are accepted."""
+
+    fixed_cost, trial_part = MODEL_DRAFT_COST, MODEL_TRIAL_PART
 
     def __init__(self, drafting: Drafting, *, is_measured: bool):
         super().__init__(drafting, is_measured=is_measured)
@@ -242,12 +250,19 @@ class AcceptancePolicy(DraftPolicy):
             self._trial_budget = self._num_drafted = self._num_accepted = 0.0
         new = [np.subtract(pair, self._counts.get(number, (0, 0))) for number, pair in counts.items()]
         drafted, accepted = np.sum(new, axis=0).tolist()
+        # A trial that generated more tokens than expected has lost less, so that the next one follows sooner.
+        gained = max(accepted - self._rate * drafted, 0) / len(sequences)
+        self._trial_budget = min(self._trial_budget + gained, max(self._trial_budget, FIRST_TRIAL_STEPS))
         weight = MEASURED_DRAFTS / (MEASURED_DRAFTS + drafted)
         self._num_drafted = weight * self._num_drafted + drafted
         self._num_accepted = weight * self._num_accepted + accepted
         self._counts = counts
-        rate = self._num_accepted / self._num_drafted if self._num_drafted else 1.0
-        return 1 + self.drafting.tokens * rate
+        return 1 + self.drafting.tokens * self._rate
+
+    @property
+    def _rate(self) -> float:
+        """The part of the drafts that is accepted."""
+        return self._num_accepted / self._num_drafted if self._num_drafted else 1.0
 
 
 def make_policy(drafting: Drafting, *, is_measured: bool) -> DraftPolicy:

@@ -117,7 +117,8 @@ def test_measured_cost_decides(cost: float, least: float, most: float, monkeypat
 @pytest.mark.parametrize("is_measured", [False, True])
 def test_measured_acceptance_decides(is_measured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer whose drafts are never accepted costs at most 3 % of the time; a text with accepted ones is noticed."""
-    decoding = Decoding(monkeypatch, is_measured=is_measured, cost=2.0, make=AcceptancePolicy)
+    cost = 2.8
+    decoding = Decoding(monkeypatch, is_measured=is_measured, cost=cost, make=AcceptancePolicy)
 
     def call(accepted: int) -> bool:
         """A call of which this many of four drafts are accepted in every step."""
@@ -128,9 +129,9 @@ def test_measured_acceptance_decides(is_measured: bool, monkeypatch: pytest.Monk
         return is_speculative
 
     wrong = [call(0) for _ in range(1000)]
-    assert wrong[1] and 0.01 < np.mean(wrong) < 0.03
-    right = [call(3) for _ in range(200)]
-    assert not right[0] and all(right[100:])
+    assert wrong[1] and 0.005 < np.mean(wrong) * (cost - 1) < 0.03
+    right = [call(3) for _ in range(400)]
+    assert not right[0] and all(right[250:])
 
 
 def test_acceptance_of_earlier_requests_is_forgotten_without_times(monkeypatch: pytest.MonkeyPatch) -> None:
