@@ -1,7 +1,7 @@
 """Asynchronous against synchronous rollouts: seconds per step and final rewards over several seeds, as one JSON line.
 
-python bench/async_rl.py [devices=1] [rollout_devices=1] [max_staleness=2] [batch=256] [seeds=3] [first_seed=0] [skip=10]
-    [OVERRIDES]
+python bench/async_rl.py [devices=1] [rollout_devices=1] [max_staleness=2] [batch=256] [seeds=3] [first_seed=0]
+    [skip=10] [OVERRIDES]
 
 Without `checkpoint.load_parameters` among the overrides, experiment=arithmetic_pretrain and arithmetic_sft run first,
 once per folder. `devices=1` trains and samples on one device; with more, `rollout_devices` of them sample in the
@@ -20,7 +20,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from arguments import split_arguments
 
-DEFAULTS = {"devices": 1, "rollout_devices": 1, "max_staleness": 2, "batch": 256, "seeds": 3, "first_seed": 0, "skip": 10}
+SIZES = {"devices": 1, "rollout_devices": 1, "max_staleness": 2, "batch": 256}
+DEFAULTS = {**SIZES, "seeds": 3, "first_seed": 0, "skip": 10}
 BASE = ("arithmetic_pretrain", "arithmetic_sft")
 
 

@@ -26,8 +26,8 @@ from maxhydra.decode.step_functions import MultiStepKey
 
 # Cost of each drafted token relative to a step of one token per row, unless it is measured. Between that of few rows on
 # an accelerator, where a step takes the time of reading the weights, and 1, where compute is the limit. Drafts of a
-# layer or a model read weights too: 4 of them by the layer of a 1B, or by a 1B for an 8B, make a step 2.75 and 3.0 times
-# as long on an H200 at batch 1.
+# layer or a model read weights too: 4 of them by the layer of a 1B, or by a 1B for an 8B, make a step 2.75 and 3.0
+# times as long on an H200 at batch 1.
 FIXED_COST, MODEL_DRAFT_COST = 0.25, 0.45
 # Tokens of the first sequence after which a choice is made again, if calls have fewer steps.
 CHOICE_STEPS = 8

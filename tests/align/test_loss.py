@@ -103,6 +103,7 @@ def test_values_and_gradients(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("PreferenceLoss.orpo-0.4", "PreferenceLoss.kto_pair-0.2")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_padding_rows_change_nothing(case: dict[str, Any]) -> None:
     task = DpoTask(**case)
@@ -112,6 +113,7 @@ def test_padding_rows_change_nothing(case: dict[str, Any]) -> None:
         np.testing.assert_allclose(gradient, np.append(expected, [0, 0, 0]), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_kto_of_labeled_completions() -> None:
     """The lines of TRL's KTOTrainer._compute_loss, which has no function for them; z from mismatched completions."""
     labels = np.array([1, 0, 1, 1, 0, 0, 1], np.float32)
@@ -141,6 +143,7 @@ def test_kto_of_labeled_completions() -> None:
     np.testing.assert_allclose(our_loss(VALUES["c"], mismatched, 2)[:B], expected.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_completions_of_probability_1_have_finite_odds() -> None:
     completions = Completions(jnp.zeros(1), jnp.zeros(1), jnp.ones(1))
     task = DpoTask(loss=PreferenceLoss.orpo)

@@ -97,6 +97,7 @@ def test_scores_loss_and_gradients_equal_those_of_transformers_and_trl(classifie
     assert metrics["accuracy"] == (chosen > rejected).sum().item() and metrics["weight"] == B
 
 
+@pytest.mark.slow
 def test_regression_is_the_mean_squared_error_without_padding_rows(classifier: tuple[Any, Path]) -> None:
     net, folder = classifier
     decoder, weights = load(folder, FLOAT32)
@@ -135,6 +136,7 @@ def test_two_labels_are_rejected(classifier: tuple[Any, Path], tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_language_model_becomes_a_reward_model_with_a_head_of_zeros(is_tied: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -148,6 +150,7 @@ def test_a_language_model_becomes_a_reward_model_with_a_head_of_zeros(is_tied: b
     jax.tree.map(np.testing.assert_array_equal, weights, language_model)
 
 
+@pytest.mark.slow
 def test_an_adapter_trains_the_score_head_too(classifier: tuple[Any, Path]) -> None:
     decoder, weights = load(classifier[1])
     adapted = model.build(decoder.config, lora())

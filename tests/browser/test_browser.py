@@ -94,6 +94,7 @@ def check_clean(browser, *origins):
     assert console_messages(browser) == []
 
 
+@pytest.mark.slow
 def test_search_sort_and_choose_two(window, server):
     open_dashboard(window, server)
     assert names(window)[0] == "live" and len(names(window)) == 14
@@ -224,6 +225,7 @@ def test_dark_and_light_and_foreign_text(window, server):
     check_clean(window, server.url)
 
 
+@pytest.mark.default_cases("1280")
 @pytest.mark.parametrize("width", [1280, 1920])
 def test_nothing_is_cut_off(window, server, width):
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}

@@ -12,6 +12,7 @@ from tests.browser.test_browser import chart, check_clean, curve_count, press, s
 from tests.support.browser import console_messages, sent_requests
 from tests.support.run_folders import change_facts, write_run
 
+pytestmark = pytest.mark.exhaustive
 RATES = (3e-4, 1e-3, 3e-3)
 SEEDS = "&".join(f"run=seeds/{number}" for number in range(9))
 
@@ -227,6 +228,7 @@ def test_evaluations_samples_and_log_search(window, server):
     check_clean(window, server.url)
 
 
+@pytest.mark.default_cases("curves", "sweep")
 @pytest.mark.parametrize("tab", ["curves", "sweep", "compare", "evaluations", "rollouts", "system", "log"])
 def test_nothing_is_cut_off_on_a_phone(window, server, tab):
     size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
@@ -242,7 +244,6 @@ def test_nothing_is_cut_off_on_a_phone(window, server, tab):
     check_clean(window, server.url)
 
 
-@pytest.mark.slow
 def test_the_printed_url_opens_a_page_that_needs_a_token(window, outputs):
     server = Server(Registry(outputs), host="127.0.0.1", port=0, needs_token=True)
     server.start()

@@ -56,6 +56,7 @@ def test_cfg_shows_the_config_without_jax(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_mistakes_end_with_exit_code_2(tmp_path: Path) -> None:
     done = maxhydra(
         "model.num_layer=3",
@@ -92,18 +93,34 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["--resolve"], ["is only used with --cfg"]),
         (["-sc", "install=tcsh"], ["bash"]),
         (["-m", "train.steps=10,-1,x"], ["train.steps=-1: is out of range", "train.steps=x: is not an integer"]),
-        (["-m", "model.num_heads=4,6", "model.num_kv_heads=4,2"], ["model.num_kv_heads=4: does not divide"]),
+        pytest.param(
+            ["-m", "model.num_heads=4,6", "model.num_kv_heads=4,2"],
+            ["model.num_kv_heads=4: does not divide"],
+            marks=pytest.mark.exhaustive,
+        ),
         (["-m", "model=tiny,tny"], ["model=tny: no such option"]),
         (
             ["-m", "hydra/launcher=slurm", "hydra.launcher.nodes=0", "hydra.launcher.mem=much", "run.seed=1,2"],
             ["hydra.launcher.nodes=0: is out of range", "hydra.launcher.mem=much: is malformed"],
         ),
-        (["-m", "hydra/launcher=slurm", "hydra.launcher.node=2"], ["hydra.launcher.node"]),
+        pytest.param(
+            ["-m", "hydra/launcher=slurm", "hydra.launcher.node=2"],
+            ["hydra.launcher.node"],
+            marks=pytest.mark.exhaustive,
+        ),
         (["hydra.run.dir=x"], ["hydra.run.dir=x: is not used by maxhydra", "run.outputs and run.name"]),
-        (["-m", "run.seed=1,2", "hydra.job.chdir=true"], ["hydra.job.chdir=true: is not used by maxhydra"]),
+        pytest.param(
+            ["-m", "run.seed=1,2", "hydra.job.chdir=true"],
+            ["hydra.job.chdir=true: is not used by maxhydra"],
+            marks=pytest.mark.exhaustive,
+        ),
         (["hydra/launcher=slurm"], ["hydra/launcher=slurm: is only used with -m", "maxhydra -m"]),
         (["hydra.job.env_copy=[UNSET_X]"], ["hydra.job.env_copy=UNSET_X: names an environment variable that is not"]),
-        (["-m", "run.seed=1,2", "hydra.job.env_copy=[UNSET_X]"], ["set it: export UNSET_X=..."]),
+        pytest.param(
+            ["-m", "run.seed=1,2", "hydra.job.env_copy=[UNSET_X]"],
+            ["set it: export UNSET_X=..."],
+            marks=pytest.mark.exhaustive,
+        ),
         (["+hydra.job.env_set.A=${oc.env:UNSET_X}"], ["hydra.job.env_set.A", "variable 'UNSET_X' not found"]),
         (
             ["-m", "hydra/launcher=slurm", "hydra.launcher.detach=true", "hydra/sweeper=optuna", "run.seed=range(1,3)"],
@@ -117,9 +134,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             ["-m", "hydra/sweeper=optuna", "train.eval_batches=0", "train.seq_len=int(interval(16,8))"],
             ["objective=eval/loss: is not logged, because evaluation is disabled", "train.seq_len"],
         ),
-        (
+        pytest.param(
             ["-m", "hydra/sweeper=optuna", "hydra.sweeper.objectives=eval/los", "run.seed=range(1,3)"],
             ["hydra.sweeper.objectives=eval/los: is not logged by task="],
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -231,6 +249,7 @@ def test_inspect_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_locales_without_utf8(tmp_path: Path) -> None:
     write_run(tmp_path / "outputs" / "first", tags=["naïve"])
     variables = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
@@ -264,7 +283,11 @@ def test_sweep_folders(tmp_path: Path) -> None:
         (["run.name=alone/inner"], "is inside the folder of another run"),
         (["run.name=lr"], "is a folder that contains other runs, such as"),
         (["-m", "run.name=alone", "run.seed=1,2"], "is an existing run, not a sweep"),
-        (["-m", "hydra/sweeper=optuna", "run.name=alone", "run.seed=1,2"], "is an existing run, not a sweep"),
+        pytest.param(
+            ["-m", "hydra/sweeper=optuna", "run.name=alone", "run.seed=1,2"],
+            "is an existing run, not a sweep",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_runs_are_not_nested(arguments: list[str], said: str, tmp_path: Path) -> None:
@@ -277,7 +300,7 @@ def test_runs_are_not_nested(arguments: list[str], said: str, tmp_path: Path) ->
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_failing_job_of_a_sweep(tmp_path: Path) -> None:
     """The other jobs still run; the message is the one that the job alone would give."""
     done = maxhydra("-m", "task=inspect", "task.devices=8", "mesh.tensor=3,2", cwd=tmp_path)
@@ -286,7 +309,7 @@ def test_failing_job_of_a_sweep(tmp_path: Path) -> None:
     assert "mesh.tensor=3" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_printed_command_resumes_the_run(tmp_path: Path) -> None:
     small = [*SMALL, "train.steps=2", r"run.notes=two words and \${neither}"]
     first = maxhydra(*small, cwd=tmp_path)
@@ -324,6 +347,7 @@ def test_a_model_beyond_the_limits_is_rejected(capsys):
     assert "parameters" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_the_memory_is_rejected(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sizes = ["model.emb_dim=65536", "model.mlp_dim=262144", "model.num_layers=500"]

@@ -134,7 +134,7 @@ def config_file(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("experts", "grpo", "latent", "tiny")
+@pytest.mark.default_cases("grpo", "latent")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_command_composes_and_experiment_is_the_same_run(name: str, tmp_path: Path) -> None:
     t = translate(config_file(tmp_path, EXAMPLES[name]), [])
@@ -146,6 +146,7 @@ def test_command_composes_and_experiment_is_the_same_run(name: str, tmp_path: Pa
     assert to_stored_yaml(found) == to_stored_yaml(expected)
 
 
+@pytest.mark.slow
 def test_printed_command_and_written_experiment(tmp_path: Path, capsys: Any) -> None:
     path, output = (
         config_file(tmp_path, TINY + "prompt: it's\nrope_min_timescale: 2"),
@@ -159,6 +160,7 @@ def test_printed_command_and_written_experiment(tmp_path: Path, capsys: Any) -> 
     assert "#   rope_min_timescale=2: " in output.read_text() and "steps: 3" in output.read_text()
 
 
+@pytest.mark.slow
 def test_decode_has_no_keys_of_training(tmp_path: Path) -> None:
     text = "model_name: gemma2-2b\nload_parameters_path: org/weights\nlearning_rate: 1\nquantize_kvcache: true"
     t = translate(config_file(tmp_path, text), ["prompt=Hello there"], task="decode")
@@ -166,6 +168,7 @@ def test_decode_has_no_keys_of_training(tmp_path: Path) -> None:
     assert not any(path.startswith(("optimizer", "train.")) for path in t.values)
 
 
+@pytest.mark.slow
 def test_defaults_that_change_training_are_set(tmp_path: Path) -> None:
     config = compose(translate(config_file(tmp_path, EXAMPLES["defaults"]), []).overrides()).config
     assert (config.train.steps, config.train.seq_len, config.train.per_device_batch_size) == (150_001, 2048, 12)
@@ -175,6 +178,7 @@ def test_defaults_that_change_training_are_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("wsd")
 @pytest.mark.parametrize("kind", ["cosine", "wsd"])
 def test_learning_rates_are_those_of_maxtext(kind: str, tmp_path: Path) -> None:
     """Linear warm-up over 10% of the steps, then the decay to a tenth, from the formulas in MaxText's base.yml."""
@@ -203,6 +207,7 @@ def test_scale_doubles_heads_then_width_then_layers(tmp_path: Path) -> None:
     assert sizes == {1: [2, 64, 32, 2], 2: [4, 128, 32, 2], 4: [4, 128, 64, 2], 8: [4, 128, 64, 4]}
 
 
+@pytest.mark.slow
 def test_keys_without_an_equivalent_are_named(tmp_path: Path, capsys: Any) -> None:
     text = TINY + "enable_mhc_lite: true\nuse_pathways: true\nhf_access_token: hf_abcdefghijklmnopqrstuvwxyz012345"
     assert main.run(["import", "maxtext", str(config_file(tmp_path, text)), "rope_min_timescale=2"]) == 0
@@ -229,6 +234,7 @@ def test_bad_input_is_one_message(arguments: list[str], message: str, tmp_path: 
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_files_are_followed(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "mine.yml").write_text("base_emb_dim: 48\nbase_num_decoder_layers: 3")
@@ -293,8 +299,7 @@ def test_help_imports_neither_jax_nor_hydra() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("tiny")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["tiny", "wsd", "experts"])
 def test_tiny_translations_train(name: str, tmp_path: Path) -> None:
     overrides = translate(config_file(tmp_path, EXAMPLES[name]), ["log_period=1"]).overrides()

@@ -23,6 +23,7 @@ def test_sizes_are_counted_once_and_shown(tmp_path: Path, monkeypatch: pytest.Mo
     assert main.run(["models", "mixtrl-8x7b"]) == 2 and "mixtral-8x7b" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_models_of_a_project_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """An option that inherits from a packaged one, in a folder of --config-dir or of Hydra's search path."""
     monkeypatch.setattr(models, "CACHE", tmp_path / "models.json")
@@ -40,6 +41,7 @@ def test_models_of_a_project_are_listed(tmp_path: Path, monkeypatch: pytest.Monk
     assert main.run(["models", "--config-dir", "nowhere"]) == 2 and "no such folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_only_published_models_have_a_license(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(models, "CACHE", tmp_path / "models.json")
     monkeypatch.setattr(models, "_count", lambda name: dict.fromkeys(("parameters", "active", "layers", "context"), 0))

@@ -33,7 +33,7 @@ import_optional("optuna", extra="sweep")
 
 
 MISSING = missing()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 
 SETTINGS = GkeSettings(image="registry.example/maxhydra:1", outputs="gs://bucket/runs")
 JOBSETS = {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"}

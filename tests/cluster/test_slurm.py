@@ -153,7 +153,7 @@ def test_a_cancelled_sweep_can_be_resumed(
     assert json.loads((first / "job.json").read_text())["overrides"][-1] == "run.name='0_seed=1'"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_jobs_of_an_array_are_requeued_individually(scheduler: dict[str, str], tmp_path: Path) -> None:
     """With a fake worker: interrupted twice and then done; near its time limit; interrupted too often."""
     worker = write_program(tmp_path / "worker", "/bin/bash", WORKER)

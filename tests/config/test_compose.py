@@ -118,7 +118,7 @@ SAMPLED_MODELS = [each for each in COMPOSED if each[0] == "model" and each[1] in
 
 @pytest.mark.slow
 # tests/model/test_model_sizes.py reads every model option.
-@pytest.mark.default_cases(*("-".join(each) for each in [*SAMPLED_MODELS, *OTHERS]))
+@pytest.mark.default_cases(*("-".join(each) for each in [*SAMPLED_MODELS[::2], *OTHERS[::2]]))
 @pytest.mark.parametrize(("group", "option"), COMPOSED, ids=str)
 def test_every_option_composes(group: str, option: str, text: Path, composer: Composer) -> None:
     overrides = choose(group, option, text)
@@ -132,7 +132,7 @@ COMPARED = [(group, option) for group, option in COMPOSED if group != "model" or
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases(*("-".join(each) for each in COMPARED[::20]))
+@pytest.mark.default_cases(*("-".join(each) for each in COMPARED[::40]))
 @pytest.mark.parametrize(("group", "option"), COMPARED, ids=str)
 def test_every_option_composes_as_in_hydra(group: str, option: str, text: Path, composer: Composer) -> None:
     config = check_against_hydra(composer, choose(group, option, text)).config
@@ -143,7 +143,7 @@ OPTIONS_OF = {group: [path.stem for path in groups()[group]] for group in INDEPE
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("0", "1", "2")
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("number", range(max(map(len, OPTIONS_OF.values()))))
 def test_independent_options_compose_as_in_hydra(number: int, text: Path, composer: Composer) -> None:
     chosen = {group: options[number % len(options)] for group, options in OPTIONS_OF.items()}
@@ -163,6 +163,7 @@ def test_every_option_has_a_description() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("model.pattern.0=other", "run.notes=steps ${train.steps}")
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -197,6 +198,7 @@ MERGED_BY_HYDRA = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MERGED_BY_HYDRA)
 def test_files_that_hydra_merges_differently(name: str, tmp_path: Path) -> None:
     (tmp_path / f"{name}.yaml").write_text(MERGED_BY_HYDRA[name])
@@ -204,6 +206,7 @@ def test_files_that_hydra_merges_differently(name: str, tmp_path: Path) -> None:
     assert not checked.merge.is_exact
 
 
+@pytest.mark.slow
 def test_option_files_set_the_section_of_hydra(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     text = "# @package _global_\ntrain: {steps: 3}\nhydra: {job: {env_set: {NAME: value}}, sweeper: {params: {a: 1}}}"
@@ -212,6 +215,7 @@ def test_option_files_set_the_section_of_hydra(tmp_path: Path) -> None:
     assert (node.train.steps, node.hydra.job.env_set, node.hydra.sweeper.params) == (3, {"NAME": "value"}, {"a": "1"})
 
 
+@pytest.mark.slow
 def test_task_has_its_own_fields() -> None:
     config = compose(["task=inspect", "task.devices=8", "task.format=json"]).config
     assert config.task == InspectTask(name="inspect", devices=8, slices=1, format=Format.json)
@@ -224,6 +228,7 @@ def test_config_is_final() -> None:
         config.train.steps = 3
 
 
+@pytest.mark.slow
 def test_recipe_stays_with_its_model(tmp_path: Path) -> None:
     """The values of the tiny default must not follow to another model, nor overrule an option's own."""
     tiny = compose([]).config
@@ -274,6 +279,7 @@ def test_every_origin_holds_the_value(composer: Composer) -> None:
             assert value == field.default
 
 
+@pytest.mark.slow
 def test_from_yaml_checks() -> None:
     lines = to_yaml(compose([]).config).replace("num_layers:", "num_layer:").replace("seed: 0", "seed: -1")
     with pytest.raises(ConfigError) as error:

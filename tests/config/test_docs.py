@@ -16,6 +16,7 @@ from maxhydra.kernels import docs
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_reference_is_current() -> None:
     assert PATH.read_text() == reference(), "run `python -m maxhydra.config.docs`"
 
@@ -72,7 +73,7 @@ def _is_getattr(call: ast.Call) -> bool:
     return isinstance(call.func, ast.Name) and call.func.id == "getattr" and isinstance(call.args[1], ast.Name)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_key_is_read() -> None:
     assert [path for path, attribute in schema_keys().items() if attribute not in attributes_read()] == []
 

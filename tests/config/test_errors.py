@@ -249,6 +249,7 @@ def test_folder_of_options_that_does_not_exist() -> None:
     assert "no such folder" in str(problems(config_dir=Path("/nope"))["--config-dir"])
 
 
+@pytest.mark.slow
 def test_a_required_value_may_be_set_by_a_later_layer(tmp_path: Path) -> None:
     folder = write(tmp_path, "experiment/asks", "# @package _global_\ntrain:\n  steps: ???\n")
     assert compose(["experiment=asks", "train.steps=77"], config_dir=str(folder)).config.train.steps == 77

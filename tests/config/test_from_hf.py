@@ -29,6 +29,7 @@ def error_message(*overrides: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_images_of_a_multimodal_folder_are_an_option_of_their_own() -> None:
     """The text decoder is the default, as in runs that were started before models took images."""
     folder = Path(__file__).parent / "gemma3_vision"
@@ -40,6 +41,7 @@ def test_images_of_a_multimodal_folder_are_an_option_of_their_own() -> None:
     assert "has no image encoder of a supported kind" in text and "choose model=from_hf" in text
 
 
+@pytest.mark.slow
 def test_audio_of_a_multimodal_folder_is_an_option_of_its_own() -> None:
     folder = Path(__file__).parent / "omni_audio"
     audio = compose(["model=from_hf_audio", f"model.path={folder}", SHORT]).config.model
@@ -83,6 +85,7 @@ def test_the_tokenizer_of_the_folder_is_used(tmp_path: Path) -> None:
     assert (tokenizer.kind, tokenizer.path) == ("hf", str(tmp_path / "model"))
 
 
+@pytest.mark.slow
 def test_the_runs_config_needs_no_folder(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "llama", tmp_path / "model")
     config = composed(tmp_path / "model", "checkpoint.load_parameters=null")
@@ -90,6 +93,7 @@ def test_the_runs_config_needs_no_folder(tmp_path: Path) -> None:
     assert from_yaml(to_yaml(config)) == config
 
 
+@pytest.mark.slow
 def test_an_unreadable_folder_is_one_short_message(tmp_path: Path) -> None:
     assert error_message("model=from_hf").count("model.") == 1
     assert "is not a folder" in error_message("model=from_hf", f"model.path={tmp_path / 'nowhere'}")
@@ -107,7 +111,7 @@ def test_an_unreadable_folder_is_one_short_message(tmp_path: Path) -> None:
         assert message_part in message and len(message.splitlines()) <= 4, message
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_config_is_shown_without_jax() -> None:
     code = (
         "import sys; from maxhydra.cli import main;"

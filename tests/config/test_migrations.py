@@ -53,6 +53,7 @@ def test_plain_values_keep_everything_else() -> None:
     assert migrate_key("data.shape") == "data.record_type" and migrate_key("shape") == "shape"
 
 
+@pytest.mark.slow
 def test_a_stored_config_is_read_under_its_current_names() -> None:
     config = compose(["data=arithmetic"]).config
     text = to_yaml(config)

@@ -46,20 +46,25 @@ def test_wrong_options_are_reported_like_our_own(overrides: list[str], parts: li
     assert all(part in message for part in parts), message
 
 
+BAD_PATHS = {
+    f"{OBJECTS}:countin": "did you mean 'counting'?",
+    "nowhere.at_all:thing": "the module nowhere is not installed",
+    f"{OBJECTS}:ROOT": "has no 'ROOT'",
+    f"{OBJECTS}:json": "is not a function or class",
+    "a b:c": "is not the path of an object",
+    "text:": "is not the path of an object",
+    "tests.config.test_plug_ins:wrong_annotation": "whose annotation is not a class of settings",
+}
+KEYS = ("data.source", "task.name", "train.loss.function", "optimizer.function")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    [
-        (f"{OBJECTS}:countin", "did you mean 'counting'?"),
-        ("nowhere.at_all:thing", "the module nowhere is not installed"),
-        (f"{OBJECTS}:ROOT", "has no 'ROOT'"),
-        (f"{OBJECTS}:json", "is not a function or class"),
-        ("a b:c", "is not the path of an object"),
-        ("text:", "is not the path of an object"),
-        ("tests.config.test_plug_ins:wrong_annotation", "whose annotation is not a class of settings"),
-    ],
+@pytest.mark.default_cases(
+    *(f"{KEYS[0]}-{path}-{reason}" for path, reason in BAD_PATHS.items()),
+    *(f"{key}-{OBJECTS}:countin-did you mean 'counting'?" for key in KEYS[1:]),
 )
-@pytest.mark.parametrize("key", ["data.source", "task.name", "train.loss.function", "optimizer.function"])
+@pytest.mark.parametrize(("path", "reason"), BAD_PATHS.items())
+@pytest.mark.parametrize("key", KEYS)
 def test_a_bad_path_is_one_clear_problem(key: str, path: str, reason: str) -> None:
     message = problems_of(f"{key}='{path}'", *(["optimizer=function"] if "optimizer" in key else []))
     assert reason in message and message.count(key) >= 1, message
@@ -89,6 +94,7 @@ def test_hydra_composes_the_same_values() -> None:
     assert checked.composed().config == compose(overrides).config
 
 
+@pytest.mark.slow
 def test_options_come_from_files_and_the_command_line_overrides_them(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "counts.yaml").write_text(f"source: {OBJECTS}:counting\noptions:\n  records: 8\n  word: two\n")
@@ -100,12 +106,14 @@ def test_options_come_from_files_and_the_command_line_overrides_them(tmp_path: P
     assert problem.path == "data.options.record" and problem.source.endswith("counts.yaml:3")
 
 
+@pytest.mark.slow
 def test_a_stored_config_is_read_back_and_changed() -> None:
     config = compose([SOURCE, "data.options.records=7"]).config
     assert from_yaml(to_yaml(config), is_run=True) == config
     assert with_overrides(config, ["data.options.records=8"]).data.options.records == 8
 
 
+@pytest.mark.slow
 def test_a_run_whose_object_is_not_installed_can_be_read_but_not_run() -> None:
     stored = to_yaml(compose([SOURCE]).config).replace("tests.support.plug_ins:counting", "gone.away:counting")
     assert type(from_yaml(stored).data.options) is Options

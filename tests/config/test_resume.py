@@ -48,6 +48,7 @@ def test_every_key_of_a_training_config_is_in_one_table() -> None:
     assert {key: tables for key, tables in found.items() if len(tables) != 1} == {}
 
 
+@pytest.mark.slow
 def test_settings_of_videos_count_only_for_models_that_took_them() -> None:
     """An option of a model may take videos since a later version."""
     still, fps = "model.vision.video_id=null", "model.vision.videos.fps=5"
@@ -123,6 +124,7 @@ def test_renamed_keys_and_hidden_values_are_no_changes() -> None:
     assert changes(before.replace("project: abc", f"project: '{HIDDEN}'"), config) == {}
 
 
+@pytest.mark.slow
 def test_another_task() -> None:
     assert "task.name" in changes(stored("task=dpo"), composed("task=grpo"))
     assert changes(stored("task=dpo"), composed("task=dpo", "task.beta=0.5")) == {"task.beta": (0.1, 0.5)}

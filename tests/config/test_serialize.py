@@ -17,6 +17,7 @@ TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
 HEX = "0123456789abcdef0123456789abcdef01234567"
 
 
+@pytest.mark.slow
 def test_values_of_variables_are_stored_as_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "hunter2-xyz")
     overrides = ["run.notes=with ${oc.env:SECRET}", "run.tags=['${oc.env:SECRET}',b]", "tracker.project=${run.notes}"]
@@ -39,6 +40,7 @@ def test_values_of_variables_are_stored_as_references(monkeypatch: pytest.Monkey
         from_yaml(text, is_run=True)
 
 
+@pytest.mark.slow
 def test_secrets_on_the_command_line_are_hidden_and_needed_again() -> None:
     url = "data.path='ftp://me:pw@host/x.jsonl'"
     config = compose(["tracker=wandb", "data=grain", url, f"run.notes={TOKEN}", f"tracker.entity={HEX}"]).config
@@ -54,6 +56,7 @@ def test_secrets_on_the_command_line_are_hidden_and_needed_again() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("overrides1", "overrides2")
 @pytest.mark.parametrize(
     "overrides",
     [[], ["task=grpo", "model=deepseek3-tiny"], ["adapter=lora", "run.tags=[a,'1','1e-3',y,'0x1F','a: b']"]],

@@ -92,6 +92,7 @@ CASES = {
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("llama-tied", "pattern")
 @pytest.mark.parametrize("case", CASES)
 def test_a_hugging_face_folder_gives_the_same_logits(case, tmp_path: Path) -> None:
     """In several files with an index, like large models; `pattern` has a prefix, a repetition and a remainder."""
@@ -147,6 +148,7 @@ def write_gguf(
     writer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_gguf_file_gives_the_logits_of_transformers(tied: bool, tmp_path: Path) -> None:
     """transformers' own GGUF reader dequantizes and reorders the rows."""
@@ -176,6 +178,7 @@ def test_a_gguf_file_with_damaged_or_missing_values_is_an_error(tmp_path: Path) 
         load_weights(str(path), make_model(), shardings=None, dtype="float32")
 
 
+@pytest.mark.slow
 def test_rope_scaling_of_a_gguf_file_must_match_the_model(tmp_path: Path) -> None:
     """llama.cpp stores RoPE scaling as a tensor of factors; transformers' frequencies are the reference."""
     fields = CASES["llama3.1"]
@@ -210,6 +213,7 @@ def test_a_different_model_is_rejected_with_every_differing_setting(tmp_path: Pa
         assert path in message and accepted in message, message
 
 
+@pytest.mark.slow
 def test_unexpected_missing_and_misshapen_tensors_are_rejected(tmp_path: Path) -> None:
     reference = hf_model()
     bias = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(4)}
@@ -260,7 +264,7 @@ def test_a_maxhydra_checkpoint_loads_in_another_dtype(tmp_path: Path) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16)), loaded, params)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_starts_from_a_hugging_face_folder(tmp_path: Path) -> None:
     """With a vanishing learning rate, the run saves the weights of the folder."""
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}

@@ -116,6 +116,7 @@ PUBLISHED = {
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("deepseek3.2-671b")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_an_option_equals_the_published_settings(name):
     table = find_table("", name, PUBLISHED[name])

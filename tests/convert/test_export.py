@@ -93,6 +93,7 @@ def test_a_gguf_file_has_the_quantized_tensors_and_gives_the_logits_of_transform
     assert np.abs(found_logits - our_logits(source, source)).max() < limit
 
 
+@pytest.mark.slow
 def test_a_gguf_file_contains_the_tokenizer(tmp_path: Path) -> None:
     """Our reader of GGUF tokenizers gives the same ids as tokenizer.json."""
     marks = MARKS["chatml"]
@@ -135,6 +136,7 @@ def stored_dtypes(folder: Path) -> dict[str, str]:
     return {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "format", "reason"),
     [

@@ -62,6 +62,7 @@ def write_multimodal(
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("gemma3", "qwen3_moe")
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_the_text_decoder_equals_the_text_only_model(family: str, tmp_path: Path) -> None:
     write_multimodal(tmp_path, GOLDEN / family, *MULTIMODAL[family])

@@ -168,7 +168,7 @@ def test_outputs_gradients_and_files_equal_those_of_peft(case: str, tmp_path: Pa
     np.testing.assert_array_equal(peft_logits(loaded), expected.detach().numpy())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("init", [AdapterInit.normal, pytest.param(AdapterInit.pissa, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "family", ["qwen", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("mixtral", "gpt_oss"))]
@@ -224,6 +224,7 @@ def test_square_experts_without_gates_are_distinguished_by_their_wrappers() -> N
         stack.read(tensors({"up": trained["up"]}), 2, ValueError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "settings", "message"),
     [

@@ -83,6 +83,7 @@ def size(tree: Any) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("int4_weights-0.4")
 @pytest.mark.parametrize(("kind", "share"), SHARES.items())
 def test_loading_equals_quantizing_while_loading(
     kind: str, share: float, unquantized: Path, quantized: dict[str, Path], caplog: pytest.LogCaptureFixture
@@ -102,6 +103,7 @@ def test_loading_equals_quantizing_while_loading(
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("int4_weights-0.3")
 @pytest.mark.parametrize(("kind", "share"), [("int8_weights", 0.52), ("int4_weights", 0.30)])
 def test_size_on_disk(kind: str, share: float, tmp_path: Path) -> None:
     sizes = ["model.num_layers=1", "model.emb_dim=256", "model.mlp_dim=6144", "model.head=tied"]
@@ -114,6 +116,7 @@ def test_size_on_disk(kind: str, share: float, tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < share * in_bfloat16
 
 
+@pytest.mark.slow
 def test_quantized_weights_are_sharded_over_the_mesh(quantized: dict[str, Path]) -> None:
     out = quantized["int8_weights"]
     sharder = Sharder(build_mesh(Mesh(fsdp=2, tensor=2), jax.devices()[:4]), composed(out).mesh.rules)
@@ -132,6 +135,7 @@ def test_equivalent_targets_load_the_same_weights(quantized: dict[str, Path]) ->
     assert_same(given, stored)
 
 
+@pytest.mark.slow
 def test_incompatible_quantization_is_rejected(unquantized: Path, quantized: dict[str, Path], tmp_path: Path) -> None:
     out = quantized["int4_weights"]
     with pytest.raises(ConfigError, match=r"which is int4_weights\s*omit quantization"):

@@ -50,6 +50,7 @@ def write_random_model(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("hf")
 @pytest.mark.parametrize("output_format", ["hf", "maxhydra"])
 def test_peak_memory_is_a_fraction_of_the_model(output_format: str, tmp_path: Path) -> None:
     write_random_model(tmp_path / "in")

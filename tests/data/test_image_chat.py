@@ -83,6 +83,7 @@ def test_rows_have_the_tiles_of_images(tmp_path: Path) -> None:
     assert counted == [id for id in tokens[1:] if id != vision.placeholder_id]
 
 
+@pytest.mark.slow
 def test_rows_have_the_steps_of_videos(tmp_path: Path) -> None:
     """Eight frames at 4 per second are sampled at 2 per second: two steps of 1 x 2 tokens, the first and last frame."""
     made, _ = record_type(tmp_path, "model=qwen3-vl-tiny", "data.max_images=3", "train.seq_len=96", "data.loss_on=all")
@@ -120,6 +121,7 @@ def test_rows_have_the_steps_of_videos(tmp_path: Path) -> None:
     assert "the model takes no videos" in rejected.reason
 
 
+@pytest.mark.slow
 def test_frames_of_gemma4_have_minutes_and_steps_of_qwen3_omni_no_text(tmp_path: Path) -> None:
     """Frames of 8 x 24 pixels: one row of 3 tokens. Gemma 4 sees four of five frames, each of them a step."""
     np.save(tmp_path / "video.npy", np.full((5, 8, 24, 3), 255, np.uint8))
@@ -141,6 +143,7 @@ def test_frames_of_gemma4_have_minutes_and_steps_of_qwen3_omni_no_text(tmp_path:
     assert "needs model.vision.videos.use_audio_in_video=true" in rejected.reason
 
 
+@pytest.mark.slow
 def test_rows_have_the_audio_of_videos_between_their_steps(tmp_path: Path) -> None:
     """Two steps of 3 tokens, 26 positions apart, and 2.5 seconds of audio, which are 33 tokens."""
     options = [*HEARD, "train.seq_len=96", "data.max_clips=2"]

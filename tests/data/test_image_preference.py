@@ -35,7 +35,7 @@ def record(phase: int, **changes: Any) -> dict[str, Any]:
     return {"prompt": PROMPT, "chosen": "yes", "rejected": "no", "images": [pixels], **changes}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_log_probs_of_a_pair_are_those_of_its_completions_with_the_image(tmp_path: Path) -> None:
     """Two pairs with different images in one batch, against one forward pass per completion."""
     made, config = record_type(tmp_path)

@@ -67,7 +67,7 @@ def run(
     return combined, states[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_four_processes_then_two_then_one(tmp_path: Path) -> None:
     overrides = [*write_jsonl(tmp_path), "data.packing.window=4", "train.seq_len=32"]
     alone, _ = run(1, [*overrides, "data.streams=4"], None, 30, folder=tmp_path)

@@ -66,7 +66,7 @@ def resume(job: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("text", "mixture")
+@pytest.mark.default_cases("mixture")
 @pytest.mark.parametrize("source", WRITERS)
 def test_a_fresh_process_resumes_from_any_position(source: str, tmp_path: Path) -> None:
     write: Callable[[Path], list[str]] = WRITERS[source]

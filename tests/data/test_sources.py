@@ -339,6 +339,7 @@ class TestOlmo:
             assert isinstance(source, RowSource)
             assert [int(source.train[i]["weights"].any()) for i in range(6)] == expected
 
+    @pytest.mark.slow
     def test_repetition_by_its_definition(self) -> None:
         random = np.random.default_rng(1)
         results = []

@@ -245,6 +245,7 @@ class TestCoverage:
 
 class TestState:
     @pytest.mark.slow
+    @pytest.mark.default_cases("best_fit-stream", "concat_then_split-grouped", "none-records")
     @pytest.mark.parametrize("kind", ["records", "stream", "grouped"])
     @pytest.mark.parametrize("method", ["best_fit", "concat_then_split", "none"])
     def test_resumes_from_a_state_saved_anywhere(

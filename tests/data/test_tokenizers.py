@@ -316,6 +316,7 @@ class TestHuggingFace:
         with pytest.raises(ConfigError, match=reason):
             load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(tmp_path))))
 
+    @pytest.mark.slow
     def test_a_regex_that_backtracks(self, tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text(changed(lambda it: it.update(pre_tokenizer=split("(a|aa)+$"))))
         tokenizer = load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(tmp_path))))
@@ -323,6 +324,7 @@ class TestHuggingFace:
             with pytest.raises(TokenizerError, match="the tokenizer failed on a text"):
                 encode("a" * 60 + "!")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("made", "longest"),
         [

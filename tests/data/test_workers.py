@@ -98,6 +98,7 @@ def test_an_error_in_a_worker_names_the_record(path: Path) -> None:
         take(data, 60)
 
 
+@pytest.mark.slow
 def test_workers_can_be_killed_while_they_write() -> None:
     """A result of 64 MB that is not fully read when the pool is closed."""
     for delay in (0.1, 0.6):

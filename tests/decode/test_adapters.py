@@ -128,14 +128,17 @@ def check(reference: object, prompt: list[int], completion: Completion) -> None:
 
 
 @pytest.mark.slow
-def test_eight_adapters_in_one_batch_equal_their_merged_models(engine: Engine, folders: dict[str, Path]) -> None:
+@pytest.mark.default_cases("12 tokens")
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: f"{len(prompt)} tokens")
+def test_eight_adapters_in_one_batch_equal_their_merged_models(
+    prompt: list[int], engine: Engine, folders: dict[str, Path]
+) -> None:
     names: list[str | None] = [None, *ADAPTERS]
-    for prompt in PROMPTS:
-        handles = engine.submit_all(make_request(prompt, name) for name in names)
-        completions = {name: handle.result() for name, handle in zip(names, handles, strict=True)}
-        assert len({completion.tokens for completion in completions.values()}) > 4, "the adapters have no effect"
-        for name, completion in completions.items():
-            check(merged(folders.get(name or "")), prompt, completion)
+    handles = engine.submit_all(make_request(prompt, name) for name in names)
+    completions = {name: handle.result() for name, handle in zip(names, handles, strict=True)}
+    assert len({completion.tokens for completion in completions.values()}) > 4, "the adapters have no effect"
+    for name, completion in completions.items():
+        check(merged(folders.get(name or "")), prompt, completion)
 
 
 @pytest.mark.exhaustive
@@ -175,7 +178,7 @@ def test_speculative_decoding_with_adapters_equals_their_merged_models(
         made.close()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_prefix_cache_separates_adapters(engine: Engine, folders: dict[str, Path]) -> None:
     """The same prompt again, with cached pages of its own adapter only."""
     prompt = [7, 1, 7, 2, 7, 3, 7, 4, 7, 5, 7, 6]

@@ -90,7 +90,7 @@ def logprobs_of(prompt: list[int], audio: Clips | None, sampled: tuple[int, ...]
     return np.asarray(logprobs)[len(prompt) - 1 :][: len(sampled)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_completions_equal_one_forward_pass(engine: Engine) -> None:
     """Prompts with equal tokens and different clips are decoded together, and do not share pages."""
     first, other = [256, 40, *tokens(0), 65, 66], clips(0)
@@ -158,6 +158,7 @@ def test_files_of_task_audios(engine: Engine, tmp_path: Path) -> None:
         compose(["task=decode", audios])
 
 
+@pytest.mark.slow
 def test_bad_audio_of_chat_requests(tmp_path: Path) -> None:
     for clip, reason in (
         (7, "without data"),

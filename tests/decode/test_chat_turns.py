@@ -192,6 +192,7 @@ def test_names_of_special_tokens_are_part_of_the_text() -> None:
         assert "".join(parts) + detokenizer.flush() == "aü<|pad|>b"
 
 
+@pytest.mark.slow
 def test_responses_with_text_and_function_calls() -> None:
     with running("qwen3") as (engine, _):
         make = engine.server.client().responses.create

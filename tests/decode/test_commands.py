@@ -177,6 +177,7 @@ def killed_at_exit(process: subprocess.Popen[bytes]) -> Iterator[None]:
         process.kill()
 
 
+@pytest.mark.exhaustive
 def test_a_chat_at_a_terminal(folder: Path) -> None:
     overrides = [
         *DECODE,

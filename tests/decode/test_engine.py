@@ -259,6 +259,7 @@ def test_nothing_is_compiled_after_the_warm_up():
         engine.close()
 
 
+@pytest.mark.slow
 def test_a_request_that_does_not_stream_gets_the_same_completion(engine):
     for request in (*varied_requests(6), make_request("ab", logprobs=1, max_tokens=5)):
         handle = engine.submit(dataclasses.replace(request, stream=False))
@@ -285,7 +286,7 @@ def test_the_receiver_can_make_the_text(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("one batch", "short chunks, no prefix cache")
+@pytest.mark.default_cases("short chunks, no prefix cache")
 @pytest.mark.parametrize("sizes", ENGINES)
 def test_in_any_batch_a_request_gets_the_tokens_it_gets_alone(sizes):
     engine = start(**ENGINES[sizes])
@@ -380,6 +381,7 @@ def decodes_during_prefill(engine, seconds):
     return is_first
 
 
+@pytest.mark.slow
 def test_prefill_devices_that_do_not_fit_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"prefill_devices=8: leaves no device for decoding, of 8 in all\n.*1 to 7"):
         split_devices(Config(prefill_devices=8))
@@ -410,6 +412,7 @@ def delay_array(x: jax.Array, *, seconds: float) -> jax.Array:
     return delay(x, int(10**6 * seconds / (time.perf_counter() - start)))
 
 
+@pytest.mark.slow
 def test_a_repeated_prompt_is_not_prefilled_again(engine):
     prompt = [random.Random(2).randrange(256) for _ in range(61)]
     results = []
@@ -441,6 +444,7 @@ def test_a_seed_gives_the_same_tokens_again(engine):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("4")
 @pytest.mark.parametrize("burst", [1, 4])
 def test_a_deterministic_engine_is_bit_reproducible(burst):
     """Independently of earlier requests, and of which programs are compiled."""
@@ -613,6 +617,7 @@ def test_invalid_requests_are_rejected_at_once(engine, case):
         engine.submit(request)
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_too_small_is_named():
     engine = start(cache_tokens=40)
     with pytest.raises(RequestRejectedError, match=r"need 49 tokens.*holds 40: raise task\.engine\.cache_tokens"):
@@ -621,6 +626,7 @@ def test_a_cache_that_is_too_small_is_named():
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_cancelled_sequence_frees_its_slot():
     engine = start(max_batch=1)
     first = engine.submit(make_request("a", max_tokens=90, ignore_eos=True))
@@ -672,6 +678,7 @@ def test_nan_logits_fail_the_request_and_not_the_engine():
     engine.close()
 
 
+@pytest.mark.slow
 def test_tokens_carry_the_version_of_the_weights_that_sampled_them():
     """A sequence continues under weights that arrive while it runs."""
     engine = start()

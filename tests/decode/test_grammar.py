@@ -66,6 +66,7 @@ def test_more_completions_validate_with_their_schemas(engine):
     check_schemas(engine, range(8, 56))
 
 
+@pytest.mark.slow
 def test_regular_expressions_grammars_and_free_text_share_a_batch(engine):
     pattern, lark = r"([0-9]{3}-){2}[a-f]+!", 'start: "<" inner ">"\ninner: /[xy]{1,3}/ | "(" inner ")"'
     free = make_request("free", max_tokens=20, ignore_eos=True)
@@ -78,7 +79,7 @@ def test_regular_expressions_grammars_and_free_text_share_a_batch(engine):
     assert complete(engine, [regex_grammar(pattern)])[0] == first
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_grammar_is_followed_by_multi_step_engines_and_prefill_devices():
     grammars = [regex_grammar("[ab]{5}c"), "", json_grammar({"enum": ["one", "two"]})]
     for sizes in ({"burst": 4}, {"axes": {"data": 1}, "prefill_axes": {"data": 1}}):
@@ -129,7 +130,7 @@ def test_a_greedy_completion_has_the_most_likely_tokens_that_the_grammar_allows(
         assert list(completion.tokens) == most_likely_allowed(grammar, 24)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_deltas_are_in_order_and_end_at_a_stop_string_eos_or_the_maximum(engine):
     """Tokens are emitted while later ones are computed; those sampled after the end are dropped."""
     grammar, sampled = regex_grammar("([ab]{7}c){1,3}"), {"temperature": 1.0}
@@ -208,6 +209,8 @@ class WordTokenizer(ByteTokenizer):
         return [id for piece in pieces for id in ([ids[piece]] if piece in ids else piece.encode())]
 
 
+@pytest.mark.slow
+@pytest.mark.default_cases("WordTokenizer")
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), WordTokenizer()], ids=lambda each: type(each).__name__)
 def test_verification_accepts_just_the_tokens_of_the_mask(tokenizer: ByteTokenizer) -> None:
     """Of a text that the grammar forces, masks have the canonical tokenization only."""
@@ -235,8 +238,8 @@ def test_token_bytes_join_to_the_text():
     assert b"".join(map(tokenizer.token_bytes, [*tokenizer.encode("aü"), tokenizer.eos])) == "aü".encode()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("processes", [0, 1])
 def test_the_server_compiles_response_formats_of_the_openai_client(tmp_path, processes):
     openai = import_optional("openai", extra="test")
     (tmp_path / "t.jinja").write_text(TEMPLATE)

@@ -111,6 +111,7 @@ def test_responses_equal_those_of_one_process(
         assert texts == [choice["text"] for choice in answer["choices"]]
 
 
+@pytest.mark.slow
 def test_metrics_and_limits_are_common(server: RunningServer) -> None:
     """Both processes serve; the limits of the queue and of connections hold for both together."""
     before = numbers(server, 200)
@@ -167,6 +168,7 @@ def test_a_disconnected_client_frees_its_slots(server: RunningServer) -> None:
     wait_for(lambda: sum(numbers(server, "sequences")) == 0)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_replaced(server: RunningServer) -> None:
     """Its requests fail and leave nothing running; those of the other process finish."""
     before = server.engine.stats()["tokens_written"]
@@ -336,6 +338,7 @@ def test_the_engine_does_not_wait_for_a_process_that_does_not_read() -> None:
     link.send(b"x")
 
 
+@pytest.mark.slow
 def test_counters_sum_over_processes() -> None:
     first = Counters.shared(2)
     second = first.of(1)

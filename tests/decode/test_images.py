@@ -175,6 +175,7 @@ def test_video_urls_of_chat_requests() -> None:
             parse_images(message(url))
 
 
+@pytest.mark.slow
 def test_the_number_of_tokens_depends_on_the_tiles_of_an_image() -> None:
     """An image of 2 x 1 tiles and the whole image, then one of one tile."""
     vision = model_option("llama4-tiny-vision").vision
@@ -191,6 +192,7 @@ def test_the_number_of_tokens_depends_on_the_tiles_of_an_image() -> None:
         prompts.insert_images(ids, images[:1])
 
 
+@pytest.mark.slow
 def test_bad_image_urls(tmp_path) -> None:
     for url in ("https://example.com/a.png", "file:///etc/passwd", "/etc/passwd", "data:text/html;base64,AA"):
         with pytest.raises(HttpError, match="URLs are not fetched"):

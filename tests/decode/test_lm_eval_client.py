@@ -12,7 +12,7 @@ from tests.decode.test_engine import CONTEXT, logits_without_cache, start
 from tests.support.running_server import RunningServer
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_log_likelihoods_of_the_lm_eval_client():
     for package in ("lm_eval", "tenacity"):
         pytest.importorskip(package, reason="needs lm-eval[api]")

@@ -102,7 +102,7 @@ def test_completions_are_those_of_masked_single_steps(
         assert min(stats["grammar_tokens_accepted"], stats["grammar_tokens_rejected"]) > 30, stats
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("never_masks")
 def test_all_tokens_of_a_grammar_that_accepts_them_are_decoded_in_calls_of_several_steps() -> None:
     is_text = tuple((token, -1000.0) for token in range(128, 264))
@@ -128,7 +128,13 @@ def test_all_tokens_of_a_grammar_that_accepts_them_are_decoded_in_calls_of_sever
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("never_masks")
-@pytest.mark.parametrize("meshes", [{}, {"axes": {"data": 1}, "prefill_axes": {"data": 1}}])
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        pytest.param({}, marks=pytest.mark.exhaustive, id="one mesh"),
+        pytest.param({"axes": {"data": 1}, "prefill_axes": {"data": 1}}, id="prefill mesh"),
+    ],
+)
 def test_completions_end_at_a_stop_string_eos_or_the_maximum_or_are_cancelled(meshes: dict) -> None:
     grammar, sampled = regex_grammar("([ab]{7}c){1,3}"), {"temperature": 1.0, "max_tokens": 40}
     whole_request = make_request("x", grammar=grammar, **sampled)

@@ -89,7 +89,7 @@ def test_completions_are_those_of_plain_decoding(case: str, request: pytest.Fixt
     assert (after["steps_speculative"] < after["steps"]) == is_sometimes, after
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_tokens_of_plain_steps_and_shared_pages_reach_the_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts after them are those of a model that has seen every token."""
     from maxhydra.decode import draft_policy

@@ -519,7 +519,7 @@ def test_too_many_large_bodies_are_rejected(local_server: RunningServer, monkeyp
     assert local_server.post(data, TEXT)[0] == 200 and local_server.service.counters.total("large_bytes") == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_large_bodies_are_tokenized_with_the_files_that_the_server_read(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     data = compose([f"data.tokenizer.chat_template={tmp_path / 't.jinja'}"]).config.data
@@ -549,6 +549,7 @@ def test_a_template_that_fails_is_an_error_of_that_request_only(tmp_path: Path, 
         assert server.post(CHAT)[0] == 200
 
 
+@pytest.mark.slow
 def test_a_panic_of_the_tokenizer_is_an_error_of_that_request_only(tmp_path: Path) -> None:
     made = byte_level(["<a>"])
     made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -662,7 +663,7 @@ def test_an_engine_failure_is_reported(prompts: PromptEncoder) -> None:
         assert parse_response(server.get("/health"))[0] == 503 and server.post(CHAT)[0] == 503
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_64_clients_lose_no_request(prompts: PromptEncoder) -> None:
     with running(prompts, slots=16, seconds=0.001) as server:
         until, client = time.monotonic() + 1, server.client()

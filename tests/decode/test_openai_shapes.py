@@ -30,6 +30,7 @@ def events_of(running_server: RunningServer, path: str, body: dict[str, Any]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("qwen3", "gpt-oss")
 @pytest.mark.parametrize("family", TURNS)
 def test_streamed_responses_equal_complete_ones(family: str) -> None:
     with running(family) as (engine, _):
@@ -114,6 +115,7 @@ def test_completions_have_the_fields_of_openai(
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("qwen3", "gpt-oss")
 @pytest.mark.parametrize("family", TURNS)
 def test_tool_calls_have_the_fields_of_openai(family: str) -> None:
     with running(family) as (engine, _):

@@ -80,6 +80,7 @@ def expected(folder: Path, ids: list[int], pooling: Pooling) -> np.ndarray:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("Pooling.mean")
 @pytest.mark.parametrize("pooling", list(Pooling))
 def test_embeddings_equal_the_hidden_states_of_transformers(engine: Engine, folder: Path, pooling: Pooling) -> None:
     found = engine.pool(ROWS, pooling)
@@ -87,6 +88,7 @@ def test_embeddings_equal_the_hidden_states_of_transformers(engine: Engine, fold
         np.testing.assert_allclose(vector, expected(folder, ids, pooling), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_same_embeddings(engine: Engine, folder: Path) -> None:
     sharded = start(folder, devices=2)
     try:
@@ -132,6 +134,7 @@ def test_the_openai_client_reads_embeddings(engine: Engine, folder: Path, proces
     assert missing[0] == 400 and "accepted: 32" in missing[1]["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_completions(tmp_path: Path) -> None:
     reference = llama(tmp_path, "LlamaForSequenceClassification")
     scorer = start(tmp_path)

@@ -148,6 +148,7 @@ def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("position-1.5-filters2", "seed-0.6-filters1")
 @pytest.mark.parametrize(
     ("temperature", "filters"),
     [(1.0, FILTERS[0]), (0.6, FILTERS[0]), (1.5, {"top_k": 12, "top_p": 0.9, "min_p": 0.05})],
@@ -202,6 +203,7 @@ def test_seeds_use_all_their_bits():
         assert len(np.unique(tokens)) > 55
 
 
+@pytest.mark.slow
 def test_logprobs_are_those_of_the_unmodified_model():
     rng = np.random.default_rng(5)
     logits, seen = 2 * rng.normal(size=(3, 64)).astype(np.float32), rng.random((3, 64)) < 0.5

@@ -179,7 +179,7 @@ def test_pages_that_speculative_steps_wrote_are_shared() -> None:
         plain.close()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("always_drafts")
 def test_a_batch_with_a_grammar_is_decoded_in_single_steps() -> None:
     """Its other sequences continue speculatively after it."""
@@ -213,6 +213,7 @@ def expected_draft(tokens: list[int], drafting: Drafting) -> list[int] | None:
     return None
 
 
+@pytest.mark.slow
 def test_drafts_follow_the_latest_occurrence_of_the_longest_ngram() -> None:
     drafting, rng = Drafting(tokens=4, max_ngram=3, min_ngram=2, context=20), np.random.default_rng(0)
     lengths = rng.integers(1, 21, 200)

@@ -57,7 +57,7 @@ def params_tokens_and_logits(rows: int) -> tuple[Any, np.ndarray, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("3-gpu", "3-tpu")
+@pytest.mark.default_cases("3-gpu")
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_layout_changes_nothing(platform: str, rows: int) -> None:

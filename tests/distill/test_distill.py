@@ -62,6 +62,7 @@ def one_device() -> jax.sharding.Mesh:
     return build_mesh(Mesh(data=1), jax.devices()[:1])
 
 
+@pytest.mark.slow
 def test_a_teacher_with_other_shapes_is_rejected() -> None:
     teacher = build(model_config())
     params, sharder = jax.jit(teacher.init)(jax.random.key(0)), Sharder(one_device(), RULES)
@@ -141,7 +142,7 @@ def test_offline_logits_of_all_tokens_equal_the_online_teacher(weights: Any) -> 
     np.testing.assert_allclose(offline["loss"], online["loss"], rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_teacher_on_its_own_mesh_gives_the_same_loss(weights: Any) -> None:
     """Student sharded by FSDP, teacher by tensor parallelism, over the same four devices, in one program."""
     devices = jax.devices()[:4]

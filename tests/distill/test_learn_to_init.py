@@ -36,6 +36,8 @@ def random_params(model: ModelDef) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), model.shapes)
 
 
+@pytest.mark.slow
+@pytest.mark.default_cases("bilinear")
 @pytest.mark.parametrize("kind", [WeightMap.bilinear, WeightMap.linear], ids=lambda kind: kind.value)
 def test_mapped_projections_equal_loops_over_their_definition(kind: WeightMap) -> None:
     teacher, student = model_of(), model_of("model.num_heads=2", "model.num_kv_heads=1", "model.head_dim=16")
@@ -64,6 +66,7 @@ def test_mapped_projections_equal_loops_over_their_definition(kind: WeightMap) -
         np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_equal_heads_start_as_the_teacher() -> None:
     teacher = model_of()
     weights = random_params(teacher)
@@ -72,7 +75,7 @@ def test_equal_heads_start_as_the_teacher() -> None:
         jax.tree.map(np.testing.assert_array_equal, apply_maps(maps, weights), weights)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_learned_maps_lower_the_divergence() -> None:
     """A bias is mapped with its projection, so that the mapped student is a linear map of the teacher's heads."""
     teacher, student = model_of(), model_of("model.num_heads=2", "model.num_kv_heads=1", "model.head_dim=16")

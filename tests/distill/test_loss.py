@@ -103,6 +103,7 @@ def test_top_k_of_a_teacher(kind: Divergence) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("jensen_shannon-0.3")
 @pytest.mark.parametrize(("kind", "beta"), [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jensen_shannon", 0.3)])
 def test_loss_of_a_sampled_batch(kind: str, beta: float) -> None:
     """Loss, and gradient with respect to the student's head, equal those of TRL's GKDTrainer on the same tokens."""
@@ -137,6 +138,7 @@ def test_loss_of_a_sampled_batch(kind: str, beta: float) -> None:
     np.testing.assert_allclose(gradient, kernel.grad.numpy(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [FeatureLoss.cosine, FeatureLoss.l2])
 def test_features(kind: FeatureLoss) -> None:
     student, teacher = torch.tensor(STUDENT, requires_grad=True), torch.tensor(TEACHER)

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 from hypothesis import example
 from hypothesis import strategies as st
@@ -79,11 +80,13 @@ def read_all(write: Callable[[Path], None], ending: str, changes: Changes, folde
     assert all(record.location and record.reason for record in read if isinstance(record, BadRecord))
 
 
+@pytest.mark.slow
 @fuzz(cases=80, changes=CHANGES)
 def test_jsonl(changes: Changes, tmp_path: Path) -> None:
     read_all(write_jsonl, ".jsonl", changes, tmp_path)
 
 
+@pytest.mark.slow
 @fuzz(cases=80, changes=CHANGES)
 @example(changes=[(0.0, struct.pack("<Q", 2**63))])
 def test_tfrecord(changes: Changes, tmp_path: Path) -> None:
@@ -100,6 +103,7 @@ def test_array_record(changes: Changes, tmp_path: Path) -> None:
     read_all(write_array_record, ".array_record", changes, tmp_path)
 
 
+@pytest.mark.slow
 @fuzz(cases=300, rejects=(ValueError,), kind=st.sampled_from([ARRAYS, EXAMPLE, PAYLOADS[1]]), changes=CHANGES)
 @example(kind=ARRAYS, changes=[(0.4, b"\xff" * 4)])
 def test_payload(kind: bytes, changes: Changes) -> None:

@@ -111,6 +111,7 @@ def relabel(root: Path) -> None:
     RunDirectory(root / "run").label(add=["after"], remove=["before"], note="new")
 
 
+@pytest.mark.exhaustive
 @fuzz(cases=15, point=POINTS)
 def test_tags_and_note_are_replaced_at_once(point, tmp_path):
     with killed(relabel, point, tmp_path, write_labelled) as root:
@@ -154,6 +155,7 @@ def refresh(root: Path) -> None:
     registry.close()
 
 
+@pytest.mark.exhaustive
 @fuzz(cases=10, point=POINTS)
 def test_the_index_of_runs_is_complete(point, tmp_path):
     with killed(refresh, point, tmp_path, write_two_runs) as root:
@@ -175,6 +177,7 @@ def write_second_plan(root: Path) -> None:
     write_plan(dataclasses.replace(PLAN, folder=root / "sweep", fixed=("train.steps=4",)))
 
 
+@pytest.mark.exhaustive
 @fuzz(cases=15, point=POINTS, has_old=st.booleans())
 def test_a_sweep_has_its_old_or_its_new_plan(point, has_old, tmp_path):
     prepare = write_first_plan if has_old else write_nothing

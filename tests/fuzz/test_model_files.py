@@ -62,7 +62,7 @@ def changed(settings: dict[str, Any], number: int, value: Any, *, is_removed: bo
 CHANGE = {"family": st.sampled_from(FAMILIES), "number": st.integers(0, 200), "value": VALUES, "removed": st.booleans()}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @fuzz(cases=300, **CHANGE)
 @example("gemma3", 0, {"a": [1]}, False)
 def test_settings_give_a_model_section(family: str, number: int, value: Any, removed: bool) -> None:
@@ -71,6 +71,7 @@ def test_settings_give_a_model_section(family: str, number: int, value: Any, rem
     assert to_model_values("model.path", family, table, settings)
 
 
+@pytest.mark.slow
 @fuzz(cases=10, **CHANGE)
 def test_a_folder_gives_a_model(family: str, number: int, value: Any, removed: bool, tmp_path: Path) -> None:
     folder = tmp_path / family
@@ -82,6 +83,7 @@ def test_a_folder_gives_a_model(family: str, number: int, value: Any, removed: b
     assert hf_source("model.path", str(folder), folder).shapes
 
 
+@pytest.mark.slow
 @fuzz(cases=300, rejects=(ValueError,), damage=DAMAGE)
 @example(damage=[(0, b"[" * 200_000, True)])
 def test_json(damage: list[tuple[float, bytes, bool]]) -> None:
@@ -110,6 +112,7 @@ def gguf_bytes(folder: Path) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.slow
 @fuzz(cases=150, damage=DAMAGE)
 @example(damage=[(8 / 800, struct.pack("<Q", 10**8), False)])
 @example(damage=[(16 / 800, struct.pack("<Q", 2**63), False)])

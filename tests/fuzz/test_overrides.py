@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
@@ -57,6 +58,7 @@ def config_yaml() -> str:
     return to_yaml(composer().check_overrides(["model=micro"], with_hydra=False).composed().config)
 
 
+@pytest.mark.slow
 @fuzz(cases=200, lines=st.lists(overrides(), max_size=4))
 def test_an_override_is_merged_or_reported(lines: list[str]) -> None:
     merge, parsed = ConfigMerge(), parse(lines, composer().loader)
@@ -67,22 +69,26 @@ def test_an_override_is_merged_or_reported(lines: list[str]) -> None:
     assert all(map(str, merge.problems))
 
 
+@pytest.mark.slow
 @fuzz(cases=200, lines=st.lists(overrides(), max_size=4))
 def test_a_command_line_is_parsed_or_reported(lines: list[str]) -> None:
     flags.parse(lines)
 
 
+@pytest.mark.slow
 @fuzz(cases=10, lines=st.lists(overrides(), max_size=5))
 def test_a_command_line_gives_a_config_or_its_problems(lines: list[str]) -> None:
     checked = composer().check_overrides(["model=micro", *lines], with_hydra=False)
     assert isinstance(checked.composed().config, Config)
 
 
+@pytest.mark.slow
 @fuzz(cases=200, text=st.one_of(texts(200), st.builds(change, st.just(YAML), st.integers(0, 40), texts(4))))
 def test_yaml_is_parsed_or_reported(text: str) -> None:
     parse_yaml.__wrapped__(text, "x.yaml")
 
 
+@pytest.mark.slow
 @fuzz(cases=5, at=st.floats(0, 1), inserted=texts(6), removed=st.integers(0, 30))
 def test_a_stored_config_is_read_or_reported(at: float, inserted: str, removed: int) -> None:
     text = config_yaml()

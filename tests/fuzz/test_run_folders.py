@@ -58,6 +58,7 @@ def check_readable(root: Path) -> None:
         registry.close()
 
 
+@pytest.mark.slow
 @fuzz(cases=25, name=st.sampled_from(FILES), changes=CHANGES)
 @example(name="metrics.jsonl", changes=[(0.5, b'\n{"step": 1' + b"0" * 30 + b', "a": 1}\n')])
 @example(name="config.yaml", changes=[(0.0, b"a: &a [1]\nb: {c: *a}\nd: " + b"[" * 3000), (1.0, None)])
@@ -77,6 +78,7 @@ def test_missing_files(names: set[str], is_folder: bool, tmp_path: Path) -> None
     check_readable(tmp_path / "outputs")
 
 
+@pytest.mark.exhaustive
 @fuzz(cases=25, key=st.integers(0, 40), inner=st.booleans(), value=VALUES)
 def test_facts_of_another_type(key: int, inner: bool, value: Any, tmp_path: Path) -> None:
     folder = new_runs(tmp_path / "outputs")
@@ -110,6 +112,7 @@ def test_metrics(changes: list[tuple[float, bytes | None]], tmp_path: Path) -> N
     scan_metrics(tmp_path / "metrics.jsonl")
 
 
+@pytest.mark.slow
 @fuzz(cases=60, text=st.text(max_size=60))
 @example(text="a: &a [*a]")
 def test_config_text(text: str, tmp_path: Path) -> None:
@@ -121,6 +124,7 @@ PLAN = {"folder": None, "fixed": ["a=1"], "space": {}, "listed": [["b=1"]], "fol
 PLAN |= {"settings": {}, "config_dir": None, "launcher": {"kind": "local"}}
 
 
+@pytest.mark.slow
 @fuzz(cases=100, changes=CHANGES, key=st.integers(0, 8), value=VALUES, is_value=st.booleans())
 def test_sweep_plan(
     changes: list[tuple[float, bytes | None]], key: int, value: Any, is_value: bool, tmp_path: Path

@@ -102,6 +102,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
     return PromptEncoder(compose([f"data.tokenizer.chat_template={path}"]).config.data, vocab_size=320)
 
 
+@pytest.mark.slow
 @fuzz(cases=200, rejects=(HttpError,), data=HEADS | damaged(VALID_HEAD))
 @example(b"\r\n\r\n")
 @example(b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: \xb2\r\n\r\n")
@@ -112,6 +113,7 @@ def test_request_head(data: bytes) -> None:
     Access("key", is_local=True).check(head)
 
 
+@pytest.mark.slow
 @fuzz(cases=120, rejects=(HttpError,), body=BODIES, is_chat=st.booleans())
 @example(b'{"prompt": ' + b"[" * 1000 + b"]" * 1000 + b"}", False)
 @example(b'{"seed": 1' + b"0" * 5000 + b', "prompt": "a"}', False)
@@ -127,6 +129,7 @@ def test_request_body(prompts: PromptEncoder, body: bytes, is_chat: bool) -> Non
                 prompts.encode_text(prompt, max_tokens=DEFAULTS.max_context)
 
 
+@pytest.mark.slow
 @fuzz(cases=100, value=VALUES)
 def test_responses_in_slices_are_json(value: Any) -> None:
     whole = json.dumps(value, ensure_ascii=False).encode(errors="replace")

@@ -4,6 +4,7 @@ import json
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import strategies as st
 
 from maxhydra.sweep.plan import FILE, Settings, SweepPlan, read_plan, write_plan
@@ -41,6 +42,7 @@ def read(content: bytes, folder: Path) -> None:
             assert path.read_bytes() == content
 
 
+@pytest.mark.slow
 @fuzz(cases=100, edits=EDITS, settings=SETTINGS, removed=st.sets(st.sampled_from(sorted(PLAN)), max_size=2))
 def test_changed_values(edits, settings, removed, tmp_path):
     changed = {**PLAN, "settings": {**PLAN["settings"], **settings}, **edits}

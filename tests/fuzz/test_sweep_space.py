@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 from hypothesis import example
 from hypothesis import strategies as st
 
@@ -33,6 +34,7 @@ EXPRESSIONS = st.recursive(
 )
 
 
+@pytest.mark.slow
 @fuzz(cases=150, expression=EXPRESSIONS, grid=st.booleans())
 @example("range(0,1e400)", True)
 @example("range(0,10,1e-300)", True)

@@ -102,7 +102,7 @@ def render(source: str) -> None:
         template.render(messages)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @fuzz(cases=30, rejects=(ConfigError, ChatTemplateError), statements=STATEMENTS)
 @example("{% for x in range(99999) %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.b }}")
 @example("{{ 'a'.center(10**9) }}")
@@ -111,11 +111,13 @@ def test_generated_templates(statements: str) -> None:
     render(START + statements)
 
 
+@pytest.mark.slow
 @fuzz(cases=60, rejects=(ConfigError, ChatTemplateError), source=damaged())
 def test_damaged_templates(source: str) -> None:
     render(source)
 
 
+@pytest.mark.slow
 @fuzz(
     cases=60,
     rejects=(ConfigError, ChatTemplateError),
@@ -140,6 +142,7 @@ RECORDS = VALUES | st.lists(
 )
 
 
+@pytest.mark.slow
 @fuzz(cases=60, messages=RECORDS, source=st.sampled_from([*SOURCES, "{{ messages|tojson }}", "{{ messages }}"]))
 def test_records(messages: Any, source: str) -> None:
     """A record becomes a document or is rejected; it never raises."""

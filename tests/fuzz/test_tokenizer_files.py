@@ -89,6 +89,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return {"sentencepiece": model.read_bytes(), "tiktoken": ranks.read_bytes()}
 
 
+@pytest.mark.slow
 @fuzz(cases=40, number=st.integers(0, 2), changes=CHANGES, settings=SETTINGS)
 @example(0, [([0], -1)], {"added_tokens_decoder": [1]})
 @example(0, [([1, 0, 0], -1)], {})

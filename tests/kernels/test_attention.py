@@ -151,6 +151,15 @@ def test_reference_equals_the_transcription(heads, mask):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases(
+    "mha-everything",
+    "mqa-everything",
+    "gqa-everything",
+    "gqa-full",
+    "gqa-causal",
+    "gqa-chunk_and_more",
+    "gqa-window_of_one",
+)
 @pytest.mark.parametrize(("heads", "mask"), CASES)
 def test_xla_equals_the_reference_with_gradients(heads, mask):
     for got, want in zip(of_case("xla", heads, mask), of_case("reference", heads, mask), strict=True):
@@ -158,6 +167,7 @@ def test_xla_equals_the_reference_with_gradients(heads, mask):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("full-float32", "everything-bfloat16", "window_of_one-bfloat16")
 @pytest.mark.parametrize("softmax_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mask", ["full", "window_of_one", "everything", "chunk_and_more"])
 def test_xla_in_bfloat16_is_near_the_reference(mask, softmax_dtype):
@@ -170,6 +180,7 @@ def test_xla_in_bfloat16_is_near_the_reference(mask, softmax_dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("full", "everything", "chunk_and_more")
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "window_of_one", "chunk", "everything", "chunk_and_more"])
 def test_blocks_of_queries_change_nothing(mask, monkeypatch):
     whole, mask = of_case("xla", "gqa", mask), dict(MASKS[mask])
@@ -201,6 +212,7 @@ def test_blocks_cover_all_visible_keys_and_skip_hidden_ones():
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("mask1-reference", "mask1-xla", "mask2-reference", "mask2-xla")
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 @pytest.mark.parametrize("mask", [{}, {"window": 4, "softcap": 2.0}, {"chunk": 4, "sinks": True}])
 def test_positions_define_the_mask_for_keys_from_a_cache(backend, mask):
@@ -337,6 +349,7 @@ def test_splash_serves_tpus_and_rejects_unsupported_calls(changes, reason):
         OPERATION.choose("splash", make_call(**supported | changes))
 
 
+@pytest.mark.slow
 def test_heads_padded_for_mosaic_give_the_same_output():
     q, k, v = (jax.random.normal(jax.random.key(i), (1, 8, 2, size)) for i, size in enumerate((192, 192, 128)))
     padded = mosaic._pad_heads(q, k, v)
@@ -431,6 +444,7 @@ INTERPRETED = [
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("everything-float32", "chunk_and_more-float32")
 @pytest.mark.parametrize(("mask", "dtype"), INTERPRETED)
 def test_triton_interpreted_equals_the_reference_with_gradients(mask, dtype, monkeypatch):
     """With blocks so small that some are fully visible, some partly and some not at all."""
@@ -459,6 +473,7 @@ def test_triton_interpreted_pads_heads_and_values_of_other_sizes(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("segments", "chunk", "everything")
 @pytest.mark.parametrize("mask", ["window", "softcap", "segments", "chunk", "sinks", "everything"])
 def test_the_loss_is_the_same_on_every_backend_that_serves_a_request(mask):
     """For all backends of the capability table that this machine can run; the others raise with the reason."""

@@ -69,11 +69,7 @@ QUICK = ("segments, softcap and sinks", "window within the neighbour")
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases(
-    "causal, one key head, odd length of a device",
-    "segments, softcap and sinks",
-    "window over two neighbours",
-)
+@pytest.mark.default_cases("segments, softcap and sinks", "window over two neighbours")
 @pytest.mark.parametrize(
     "case", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
@@ -106,6 +102,7 @@ def assert_equal(got, expected, case: str, tolerance: float = 1.0):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("all_gather")
 @pytest.mark.parametrize("strategy", ["ulysses", "all_gather"])
 def test_keys_that_every_device_has_already(strategy):
     """As with latent attention, whose keys are projected from gathered latents."""
@@ -115,6 +112,7 @@ def test_keys_that_every_device_has_already(strategy):
     assert_equal(value_and_grads(arrays, segments, request, **options), expected, strategy)
 
 
+@pytest.mark.slow
 def test_a_selection_of_keys_is_gathered():
     arrays, segments, request, sizes = make_case("segments, softcap and sinks")
     selected = jax.random.bernoulli(jax.random.key(2), 0.5, (BATCH, LENGTH, LENGTH))
@@ -160,10 +158,8 @@ def test_zigzag_gives_every_device_an_early_and_a_late_part():
     assert back.tolist() == tokens.tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [{"strategy": "ring"}, pytest.param({"strategy": "ring", "window": 50}, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", [{"strategy": "ring"}, {"strategy": "ring", "window": 50}])
 def test_triton_kernels_of_blocks_and_offsets_interpreted(case, monkeypatch):
     """Parts of 64 tokens, the least that the kernels take."""
     options = {"interpret": True}

@@ -56,7 +56,7 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases(*(case for case in CASES if case not in ("plain 128", "full 256", "chunk 256")))
+@pytest.mark.default_cases("plain 64", "full 128", "chunk 128", "all 64", "all 128", "all 256")
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_equal_the_reference(case):
     """One program processes all tiles of the forward pass, and cycles through its shared memory slots several times."""

@@ -27,7 +27,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     [
         ("rms_norm", "bfloat16", "xla"),
         pytest.param("gated_delta", "float32", "chunked", marks=pytest.mark.exhaustive),
-        ("linear_cross_entropy", "float32", "xla"),
+        pytest.param("linear_cross_entropy", "float32", "xla", marks=pytest.mark.exhaustive),
     ],
 )
 def test_backends_of_this_machine_are_within_the_limits(
@@ -41,6 +41,7 @@ def test_backends_of_this_machine_are_within_the_limits(
     assert 0 < line["gradients"] <= line["limit"] and "failed" not in line
 
 
+@pytest.mark.slow
 def test_errors_are_detected_and_reported(bench: dict[str, ModuleType]) -> None:
     """Wrong values, wrong gradients only, NaN among finite values, and an exception."""
     checks, check_kernels = bench["checks"], bench["check_kernels"]

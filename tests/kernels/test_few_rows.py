@@ -52,6 +52,7 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", GROUPED)
 def test_matmuls_of_other_groups_equal_numpy(format: str) -> None:
     """Ten rows of one expert, and two of the last."""
@@ -71,7 +72,7 @@ def test_matmuls_of_other_groups_equal_numpy(format: str) -> None:
 @pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "none"])
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.default_cases("int8-none-gated-1", "int4-bias-gated-3", "mxfp4-none-plain-3")
+@pytest.mark.default_cases("int8-none-gated-1", "int4-bias-gated-3")
 def test_experts_equal_numpy(format: str, has_bias: bool, is_gated: bool, tokens: int) -> None:
     """The last token is padding, except for a single one with biases."""
     rng = np.random.default_rng(0)
@@ -114,6 +115,7 @@ def test_other_groups_are_not_packed() -> None:
     assert not can_pack(96, 3) and not can_pack(192, 2) and not can_pack(128, 16)
 
 
+@pytest.mark.slow
 def test_mxfp4_weights_are_exact_in_the_kernel() -> None:
     """All codes with scales from 2^-95, from which on all numbers in the kernel are normal, to 2^31."""
     exponents = np.minimum(np.arange(32, 160), 158).astype(np.uint8)

@@ -59,6 +59,7 @@ def test_the_kernel_rounds_as_numpy_does(dtype: Any) -> None:
     np.testing.assert_array_equal(transposed, (x / 2).astype(dtype).T)
 
 
+@pytest.mark.slow
 def test_zeros_give_zeros_and_non_finite_values_propagate() -> None:
     weight = jnp.ones((4, 3))
     np.testing.assert_array_equal(fp8_matmul(True, jnp.zeros((2, 4)), weight), 0)

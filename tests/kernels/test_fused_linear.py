@@ -69,6 +69,9 @@ def surroundings(rows: int, inputs: int, outputs: int, dtype: jnp.dtype) -> dict
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases(
+    "tile0-True-bfloat16-norm and gate", "tile1-True-float32-norm and onto", "tile2-False-bfloat16-nothing"
+)
 @pytest.mark.parametrize("name", ["nothing", "norm and gate", "norm and onto"])
 @pytest.mark.parametrize(
     ("tile", "is_int8", "dtype"),
@@ -141,6 +144,7 @@ def test_embedding_lookup_and_norm_equal_numpy() -> None:
     np.testing.assert_allclose(normed, np.where(is_there[:, None], unit * (scale + 1), np.nan), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "is_left", "dtype"), [(5, True, jnp.float32), (16, False, jnp.bfloat16)])
 def test_argmax_equals_numpy(rows: int, is_left: bool, dtype: jnp.dtype) -> None:
     """Ties select the first index, and NaN propagates to the maximum."""
@@ -200,7 +204,7 @@ def tokens_drawn(model: ModelDef, params: dict, rows: int) -> list[list[int]]:
     return drawn
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fused_block_equals_block() -> None:
     """The same weights and inputs, with the norm of the input and of the next layer fused or not."""
     spec = BlockSpec.of(model(is_int8=False).config, "plain")
@@ -225,6 +229,7 @@ def test_fused_block_equals_block() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("1-True-expected0")
 @pytest.mark.parametrize(("rows", "is_int8", "expected"), [(1, True, (4, 0)), (3, False, (5, 3))])
 def test_greedy_tokens_equal_the_unfused_model(
     rows: int, is_int8: bool, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch

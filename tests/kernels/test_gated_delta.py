@@ -90,6 +90,7 @@ def test_states_pass_between_devices_that_share_a_sequence(backend):
         np.testing.assert_allclose(got, want, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "length"), [("reference", 40), ("chunked", 150)])
 def test_values_and_the_last_state_equal_the_paper(backend, length):
     arrays, segments = inputs(length), packed(length)
@@ -100,6 +101,7 @@ def test_values_and_the_last_state_equal_the_paper(backend, length):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("packed")
 @pytest.mark.parametrize("segments", [None, packed(150)], ids=["whole", "packed"])
 def test_chunked_gradients_equal_the_recurrence(segments):
     arrays = inputs(150)
@@ -137,7 +139,7 @@ def test_the_inverse_of_a_chunk_equals_a_solve_in_float64(correlation, decay, ra
     np.testing.assert_allclose(got_change, expected_change, atol=1e-5 * np.abs(expected_change).max())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_chunked_gradients_over_batch_and_length_equal_one_device():
     """The program ends on 8 simulated devices, which triangular solves of the CPU backend did not."""
     mesh = jax.make_mesh((4, 2), ("rows", "length"), axis_types=(AxisType.Auto,) * 2)
@@ -158,6 +160,7 @@ def test_chunked_gradients_over_batch_and_length_equal_one_device():
         np.testing.assert_allclose(got[name], array, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_strong_decay_over_a_chunk_stays_finite():
     """Ten nats per token: cumulative decays, or their inverses, would leave the range of float32 within a chunk."""
     arrays = inputs(70)
@@ -188,8 +191,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("float32")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kernel", "tolerance"), KERNELS.values(), ids=KERNELS)
 def test_kernels_equal_the_chunked_form_over_a_mesh(kernel, tolerance):
     """Rows sharded over two devices, key heads over two; values, the last state and all gradients."""

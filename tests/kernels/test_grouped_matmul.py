@@ -47,6 +47,7 @@ def numpy_grouped_matmul(x: np.ndarray, w: np.ndarray, d_out: np.ndarray, sizes:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("triton-float32", "megablox-float32")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_matmuls_and_gradients_equal_numpy(kernel: Callable[..., jax.Array], dtype: jnp.dtype) -> None:
@@ -158,6 +159,7 @@ def test_the_hopper_kernels_are_lowered_without_a_gpu() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("sizes0")
 @pytest.mark.parametrize("sizes", [[70, 0, 5, 90], [3, 130, 0, 59]])
 def test_the_hopper_kernels_equal_numpy(sizes: list[int]) -> None:
     """Groups that share a block, fill several programs, or are empty; the first case has rows of no group.
@@ -201,6 +203,7 @@ def test_the_hopper_kernel_of_two_matmuls_equals_numpy() -> None:
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-2, atol=1e-2 * np.abs(want).max())
 
 
+@pytest.mark.slow
 def test_two_matmuls_are_those_of_each_matrix() -> None:
     """Values and gradients on this machine's backend."""
     rng = np.random.default_rng(0)
@@ -222,6 +225,7 @@ def test_two_matmuls_are_those_of_each_matrix() -> None:
         package.grouped_matmul_pair(x, w, other[:, :, :3], sizes, backend="auto")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 4288])
 def test_every_token_is_copied_to_its_rows(dim: int) -> None:
     """Rows of one piece and of several."""

@@ -37,6 +37,7 @@ def by_torch(case: dict[str, np.ndarray], z_loss: float, cap: float) -> list[np.
 
 # A vocabulary of full pieces, and one whose last piece is half full.
 @pytest.mark.slow
+@pytest.mark.default_cases("float32-352-2", "bfloat16-256-4")
 @pytest.mark.parametrize(("vocabulary", "chunk"), [(256, 4), (352, 2)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_kernel_equals_torch(vocabulary: int, chunk: int, dtype: jnp.dtype) -> None:
@@ -68,6 +69,7 @@ def test_the_kernel_equals_torch(vocabulary: int, chunk: int, dtype: jnp.dtype) 
         assert error <= tolerance * np.linalg.norm(expected)
 
 
+@pytest.mark.slow
 def test_a_target_outside_the_vocabulary_selects_no_logit() -> None:
     """Such as the target of padding, whose weight is zero."""
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 256)), jnp.float32)
@@ -136,9 +138,7 @@ MESHES = {
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases(
-    "0-vocabulary-triton", "4-tokens-triton", "4-vocabulary-xla", "4-vocabulary_and_stream-triton"
-)
+@pytest.mark.default_cases("4-vocabulary-xla", "4-vocabulary_and_stream-triton")
 @pytest.mark.parametrize("backend", ["triton", "xla"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("chunk", [0, 4])

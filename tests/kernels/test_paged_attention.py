@@ -58,7 +58,7 @@ TILES = [
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("None-changes0-False", "None-changes1-True", "None-changes2-True", "tile1-changes0-False")
+@pytest.mark.default_cases("None-changes1-True", "tile1-changes0-False")
 @pytest.mark.parametrize(("changes", "rotated"), [(CHANGES[0], False), (CHANGES[1], True), (CHANGES[2], True)])
 @pytest.mark.parametrize("tile", TILES)
 def test_pages_equal_a_contiguous_row(changes: dict[str, float], rotated: bool, tile: triton.Tile | None) -> None:
@@ -67,6 +67,7 @@ def test_pages_equal_a_contiguous_row(changes: dict[str, float], rotated: bool, 
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("changes0", "changes2")
 @pytest.mark.parametrize("changes", CHANGES)
 def test_pages_on_a_tpu_equal_a_contiguous_row(changes: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pages at a time."""
@@ -75,6 +76,7 @@ def test_pages_on_a_tpu_equal_a_contiguous_row(changes: dict[str, float], monkey
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("attention0")
 @pytest.mark.parametrize("run", [triton.attention, pallas_tpu.attention])
 def test_pages_in_bfloat16_equal_a_contiguous_row(run: Callable[..., Any]) -> None:
     assert_pages_equal_a_contiguous_row(run, {}, rotated=True, dtype=jnp.bfloat16, tolerance=0.02)

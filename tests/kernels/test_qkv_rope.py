@@ -72,7 +72,7 @@ def test_the_kernel_serves_one_gpu_and_gives_the_reason_otherwise() -> None:
         assert OPERATION.choose("auto", Call(**{**defaults, **change})) == "xla"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_kernel_over_a_mesh_equals_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens split over batch and length, with the gradient of the projection."""
     run = partial(triton.qkv_rope, tile=triton.Tile(tokens=8, warps=4), interpret=True)

@@ -29,6 +29,7 @@ def by_torch(x: np.ndarray, scale: np.ndarray, d_stream: np.ndarray, d_normed: n
 
 # A row in one piece, and in three.
 @pytest.mark.slow
+@pytest.mark.default_cases("float32-768", "bfloat16-256")
 @pytest.mark.parametrize("dim", [256, 768])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_kernel_equals_torch(dim: int, dtype: jnp.dtype) -> None:

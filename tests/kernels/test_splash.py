@@ -47,6 +47,7 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("window_softcap_segments_sinks")
 @pytest.mark.parametrize("mask", CASES)
 def test_values_and_gradients_equal_the_reference(mask, small_blocks):
     case = make_case(dict(CASES[mask]))
@@ -80,7 +81,7 @@ def test_blocks_divide_the_length():
     assert sizes == [128, 128, 256, 512]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_keys_before_the_first_query(small_blocks):
     inputs, _, tokens, _ = make_case({"segments": True})
     inputs, request = [inputs[0][:, 128:], *inputs[1:]], make_request(window=60, offset=128)

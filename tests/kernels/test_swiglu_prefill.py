@@ -35,6 +35,7 @@ def test_many_rows_take_their_gate_along() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_kernel_of_many_rows_lowers_where_there_is_no_hopper() -> None:
     x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 512), (1024, 512)))
     lowered = jax.jit(lambda x, weight: swiglu_prefill.swiglu_matmul(x, weight, jax.nn.silu)).trace(x, weight)
@@ -58,7 +59,7 @@ def prompts_read(model: ModelDef, params: dict) -> tuple[np.ndarray, list[np.nda
     return logits, [np.asarray(leaf) for leaf in jax.tree.leaves(cache)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_prompts_are_the_same_with_their_gates_taken_along_and_pages_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """These few rows go the way of many."""
     packed, filled, activations = model(is_int8=False), [], []

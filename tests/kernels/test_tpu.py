@@ -32,6 +32,9 @@ KERNEL = "stablehlo.custom_call @tpu_custom_call"
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases(
+    "attention_everything", "attention_chunk", "attention_latent", "gated_delta", "grouped_matmul", "paged_attention"
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_are_lowered_for_a_tpu(name):
     program = PROGRAMS[name]()
@@ -40,6 +43,7 @@ def test_kernels_are_lowered_for_a_tpu(name):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("minimal")
 @pytest.mark.parametrize("policy", ["none", "minimal"])
 def test_a_training_step_is_lowered_with_the_kernels_that_auto_selects(policy):
     """The forward attention kernel once, the backward kernels for queries and keys; on four abstract devices."""
@@ -69,7 +73,7 @@ def test_without_libtpu_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> N
         devices_of("v5e")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_step_is_compiled_ahead_of_time_for_the_devices_of_a_mesh():
     """On simulated CPU devices, where no kernels are used; two layers, so that a loop counts as one."""
     overrides = ["model=llama3-tiny", "model.num_layers=2", "train.seq_len=32", "train.per_device_batch_size=1"]

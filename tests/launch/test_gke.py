@@ -103,6 +103,7 @@ def test_manifests_match_the_golden_files(name: str) -> None:
     assert to_yaml(manifests) == (GOLDEN / f"{name}.yaml").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_manifests_are_valid(name: str) -> None:
     """ConfigMap and Job are checked by the Kubernetes schemas, the JobSet by models generated from its schema."""
@@ -388,6 +389,7 @@ def test_api_errors_have_a_hint(status: int, message: str, path: str, hint: str)
     assert not error.is_transient
 
 
+@pytest.mark.slow
 def test_a_run_is_restored_from_its_termination_message(tmp_path: Path) -> None:
     """The least useful keys are dropped until the message fits; the result reads like any other run."""
     remote = RunDirectory(tmp_path / "pod" / "lr")
@@ -499,6 +501,7 @@ def test_the_worker_runs_the_files_of_the_config_map(capsys: pytest.CaptureFixtu
     assert message is not None and message["status"] == "failed" and "train.steps" in message["reason"]
 
 
+@pytest.mark.slow
 def test_an_unreachable_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing listening, an unknown context, an invalid kubeconfig, a missing kubeconfig."""
     path = tmp_path / "kubeconfig"

@@ -123,6 +123,7 @@ os.kill(os.getpid(), 9) if code == "kill" else sys.exit(code)
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("None-plan0-0", "None-plan1-75", "None-plan3-2", "1-plan5-0")
 @pytest.mark.parametrize(
     ("least", "plan", "code"),
     [
@@ -149,6 +150,7 @@ def test_a_local_job_restarts_after_the_loss_of_a_process(
     assert attempts == {count: len(codes) for count, codes in plan.items()}
 
 
+@pytest.mark.slow
 def test_a_local_job_forwards_signals_and_kills_processes_that_do_not_end(tmp_path: Path) -> None:
     settings = json.dumps(LocalSettings(processes=2).to_json())
     command = [sys.executable, "-m", "maxhydra.launch.local", settings, sys.executable, "-c", PROCESS, str(tmp_path)]
@@ -216,6 +218,7 @@ def test_a_job_finds_its_folder_whatever_characters_the_path_has(folder: str) ->
     assert (spec.config.run.outputs, spec.config.run.name) == (folder, "0_seed=1")
 
 
+@pytest.mark.slow
 def test_an_invalid_job_file_lists_every_problem(tmp_path: Path) -> None:
     compose(SweepContext(tmp_path, (), None), Trial(0, "0", ())).write(tmp_path)
     text = (tmp_path / "job.yaml").read_text()
@@ -234,24 +237,22 @@ def test_an_invalid_job_file_lists_every_problem(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", r"run\.json: is not JSON"),
-        ("[]", r"run\.json: is not a JSON object"),
-        ('{"format": 99, "maxhydra": "7.0"}', r"run\.json: has format 99.*install maxhydra 7\.0"),
-    ],
-)
-def test_the_run_json_of_a_job_is_checked(tmp_path: Path, content: str, message: str) -> None:
+def test_the_run_json_of_a_job_is_checked(tmp_path: Path) -> None:
     compose(SweepContext(tmp_path, (), None), Trial(0, "0", ())).write(tmp_path)
     (tmp_path / "job.yaml").rename(tmp_path / "config.yaml")
     (tmp_path / "job.json").unlink()
     assert read_job_spec(tmp_path / "config.yaml").overrides == []
-    (tmp_path / "run.json").write_text(content)
-    with pytest.raises(ConfigError, match=message):
-        read_job_spec(tmp_path / "config.yaml")
+    for content, message in (
+        ("{", r"run\.json: is not JSON"),
+        ("[]", r"run\.json: is not a JSON object"),
+        ('{"format": 99, "maxhydra": "7.0"}', r"run\.json: has format 99.*install maxhydra 7\.0"),
+    ):
+        (tmp_path / "run.json").write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            read_job_spec(tmp_path / "config.yaml")
 
 
+@pytest.mark.slow
 def test_plugins_do_not_import_the_clients_of_clusters() -> None:
     """Hydra imports all plugins for every composed config; the Kubernetes client alone takes a second."""
     check = """
@@ -290,6 +291,7 @@ def test_skypilot_tasks(capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_image_is_built_from_the_checkout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The printed command, and the same run with a fake docker; the Dockerfile takes the arguments that it passes."""
     command = [sys.executable, "-m", "maxhydra", "launch", "image", "registry/maxhydra:1", "--extra", "tpu", "--push"]

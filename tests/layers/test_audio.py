@@ -45,7 +45,7 @@ def hidden(tokens: Any, frames: np.ndarray, lengths: Any) -> np.ndarray:
     return np.asarray(run(params))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_clips_do_not_depend_on_padding_and_neighbours() -> None:
     """Two clips of one row, one shorter than a chunk and one over two windows, as in separate rows."""
     lengths = [AUDIO.chunk_frames - 5, AUDIO.chunk_frames * AUDIO.window_chunks + 3]
@@ -63,6 +63,7 @@ def test_clips_do_not_depend_on_padding_and_neighbours() -> None:
     np.testing.assert_allclose(both[0, : len(rows[0])], alone[0][0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_placeholder_without_audio_gives_nan() -> None:
     tokens = [[1, *[AUDIO.placeholder_id] * (AUDIO.num_tokens(9) + 1), 2]]
     frames = np.ones((1, 2, 16, AUDIO.num_bands), np.float32)
@@ -70,6 +71,7 @@ def test_a_placeholder_without_audio_gives_nan() -> None:
     assert np.isfinite(hidden(tokens, frames, [[9, 1]])).all()
 
 
+@pytest.mark.slow
 def test_text_compiles_to_the_program_of_the_text_model() -> None:
     def program(name: str) -> str:
         model = build(model_option(name))

@@ -45,6 +45,7 @@ def test_a_mesh_gives_the_output_of_one_device(model):
     assert np.abs(expected).max() > 0.1
 
 
+@pytest.mark.slow
 def test_split_sequences_are_rejected(model):
     sharder = Sharder(build_mesh(Mesh(sequence=2), jax.devices()[:2]), RULES)
     with pytest.raises(ConfigError, match=r"mesh\.sequence=2.*compressed"):

@@ -97,6 +97,7 @@ def test_outputs_and_gradients_equal_those_of_one_device(case, dispatch):
     assert_same(found, one_device(case))
 
 
+@pytest.mark.slow
 def test_the_shared_expert_is_summed_with_the_others():
     """One reduce-scatter of the output; all-reduced arrays (load, mask) are smaller."""
     mixture, sharder = Mixture(BIASED), sharder_of({"fsdp": 4, "tensor": 2})
@@ -106,6 +107,7 @@ def test_the_shared_expert_is_summed_with_the_others():
     assert large == ["reduce-scatter"]
 
 
+@pytest.mark.slow
 def test_every_device_sorts_the_scores_of_its_own_tokens(monkeypatch):
     monkeypatch.setattr(router, "MOST_PAIRS", 0)
     mixture, sharder = Mixture(PLAIN), sharder_of({"fsdp": 8})
@@ -137,6 +139,7 @@ def accepted_rows(chosen, devices, capacity):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("random-all_gather", "few_experts-all_to_all")
 @pytest.mark.parametrize("dispatch", [SEND, GATHER], ids=lambda dispatch: dispatch.value)
 @pytest.mark.parametrize("favourite", [None, 3], ids=["random", "few_experts"])
 def test_full_buffers_drop_the_end_of_the_longest_queues(favourite, dispatch):
@@ -181,6 +184,7 @@ def test_without_a_limit_one_expert_gets_all_tokens():
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("all_to_all")
 @pytest.mark.parametrize("dispatch", [SEND, GATHER], ids=lambda dispatch: dispatch.value)
 def test_chunks_do_not_change_the_result(dispatch):
     mixture = Mixture(PLAIN, dispatch=dispatch, chunks=2)
@@ -190,6 +194,7 @@ def test_chunks_do_not_change_the_result(dispatch):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("8-8-True", "8-6-False")
 @pytest.mark.parametrize(("devices", "top_k", "gathers"), [(2, 8, True), (8, 8, True), (8, 6, False), (64, 8, False)])
 def test_auto_gathers_only_if_that_sends_no_more_rows(devices, top_k, gathers):
     """Rows sent per token: devices - 1 by all-gather, top_k * (devices - 1) / devices by all-to-all."""

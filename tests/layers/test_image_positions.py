@@ -25,6 +25,7 @@ def expected_positions(row: str, sizes: list[tuple[int, int]]) -> np.ndarray:
     return np.array(out)
 
 
+@pytest.mark.slow
 def test_images_take_as_many_positions_as_rows_or_columns():
     rows = ["..aaaaaa...bbbb.", "aaaabbbbbbbbb..."]
     sizes = [[(2, 3), (4, 1)], [(1, 4), (3, 3)]]
@@ -36,6 +37,7 @@ def test_images_take_as_many_positions_as_rows_or_columns():
     np.testing.assert_array_equal(out, [expected_positions(*each) for each in zip(rows, sizes, strict=True)])
 
 
+@pytest.mark.slow
 def test_images_of_earlier_sequences_in_a_row_do_not_count():
     rows, sizes = ["..aaaaaa...", "bbbb..aaa"], [[(2, 3)], [(1, 4), (3, 1)]]
     is_image = np.array([[letter != "." for letter in "".join(rows)]])
@@ -45,6 +47,7 @@ def test_images_of_earlier_sequences_in_a_row_do_not_count():
     np.testing.assert_array_equal(places.axis_positions(jnp.asarray(positions))[0], np.concatenate(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2, 5])
 def test_steps_of_a_video_share_rows_and_columns(step: int):
     """A video of three steps, an image, a video of two, and two images next to each other; another row is padded."""
@@ -76,6 +79,7 @@ def test_axes_interleave_until_a_section_ends():
     assert pair_axes([]) == ()
 
 
+@pytest.mark.slow
 def test_equal_axes_rotate_as_one_axis_bit_for_bit():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 3, 16)), jnp.float32)
     positions = jnp.asarray(np.random.default_rng(1).integers(0, 1000, (2, 5)))

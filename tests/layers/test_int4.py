@@ -61,6 +61,7 @@ def test_quantize_and_dequantize_equal_qwix() -> None:
     assert parts.nibbles.nbytes == kernel.size // 2 and parts.scales.shape == (4, 24)
 
 
+@pytest.mark.slow
 def test_inputs_are_flattened_and_leading_dimensions_kept() -> None:
     kernel = draw(3, 2, 4, 8, 5)
     parts = quantized(kernel, inputs=2, leading=2, groups=2)
@@ -103,6 +104,7 @@ def test_quantized_model_equals_dequantized_weights() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("4")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_experts_are_quantized_too(bits: int) -> None:
     moe = config.Moe(experts=4, dim=32)
@@ -136,6 +138,7 @@ QAT = {
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("int4")
 @pytest.mark.parametrize("bits", QAT)
 def test_decode_equals_the_forward_pass_of_training(bits: str) -> None:
     trained, packed = (model(quantization) for quantization in QAT[bits])
@@ -145,7 +148,7 @@ def test_decode_equals_the_forward_pass_of_training(bits: str) -> None:
     np.testing.assert_array_equal(logits(packed, map_leaves(params, partial(store_weight, packed))), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gradient_is_straight_through() -> None:
     """The gradient of the weights is that of an unquantized model at the dequantized weights."""
     trained = model(four_bits(QuantizationKind.qat_int4, QAT_ENDS))

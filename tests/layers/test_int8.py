@@ -44,6 +44,7 @@ def test_codes_equal_numpy_and_zero_columns_stay_zero() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("16-512-2-bfloat16", "48-192-19-float32")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("rows", [2, 19])
 @pytest.mark.parametrize(("outputs", "inputs"), [(48, 192), (16, 512)])
@@ -96,6 +97,7 @@ ALL = ["attention/", "mlp/", "^(embedding|head)$"]
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("Head.tied-gpu", "Head.separate-cpu")
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("head", config.Head)
 def test_quantized_model_equals_dequantized_weights(head: config.Head, platform: str) -> None:

@@ -202,6 +202,7 @@ def test_attention_resolves_overrides_of_a_layer_kind():
     assert (plain.window, plain.softcap, plain.scale) == (None, None, 6**-0.5)
 
 
+@pytest.mark.slow
 def test_unsupported_backend_is_a_config_error():
     model = make_model(kernels=config.ModelKernels(attention=config.AttentionBackend.cudnn))
     layer = Attention(AttentionSpec.of(model, model.kinds["layer"]), maker())
@@ -274,6 +275,7 @@ def test_context_is_a_tree_with_a_static_sharder():
     assert not np.array_equal(jax.random.key_data(one.key(0)), jax.random.key_data(one.key(1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 def test_weight_and_compute_dtypes_are_independent(weights):
     model = make_model(dtypes={"weights": config.Dtype(weights), "compute": config.Dtype.float16})

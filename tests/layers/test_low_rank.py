@@ -66,8 +66,7 @@ def logits_of(model: ModelDef, params: Any, *, is_adapted: bool = True) -> np.nd
     return np.asarray(head(hidden))
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("dropless")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("moe", [{}, {"capacity_factor": 1.0}], ids=["dropless", "capacity"])
 def test_merged_weights_give_the_same_logits(moe: dict[str, Any]) -> None:
     model = build(mixture(**moe), lora(targets=["attention/"], parameters=PARAMETERS, init=AdapterInit.pissa))
@@ -83,6 +82,7 @@ def test_merged_weights_give_the_same_logits(moe: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("Projection.joined")
 @pytest.mark.parametrize("layout", config.Projection)
 def test_decode_steps_use_the_adapter(layout: config.Projection) -> None:
     """Where kernels that read few experts, fuse the embedding with a norm or return the largest logit do not apply."""
@@ -111,6 +111,7 @@ def test_experts_over_nf4_projections_keep_their_dtype() -> None:
     np.testing.assert_allclose(logits_of(model.base, merged), logits_of(model, params), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_fresh_adapter_keeps_the_weights_of_its_base() -> None:
     model = build(mixture(), lora(targets=["attention/"], parameters=PARAMETERS))
     params, base = (jax.jit(each.init)(jax.random.key(3)) for each in (model, model.base))

@@ -137,7 +137,7 @@ def test_adapter_merges_into_projections_with_biases() -> None:
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_constant_parameters_are_not_trained() -> None:
     """Neither gradients nor weight decay change them."""
     kind = dataclasses.replace(GLOBAL, is_scaled=True)
@@ -156,6 +156,7 @@ def test_constant_parameters_are_not_trained() -> None:
     assert np.any(moved["pattern"]["1"]["mlp_norm"]["scale"] != params["pattern"]["1"]["mlp_norm"]["scale"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_decode_layout_equals_the_training_layout(platform: str) -> None:
     model, params, _ = whole()
@@ -185,6 +186,7 @@ def test_invalid_settings_are_named(section: Any, path: str, reason: str) -> Non
     assert [(problem.path, problem.reason) for problem in section.check()] == [(path, reason)]
 
 
+@pytest.mark.slow
 def test_partial_rope_needs_an_even_number_of_dimensions() -> None:
     kind = config.Kind(attention=config.Attention(rope=config.Rope(share=0.4)))
     sizes = {"num_layers": 1, "emb_dim": 16, "mlp_dim": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}

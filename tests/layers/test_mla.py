@@ -151,6 +151,7 @@ def transcribed(layer: Mla, x: np.ndarray) -> Transcription:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+@pytest.mark.default_cases("plain", "sparse")
 @pytest.mark.parametrize("kind", [{}, {"q_lora_rank": NARROW}, SPARSE], ids=["plain", "narrow", "sparse"])
 def test_layer_equals_the_formulas_of_the_paper(kind):
     layer, x = random_layer(make_model(**kind)), inputs()
@@ -167,6 +168,7 @@ def test_layer_equals_the_formulas_of_the_paper(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("dense-plain", "paged-sparse")
 @pytest.mark.parametrize("kind", [{}, SPARSE], ids=["plain", "sparse"])
 @pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
 def test_latent_cache_equals_the_full_forward_pass(kind, is_paged):
@@ -215,6 +217,7 @@ def test_indexer_is_trained_by_its_own_loss_only():
         assert not any(np.any(leaf) for leaf in (still if is_aux else of_indexer))
 
 
+@pytest.mark.slow
 def test_padding_does_not_train_the_indexer_in_unpacked_rows():
     layer, x = random_layer(make_model(**SPARSE)), inputs()
     segments = jnp.asarray(np.array([[1] * 9 + [0] * 5, [1] * LENGTH]))
@@ -224,6 +227,7 @@ def test_padding_does_not_train_the_indexer_in_unpacked_rows():
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("adapter")
 @pytest.mark.parametrize("cached", ["adapter", "int8"])
 def test_adapters_and_int8_weights_apply_in_both_forms(cached):
     model, x = make_model(q_lora_rank=NARROW), inputs()
@@ -242,6 +246,7 @@ def test_adapters_and_int8_weights_apply_in_both_forms(cached):
     np.testing.assert_allclose(last.out_BTD, expected[:, -1:], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_sharded_output_equals_one_device():
     layer, x = random_layer(make_model(**SPARSE)), inputs()
     sharder = Sharder(build_mesh(Mesh(fsdp=2, sequence=2, tensor=2), jax.devices()[:8]), RULES)
@@ -253,6 +258,7 @@ def test_sharded_output_equals_one_device():
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("ring-12", "ulysses-2")
 @pytest.mark.parametrize(
     ("strategy", "latent"), [("ring", LATENT), ("ulysses", LATENT), ("ulysses", 2), ("all_gather", LATENT)]
 )

@@ -132,7 +132,7 @@ def test_padding_is_not_counted_in_unpacked_rows():
     np.testing.assert_array_equal(correction(state), correction(expected))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_balance_loss_is_part_of_training_only():
     """With an even load it is 1 in the single layer; evaluation reports the loss without it."""
     model = model_of(config.Moe(experts=EXPERTS, top_k=2, dim=8, balance_weight=0.5))

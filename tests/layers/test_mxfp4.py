@@ -62,6 +62,7 @@ def values(parts: Mxfp4Parts) -> np.ndarray:
     return np.asarray(parts.kernel(FLOAT32, leading=0))
 
 
+@pytest.mark.slow
 def test_rounding_equals_the_specification() -> None:
     """Values of any scale, ties between two codes, values above the largest code, and zeros of both signs."""
     rng = np.random.default_rng(0)
@@ -75,6 +76,7 @@ def test_rounding_equals_the_specification() -> None:
     assert not np.any(values(quantize(jnp.zeros((32, 1)))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_every_stored_code_and_scale_keeps_its_value(dtype: Any) -> None:
     """Groups of all codes up to each of the eight magnitudes, with every scale for which all values are normal numbers.
@@ -94,6 +96,7 @@ def test_every_stored_code_and_scale_keeps_its_value(dtype: Any) -> None:
     np.testing.assert_array_equal(parts.scales[:, is_large], scales[:, is_large])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_a_group_that_is_not_finite_is_nan(wrong: float) -> None:
     kernel = np.ones((64, 2), np.float32)
@@ -102,6 +105,7 @@ def test_a_group_that_is_not_finite_is_nan(wrong: float) -> None:
     np.testing.assert_array_equal(found, np.where((np.arange(64) < 32)[:, None] & [False, True], np.nan, 1))
 
 
+@pytest.mark.exhaustive
 def test_inputs_are_flattened_after_the_leading_dimensions() -> None:
     kernel = np.random.default_rng(0).standard_normal((3, 2, 4, 16, 5)).astype(np.float32)
     parts = quantized(jnp.asarray(kernel), inputs=2, leading=2)
@@ -145,8 +149,7 @@ def test_quantized_model_equals_dequantized_weights() -> None:
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(experts)) * 8 == 4.25 * sizes
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("single")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "axes", [{}, {"expert": 2}, {"tensor": 2}, {"fsdp": 2}], ids=["single", "expert", "tensor", "fsdp"]
 )
@@ -184,6 +187,7 @@ def test_a_checkpoint_in_mxfp4_has_the_same_codes(tmp_path: Path) -> None:
         load_weights(str(tmp_path), plain, shardings=None, dtype=jnp.float32)
 
 
+@pytest.mark.slow
 def test_a_folder_in_mxfp4_keeps_its_values(tmp_path: Path) -> None:
     """A gpt-oss model whose random experts are stored as blocks and scales."""
     settings = json.loads((GOLDEN / "config.json").read_text())
@@ -216,6 +220,7 @@ def test_a_folder_in_mxfp4_keeps_its_values(tmp_path: Path) -> None:
             np.testing.assert_array_equal(parts.kernel(FLOAT32, leading=1), expected)
 
 
+@pytest.mark.slow
 def test_unsupported_uses_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"mxfp4_weights(?s:.*)is for inference only"):
         plan_states(compose(["quantization=mxfp4_weights", "model=qwen3-30b-a3b"]).config, SINGLE)

@@ -71,6 +71,7 @@ def tokens() -> np.ndarray:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("mixed")
 @pytest.mark.parametrize("shape", [{}, LOCAL_AND_GLOBAL], ids=["plain", "mixed"])
 def test_pages_equal_the_forward_without_cache_and_the_dense_cache(shape):
     model = make(**shape)
@@ -91,6 +92,7 @@ def test_pages_equal_the_forward_without_cache_and_the_dense_cache(shape):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("float8_e4m3fn-4")
 @pytest.mark.parametrize(("storage", "bits"), [("int8", 7), ("float8_e4m3fn", 4)])
 def test_eight_bit_cache_is_close(storage, bits):
     """The rounding error is half of the last bit; that of the logits is of this order and not zero."""
@@ -117,6 +119,7 @@ def test_sharded_pages_equal_one_device():
     assert sharder.spec(axes[0].key_GLPKZH)[3] == sharder.spec(axes[0].key_scale_GLPKZ)[3] == "tensor"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [{}, {"prefix": ["layer"] * 3}], ids=["scanned", "written out"])
 def test_a_step_never_copies_the_pool(shape):
     """The compiled program creates no array of the pool's size: donated buffers are updated in place."""

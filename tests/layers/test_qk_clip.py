@@ -62,6 +62,7 @@ def expected_weights(name: str, weights: Any, factors: np.ndarray) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("latent", "multi")
 @pytest.mark.parametrize("name", sorted(KINDS))
 def test_projections_of_large_heads_are_rescaled(name: str) -> None:
     model = clipped(name)

@@ -66,6 +66,8 @@ def test_int8_matmul_and_its_gradients_equal_qwix(is_wide_back: bool) -> None:
     assert 1e-4 < np.abs(out - exact).max() / np.abs(exact).max() < 0.02
 
 
+@pytest.mark.slow
+@pytest.mark.default_cases("QuantizationKind.qat_int4-int4")
 @pytest.mark.parametrize(
     ("kind", "bits"), [(QuantizationKind.qat_int8, jnp.int8), (QuantizationKind.qat_int4, jnp.int4)]
 )
@@ -120,6 +122,7 @@ def narrowed(x: np.ndarray, dtype: Any, before: np.ndarray) -> np.ndarray:
     return np.clip(x / scale, -most, most).astype(dtype).astype(np.float64) * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [0.0, 0.5, 8.0])
 def test_delayed_scaling_uses_the_amax_history_and_updates_it(before: float) -> None:
     x, weight, d_out = (

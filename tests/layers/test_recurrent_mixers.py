@@ -75,7 +75,7 @@ def logits(model: ModelDef, params, tokens, *, segments=None, positions=None, sh
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("delta-paged", "compressed-paged")
+@pytest.mark.default_cases("delta-paged")
 @pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
 @pytest.mark.parametrize("mixer", KINDS)
 def test_chunked_prefill_and_decode_equal_one_forward_pass(mixer, paged):
@@ -115,7 +115,7 @@ def test_chunked_prefill_and_decode_equal_one_forward_pass(mixer, paged):
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("compressed", "delta")
+@pytest.mark.default_cases("compressed")
 @pytest.mark.parametrize("mixer", KINDS)
 def test_packed_documents_do_not_attend_to_each_other(mixer):
     model = make(mixer, num_layers=2)
@@ -129,7 +129,7 @@ def test_packed_documents_do_not_attend_to_each_other(mixer):
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("delta-axes0", "convolution-axes0", "ssm-axes0")
+@pytest.mark.default_cases("delta-axes0")
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2, "sequence": 2}, {"sequence": 8}])
 @pytest.mark.parametrize("mixer", [name for name in KINDS if name != "compressed"])
 def test_sharded_output_equals_one_device(mixer, axes):

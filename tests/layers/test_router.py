@@ -8,6 +8,7 @@ import pytest
 from maxhydra.layers import router
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [router._best_by_rank, router._best_in_turn], ids=["rank", "turn"])
 def test_experts_are_chosen_as_by_top_k(method):
     """With ties, infinite scores, and without a number, whose order is that of top_k."""
@@ -16,6 +17,7 @@ def test_experts_are_chosen_as_by_top_k(method):
     np.testing.assert_array_equal(method(scores, 5), jax.lax.top_k(scores + 0.0, 5)[1])
 
 
+@pytest.mark.slow
 def test_scores_and_gradients_are_those_at_the_indices():
     scores, d_out = jax.random.normal(jax.random.key(0), (2, 3, 16)), jax.random.normal(jax.random.key(1), (2, 3, 4))
     ids = jax.lax.top_k(scores, 4)[1]
@@ -25,6 +27,7 @@ def test_scores_and_gradients_are_those_at_the_indices():
     np.testing.assert_array_equal(*(pull_back(d_out) for pull_back in (pull_back, pull_back_expected)))
 
 
+@pytest.mark.slow
 def test_the_matmul_of_bfloat16_is_as_exact_as_in_float32():
     """Error of logits and of both gradients relative to float64; that of x is rounded to bfloat16."""
     keys = jax.random.split(jax.random.key(0), 3)

@@ -33,7 +33,7 @@ def whole(model: ModelDef, params, ids: np.ndarray, sharder: Sharder = SINGLE) -
     return np.asarray(run(params, ids))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_pages_equal_the_forward_without_cache():
     """A prefill chunk of 8 tokens, then single ones, in reused pages; sharing layers have no cache of their own."""
     model, params = tiny()
@@ -57,7 +57,7 @@ def test_pages_equal_the_forward_without_cache():
     np.testing.assert_allclose(np.concatenate(parts, axis=1), whole(model, params, ids), atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sharded_output_equals_one_device():
     model, params = tiny()
     ids = np.random.default_rng(1).integers(0, 48, (2, 8)).astype(np.int32)

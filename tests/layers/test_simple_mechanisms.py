@@ -22,18 +22,22 @@ KINDS = {
     "blocks": config.Kind(attention=BLOCKS, mlp=config.Mlp(activation=config.Activation.relu_squared)),
     **NARROW.kinds,
 }
+SINUSOIDAL = config.Embedding(positions=config.Positions.sinusoidal)
+MODEL = dataclasses.replace(NARROW, num_layers=3, pattern=list(KINDS), kinds=KINDS, embedding=SINUSOIDAL)
 
 
 @pytest.mark.slow
-def test_layers_match_numpy_and_themselves_in_documents_decoding_and_on_a_mesh() -> None:
+def test_layers_match_numpy_and_themselves_in_documents_and_decoding() -> None:
     """Value norms with a scale, block attention, a latent branch with experts, activations, sinusoidal positions."""
-    sinusoidal = config.Embedding(positions=config.Positions.sinusoidal)
-    model = dataclasses.replace(NARROW, num_layers=3, pattern=list(KINDS), kinds=KINDS, embedding=sinusoidal)
-    checked = checks.check(model)
+    checked = checks.check(MODEL)
     checks.assert_matches_reference(checked)
     checks.assert_decodes_alike(checked)
-    checks.assert_shards_alike(checked, Mesh(fsdp=2, tensor=2))
     checks.assert_documents_do_not_meet(checked)
+
+
+@pytest.mark.exhaustive
+def test_layers_on_a_mesh_equal_one_device() -> None:
+    checks.assert_shards_alike(checks.check(MODEL), Mesh(fsdp=2, tensor=2))
 
 
 @pytest.mark.parametrize("name", ["relu", "sigmoid", "tanh", "identity"])

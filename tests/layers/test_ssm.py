@@ -62,6 +62,7 @@ def test_outputs_and_state_equal_the_recurrence(segments):
     check_outputs(run, recurrence, inputs(segments.shape[1]), segments)
 
 
+@pytest.mark.slow
 def test_gradients_equal_differences_of_the_recurrence():
     check_gradients(run, recurrence, inputs(SEGMENTS.shape[1]), SEGMENTS)
 

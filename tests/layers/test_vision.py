@@ -35,6 +35,7 @@ def context(tokens: jax.Array, images: jax.Array | None = None) -> Context:
     return Context.of_batch(batch | ({} if images is None else {"images": images}), SINGLE, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", list(Pooling))
 def test_the_projector_pools_square_blocks_of_patches(pooling: Pooling) -> None:
     spec = VisionSpec.of(with_pooling(pooling))
@@ -69,6 +70,7 @@ def test_a_placeholder_without_an_image_gives_nan() -> None:
     assert not np.isfinite(hidden[0, -1]).all()
 
 
+@pytest.mark.slow
 def test_text_compiles_to_the_program_of_the_text_model() -> None:
     def program(name: str) -> str:
         model = build(model_option(name))

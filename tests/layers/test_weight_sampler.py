@@ -19,6 +19,7 @@ def sample(key: jax.Array | None, sizes: Sizes) -> dict[tuple[int, ...], jax.Arr
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("three together", "all together")
 @pytest.mark.parametrize("max_values", [0, 64, 2**22], ids=["each alone", "three together", "all together"])
 def test_values_are_those_of_jax_random(max_values: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_sampler, "MAX_VALUES", max_values)

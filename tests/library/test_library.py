@@ -39,6 +39,7 @@ def test_importing_maxhydra_is_light() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.slow
 def test_compose_reports_every_problem(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         compose(["train.step=3", "optimizer.learning_rate=-1"])
@@ -76,7 +77,7 @@ def test_runs_are_queried_as_on_the_command_line(outputs: Path) -> None:
         runs("train.stepz=3", outputs=outputs)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_loaded_model_gives_the_loss_of_its_run(outputs: Path) -> None:
     """The logits give the eval loss that the run logged, by the formula of the cross-entropy in NumPy."""
     from maxhydra.data import eval_batches

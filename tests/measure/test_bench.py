@@ -62,6 +62,7 @@ def test_lines_of_all_measurements(tmp_path: Path, capsys: pytest.CaptureFixture
     assert facts["status"] == "finished" and facts["lines"] == lines
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_one_line_that_suggests_settings(tmp_path: Path) -> None:
     # The hardware option declares a device with a fraction of a MiB.
     result, lines = run(tmp_path, "hardware=cpu", "hardware.memory_gib=0.0001")

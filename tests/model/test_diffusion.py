@@ -15,6 +15,7 @@ DIFFUSION = Diffusion(block_size=SIZE, mask_token=MASK)  # type: ignore[call-arg
 ON = [f"model.diffusion.block_size={SIZE}", f"model.diffusion.mask_token={MASK}"]
 
 
+@pytest.mark.slow
 def test_noise_masks_each_token_with_the_level_of_its_block() -> None:
     tokens = jnp.ones((ROWS, LENGTH), jnp.int32)
     positions = jnp.tile(1 + jnp.arange(LENGTH), (ROWS, 1))

@@ -71,6 +71,7 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 50, (2, 7)))
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("targets0")
 @pytest.mark.parametrize("targets", [["attention/", "mlp/"], ["attention/(query|value)"], ["layer/mlp/down"]])
 def test_adapter_equals_the_formula(targets: list[str]) -> None:
     model = build(model_config(), lora(targets=targets))
@@ -81,6 +82,7 @@ def test_adapter_equals_the_formula(targets: list[str]) -> None:
     assert np.abs(hidden - model.base.hidden(split_trainable(params)[1], TOKENS, context(2, 7))[0]).max() > 0.01
 
 
+@pytest.mark.slow
 def test_fresh_adapter_changes_neither_outputs_nor_base_weights() -> None:
     plain, adapted = build(model_config()), build(model_config(), lora())
     base, params = plain.init(jax.random.key(1)), adapted.init(jax.random.key(1))
@@ -92,6 +94,7 @@ def test_fresh_adapter_changes_neither_outputs_nor_base_weights() -> None:
 VARIANTS = {"dora": True, "init": AdapterInit.pissa, "rank_stabilized": True}
 
 
+@pytest.mark.slow
 def test_a_fitted_adapter_starts_at_the_base_model() -> None:
     """DoRA's magnitudes are the column norms; PiSSA's a and b are the best approximation of rank 3, and both cancel."""
     model = build(model_config(), lora(**VARIANTS))
@@ -144,6 +147,7 @@ def test_variants_equal_their_formulas() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), whole, by_hand)
 
 
+@pytest.mark.slow
 def test_arrays_of_an_adapter_have_their_own_rates() -> None:
     """LoRA+ updates b faster; PiSSA's start does not change; DoRA's magnitudes are not decayed."""
     overrides = ["adapter=lora", "adapter.dora=true", "adapter.init=pissa", "optimizer=sgd", "optimizer.momentum=0"]

@@ -118,6 +118,7 @@ def test_initial_weights_have_the_documented_variance():
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("Head.tied")
 @pytest.mark.parametrize("head", config.Head)
 def test_initial_loss_is_that_of_unit_logits(head):
     """Logits of unit variance over V tokens: the mean of log(sum(exp)) is ln V + 1/2, that of the target's logit 0."""
@@ -128,6 +129,7 @@ def test_initial_loss_is_that_of_unit_logits(head):
     np.testing.assert_allclose(loss, math.log(512) + 0.5, atol=0.12)
 
 
+@pytest.mark.slow
 def test_model_can_be_built_inside_a_trace():
     model = make()
     hidden_of(model, weights(make()), tokens(), make_context())
@@ -171,6 +173,7 @@ def plain_loss_and_gradients():
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("offload", "unroll_all_full")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_remat_and_unrolling_change_neither_loss_nor_gradients(variant):
     model = make(num_layers=2, **VARIANTS[variant])
@@ -212,6 +215,7 @@ def test_remat_saves_the_residuals_of_its_policy(remat, saved, capsys):
         assert not any(f",{LENGTH},4,4]" in line or f",{LENGTH},24]" in line for line in residuals)
 
 
+@pytest.mark.slow
 def test_minimal_recomputes_neither_the_matmuls_of_experts_nor_their_choice():
     """By the operations of a training step: custom names recompute gate and up, full the order of the rows too."""
     policies = {**REMATS, "routing": {"policy": config.RematPolicy.custom, "save": ["routing"]}}
@@ -227,6 +231,8 @@ def test_minimal_recomputes_neither_the_matmuls_of_experts_nor_their_choice():
     assert found["minimal"][1] == 1
 
 
+@pytest.mark.slow
+@pytest.mark.default_cases("expert")
 @pytest.mark.parametrize(("axes", "again"), [({"fsdp": 8}, 0), ({"fsdp": 4, "expert": 2}, 2)], ids=["fsdp", "expert"])
 def test_minimal_saves_the_matmuls_of_experts_only_where_their_rows_are_local(axes, again):
     """The buffers of expert parallelism have room for more rows than there are on average."""
@@ -278,6 +284,7 @@ def test_offloaded_activations_are_stored_in_host_memory():
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("mixed")
 @pytest.mark.parametrize("shape", [{}, MIXED], ids=["plain", "mixed"])
 def test_prefill_and_decode_equal_the_full_forward_pass(shape):
     model = make(**shape)
@@ -415,6 +422,7 @@ def test_softmax_dtype_reaches_the_kernel():
     assert f"bf16{attention_logits}" in products(config.Dtype.bfloat16)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close_to_float32():
     params = weights(make())
     exact = logits_of(make(), params, tokens(), make_context())

@@ -132,6 +132,7 @@ def test_flops_and_parameters_of_an_mtp_layer():
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("grpo-False")
 @pytest.mark.parametrize(("task", "is_trained"), [("sft", True), ("grpo", False)])
 def test_layers_that_a_loss_does_not_use_do_not_decay(task: str, is_trained: bool) -> None:
     model = build(make_model())
@@ -147,6 +148,7 @@ def test_layers_that_a_loss_does_not_use_do_not_decay(task: str, is_trained: boo
     assert is_changed["head"] and is_changed["pattern"]
 
 
+@pytest.mark.slow
 def test_tasks_that_do_not_train_them() -> None:
     trained = {name: cls.trains_mtp for name, cls in task_schemas().items() if name in LOGGED}
     frozen = {name for name, is_trained in trained.items() if not is_trained}

@@ -95,6 +95,7 @@ def test_stages_change_neither_losses_nor_gradients(model, axes, change):
     assert errors.loss_error < 1e-5 and errors.gradient_error < 1e-4, errors
 
 
+@pytest.mark.slow
 def test_program_has_the_steps_of_the_schedule_and_each_stage_its_layers():
     run = Run(*LLAMA, "mesh.pipeline.repeats=2", stage=2)
     params, batch = run.states.abstract().params, run.batch(0)
@@ -107,7 +108,7 @@ def test_program_has_the_steps_of_the_schedule_and_each_stage_its_layers():
     assert "stage" in jax.tree.leaves(tuple(run.states.shardings().params["embedding"]["table"].spec))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_layer_outputs_of_the_pipeline_equal_those_of_one_device():
     def layers(run: Run) -> np.ndarray:
         batch, model = run.batch(0), run.states.model

@@ -27,6 +27,7 @@ def qlora(**changes: Any) -> Any:
     return lora(kind=AdapterKind.qlora, **changes)
 
 
+@pytest.mark.slow
 def test_levels_are_quantiles_of_a_normal_distribution() -> None:
     """Two halves that meet at zero, from the outermost quantile of a uniform grid of sixteen."""
     from scipy.stats import norm
@@ -40,6 +41,7 @@ def test_levels_are_quantiles_of_a_normal_distribution() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("shape1")
 @pytest.mark.parametrize("shape", [(128, 5), (192, 3, 4), (64, 300)])
 def test_quantize_and_dequantize_equal_numpy(shape: tuple[int, ...]) -> None:
     kernel = np.random.default_rng(0).normal(size=shape).astype(np.float32) * 0.02

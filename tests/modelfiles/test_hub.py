@@ -62,6 +62,7 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         hub_module._download.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_model_and_its_tokenizer_load_from_the_hub(hub: Hub, folder: Path) -> None:
     config = compose(["task=decode", "model=from_hf", f"model.path={REPO}"]).config
     assert not any(path.endswith(".safetensors") for _, path, _ in hub.requests), "composition needs no weights"
@@ -161,6 +162,7 @@ def test_push_uploads_the_exported_folder(
     assert hub.repos["org/pushed"] == files
 
 
+@pytest.mark.slow
 def test_a_push_without_a_token_is_rejected(hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["task=convert", "model=from_hf", f"model.path={folder}", "task.output=out"]
     assert main.run([*command, "task.push=org/pushed"]) == 2

@@ -83,6 +83,7 @@ def test_three_updates_equal_a_transcription():
             moments[path] = (rounded(mean, True), rounded(square, False)) if is_quantized else (mean, square)
 
 
+@pytest.mark.slow
 def test_moments_take_two_bytes_per_weight_and_keep_the_sharding_of_their_parameters():
     overrides = ["model=llama3-tiny", "model.head_dim=32", "model.emb_dim=512", "optimizer.moments=dynamic8"]
     config = compose([*overrides, "mesh.fsdp=4", "mesh.tensor=2"]).config

@@ -221,6 +221,7 @@ def test_five_updates_equal_the_reference(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("adamw", "adafactor")
 @KINDS
 def test_no_clipping_and_no_decay(kind):
     params = random_tree(1)
@@ -380,6 +381,7 @@ def test_eps_under_the_root(moments):
     np.testing.assert_allclose(updates["norm"]["scale"], -learning_rate(0) * scaled["norm"]["scale"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_cautious_decay_is_masked_by_the_update():
     params = random_tree(3)
     plain, cautious = (
@@ -405,6 +407,7 @@ def first_update(**fields):
     return flat(updates), flat(params), state
 
 
+@pytest.mark.slow
 def test_muon_has_its_own_decay_and_scale():
     muon = OptimizerKind.muon
     base, params, _ = first_update(kind=muon, weight_decay=0.1)

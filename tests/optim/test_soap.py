@@ -115,6 +115,7 @@ def test_each_matrix_is_computed_on_one_device(spec):
     assert sorted(seen) == sorted(matrices[:, 0, 0].tolist())
 
 
+@pytest.mark.slow
 def test_state_is_sharded_over_the_axes_of_the_weight_and_planned_so():
     """A quarter of every basis is on each device; task=plan counts the same bytes."""
     states, config = plan("optimizer=soap", "model.num_kv_heads=2", fsdp=2, tensor=2)

@@ -46,6 +46,7 @@ def test_masks_keep_the_largest_weights_of_each_group(n: int, m: int, axis: int)
     np.testing.assert_array_equal(n_m_mask(jnp.asarray(weight), n=n, m=m, axis=axis), numpy_mask(weight, n, m, axis))
 
 
+@pytest.mark.slow
 def test_sparse_training_matches_numpy() -> None:
     def make(shape: tuple[int, ...], seed: int) -> np.ndarray:
         return np.random.default_rng(seed).normal(size=shape).astype(np.float32)

@@ -106,6 +106,7 @@ def test_logits_with_audio_equal_transformers(folder: Path) -> None:
     assert np.abs(expected).max() > 1
 
 
+@pytest.mark.exhaustive
 def test_positions_and_chunks_equal_a_call_of_transformers(folder: Path) -> None:
     """One row whose clips all have a whole chunk, with the positions and batches that transformers makes itself."""
     model, params = load_float32(folder)

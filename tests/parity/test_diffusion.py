@@ -106,6 +106,7 @@ def test_loss_and_gradients_equal_those_of_torch(golden: Golden, expected_model:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("2-6")
 @pytest.mark.parametrize(("steps", "prompt_length"), [(None, 1), (2, 6), (1, 7)])
 def test_cached_decoding_equals_full_forward_passes(
     golden: Golden, expected_model: Any, steps: int | None, prompt_length: int

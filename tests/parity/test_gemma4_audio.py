@@ -121,6 +121,7 @@ def test_logits_with_audio_equal_transformers(folder: Path) -> None:
     assert np.abs(expected).max() > 1
 
 
+@pytest.mark.exhaustive
 def test_cached_decoding_equals_one_forward_pass(folder: Path) -> None:
     model, params = load_float32(folder)
     tokens, audio = inputs_of(model.config.audio)
@@ -128,6 +129,7 @@ def test_cached_decoding_equals_one_forward_pass(folder: Path) -> None:
     np.testing.assert_allclose(cached, forward_logits(model, params, tokens, {"audio": audio}), atol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_export_is_bit_identical(folder: Path, tmp_path: Path) -> None:
     exported = export(folder, tmp_path)
     assert exported.model_type == "gemma4" and not exported.missing

@@ -153,6 +153,7 @@ def load(reference: Reference) -> tuple[ModelDef, Any]:
     return load_float32(reference.folder, vision=dataclasses.replace(vision, videos=videos))
 
 
+@pytest.mark.default_cases("large")
 def test_logits_with_images_and_a_video_equal_transformers(reference: Reference) -> None:
     model, params = load(reference)
     tokens, images = inputs_of(model)
@@ -172,6 +173,7 @@ def test_cached_decoding_equals_one_forward_pass(reference: Reference) -> None:
     np.testing.assert_allclose(cached, forward_logits(model, params, tokens, media), atol=1e-4)
 
 
+@pytest.mark.default_cases("large")
 def test_export_is_bit_identical(reference: Reference, tmp_path: Path) -> None:
     exported = export(reference.folder, tmp_path)
     # Layers with a shared KV cache do not use some of the projections that transformers stores.

@@ -40,6 +40,7 @@ def test_every_family_of_the_zoo_has_a_golden_model() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("deepseek3.2", "deepseek4", "gemma4_e", "gpt2", "gpt_oss", "lfm2", "llama", "nemotron_h")
 @pytest.mark.parametrize("family", family_cases(FAMILIES))
 def test_a_family_equals_its_reference(family: str, tmp_path: Path) -> None:
     """Loss, logits, and a round trip to the same files."""

@@ -156,6 +156,7 @@ def expected_logits(reference: Reference, folder: Path) -> np.ndarray:
     return logits
 
 
+@pytest.mark.default_cases("qwen3_5")
 def test_logits_with_images_and_a_video_equal_transformers(reference: Reference) -> None:
     expected = expected_logits(reference, reference.folder)
     model, params = load(reference.folder)

@@ -149,6 +149,7 @@ def speaker(loaded: tuple[ModelDef, Any], **options: Any) -> Speaker:
     return Speaker(*loaded, SpeechOutput(**values))
 
 
+@pytest.mark.exhaustive
 def test_waveforms_equal_transformers(reference: Any, loaded: tuple[ModelDef, Any]) -> None:
     """An odd number of frames, in one chunk and in chunks whose last one is shorter."""
     codes = GENERATOR.integers(CODES, size=(11, GROUPS))
@@ -272,6 +273,7 @@ def test_a_talker_without_voices_is_rejected(loaded: tuple[ModelDef, Any]) -> No
     assert not list(task.check_model(model))
 
 
+@pytest.mark.exhaustive
 def test_cached_frames_equal_one_forward_pass(loaded: tuple[ModelDef, Any]) -> None:
     """The talker's inputs of all frames at once give the codes that were sampled with its cache."""
     (model, params), speak = loaded, speaker(loaded, repetition_penalty=1.0)

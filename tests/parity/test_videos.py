@@ -191,8 +191,8 @@ def make_folder(name: str, path: Path) -> None:
         (path / "video.mkv").write_bytes(matroska(case.frames, case.fps, case.samples))
 
 
-# tests/parity/test_omni.py has the mechanisms of the third one.
-@pytest.mark.default_cases("qwen3-vl", "gemma4")
+# test_omni.py and test_gemma4_vision.py have the mechanisms of the others.
+@pytest.mark.default_cases("qwen3-vl")
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_and_logits_of_a_prompt_with_a_video_equal_transformers(name: str, tmp_path: Path) -> None:
     make_folder(name, tmp_path)

@@ -163,6 +163,7 @@ def expected_logits(
         return model.eval()(**inputs).logits.numpy()
 
 
+@pytest.mark.default_cases("gemma3")
 def test_logits_with_images_equal_transformers(reference: Reference) -> None:
     logits = logits_of(*load(reference.folder), TOKENS, PIXELS)
     expected = expected_logits(reference, TOKENS, PIXELS)
@@ -189,6 +190,7 @@ def test_logits_of_images_with_different_numbers_of_tiles_equal_transformers(tmp
     np.testing.assert_allclose(logits_of(*load(tmp_path, vision=vision), tokens, pixels), expected, atol=1e-4)
 
 
+@pytest.mark.default_cases("gemma3")
 def test_the_text_decoder_alone_gives_the_logits_of_text(reference: Reference, folder: Path) -> None:
     source = hf_source("", str(folder), folder)
     vision = dataclasses.replace(source.model.vision, num_layers=None)

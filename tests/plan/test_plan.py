@@ -42,7 +42,7 @@ def subject_of(*overrides: str) -> Subject:
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases(*sorted(LINES)[::6])
+@pytest.mark.default_cases("experts_expert64", "fsdp2_tensor4", "offload_weights", "windows_sequence2")
 @pytest.mark.parametrize("name", sorted(LINES))
 def test_memory_and_traffic_of_every_compiled_case(name: str) -> None:
     peak, sent = check.deviations(LINES[name])
@@ -50,6 +50,7 @@ def test_memory_and_traffic_of_every_compiled_case(name: str) -> None:
     assert abs(sent) < SENT_LIMIT
 
 
+@pytest.mark.slow
 def test_traffic_of_the_delta_rule_over_sequence() -> None:
     """States are gathered, not keys and values; memory of this case is not estimated within the limit."""
     lines = map(json.loads, (check.DOCS / "lab" / "aot.jsonl").read_text().splitlines())
@@ -119,6 +120,7 @@ def test_replicas_send_all_weights_once_per_period() -> None:
     assert not any("replica" in axes for axes in sent if axes != ("replica",))
 
 
+@pytest.mark.slow
 def test_offloaded_moments_cost_two_copies() -> None:
     overrides = ["model=llama3.1-8b", "train.seq_len=4096", "hardware=gpu-h200", "mesh.fsdp=8"]
     usual, offloaded = (
@@ -129,6 +131,13 @@ def test_offloaded_moments_cost_two_copies() -> None:
     assert seconds[1] - seconds[0] == pytest.approx(2 * memory(usual).optimizer / (64e9 * 0.8))
 
 
+@pytest.mark.slow
+@pytest.mark.default_cases(
+    "80-None-RematPolicy.minimal-0",
+    "60-0-RematPolicy.full-0",
+    "60-1024-RematPolicy.minimal-1024",
+    "25-None-RematPolicy.full-512",
+)
 @pytest.mark.parametrize(
     ("gib", "chunk", "policy", "chosen"),
     [
@@ -152,6 +161,7 @@ def test_remat_policy_and_loss_chunk_are_those_that_fit(
     assert (fitting.model.remat.policy, fitting.train.loss_chunk) == (policy, chosen)
 
 
+@pytest.mark.slow
 def test_gradients_of_unrolled_layers_are_separate_arrays() -> None:
     """Those of a loop, and those that are accumulated, are in one array, which also exists at the loss."""
     overrides = ("model=qwen3-30b-a3b", "model.num_layers=4", "train.seq_len=4096", "hardware=gpu-h200")
@@ -209,6 +219,7 @@ def test_groups_within_a_node() -> None:
     assert near_members(case, ("fsdp", "tensor")) == 8
 
 
+@pytest.mark.slow
 def test_search_finds_a_mesh_that_fits_and_beats_the_others() -> None:
     subject = subject_of("model=llama3.1-8b", "hardware=gpu-h200", "train.seq_len=4096", "model.dtypes.logits=bfloat16")
     limits = Limits(devices=64, slices=1, batch_tokens=2**22, memory_share=0.92, results=3)
@@ -223,6 +234,7 @@ def test_search_finds_a_mesh_that_fits_and_beats_the_others() -> None:
         assert all(size > 0 for size in sent.values())
 
 
+@pytest.mark.slow
 def test_advice_for_a_setup_that_does_not_fit() -> None:
     subject = subject_of("model=llama3.1-8b", "hardware=gpu-h200", "train.seq_len=4096", "mesh.fsdp=8")
     case = Case.of(subject, devices=8, slices=1)

@@ -68,6 +68,7 @@ def test_lifecycle_of_a_run(tmp_path):
     assert run.config_path.read_text() == "x: 1\n"
 
 
+@pytest.mark.slow
 def test_second_session_keeps_the_first_and_its_config(tmp_path):
     for number, config in enumerate(["x: 1\n", "x: 1\n", "x: 2\n"]):
         run = RunDirectory(tmp_path / "a")
@@ -89,6 +90,7 @@ def test_an_exception_in_a_session_marks_the_run_as_failed(tmp_path):
     assert run.read()["reason"] == "ValueError: no such thing: password=***"
 
 
+@pytest.mark.slow
 def test_withdraw_removes_a_new_run_and_fails_an_old_one(tmp_path):
     new = RunDirectory(tmp_path / "new")
     with pytest.raises(ValueError), new.session("x: 1", {}), logging_to(new.log_path, console=False) as log:
@@ -118,6 +120,7 @@ def test_withdraw_removes_a_new_run_and_fails_an_old_one(tmp_path):
     assert [path.name for path in shared.path.iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.slow
 def test_only_one_process_writes_a_run(tmp_path):
     code = """
 import sys, time
@@ -322,7 +325,7 @@ while True:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_kill_at_any_moment_leaves_all_files_readable(tmp_path):
     rng = random.Random(0)
     for session in range(1, 9):
@@ -387,6 +390,7 @@ def test_the_log_file_has_timestamps_and_stderr_has_not(tmp_path, capsys):
     assert not logging.getLogger("maxhydra").handlers
 
 
+@pytest.mark.slow
 def test_run_json_carries_its_format(tmp_path):
     run = RunDirectory(tmp_path / "a")
     run.start("", {})

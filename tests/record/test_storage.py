@@ -178,6 +178,7 @@ class TestMirror:
         assert copied == expected
         assert LEASE not in stored()
 
+    @pytest.mark.slow
     def test_files_are_uploaded_while_the_run_is_running(self, tmp_path: Path) -> None:
         folder = tmp_path / "first"
         mirror_ = opened(folder)
@@ -208,6 +209,7 @@ class TestMirror:
         mirror_.close(0)
         assert json.loads(Store(URL).read("run.json"))["status"] == "finished" and stored_steps() == [4, 8]
 
+    @pytest.mark.slow
     def test_a_local_copy_with_later_sessions_is_uploaded(self, tmp_path: Path) -> None:
         folder = tmp_path / "first"
         mirrored(folder, 4)
@@ -217,6 +219,7 @@ class TestMirror:
         assert Store(URL).read("log.txt") == b"not uploaded" and stored_steps() == [4, 8]
         assert len(json.loads(Store(URL).read("run.json"))["sessions"]) == 2
 
+    @pytest.mark.slow
     def test_a_local_copy_that_another_host_overtook_is_moved_aside(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -265,6 +268,7 @@ class TestCheckpoints:
                              for end in ("metrics.jsonl", "/4/manifest.json"))  # fmt: skip
         assert metrics < manifest
 
+    @pytest.mark.slow
     def test_an_interrupted_upload_does_not_exist_and_is_repeated(
         self, flaky: type[FlakyFileSystem], tmp_path: Path
     ) -> None:
@@ -284,6 +288,7 @@ class TestCheckpoints:
         assert not any("checkpoints/8/" in name for name in stored()), "the rest of the upload is deleted"
 
     @pytest.mark.slow
+    @pytest.mark.default_cases("8-expected1")
     @pytest.mark.parametrize(("persist_every", "expected"), [(None, [12, 16, 20]), (8, [8, 16, 20]), (20, [20])])
     def test_retention(self, persist_every: int | None, expected: list[int], tmp_path: Path) -> None:
         """With checkpoint.persist_every, only its multiples and the last step of the session are in the store."""

@@ -73,6 +73,7 @@ def test_scores_of_an_environment_are_logged_and_stored() -> None:
     assert [record.get("scores", {}) for record in group.records()] == scores
 
 
+@pytest.mark.slow
 def test_a_failure_costs_its_own_episode_only() -> None:
     """All at the same time, so that the hang does not delay the others."""
     with closing(EnvironmentPool(environment("Faulty", timeout=8.0, memory_limit_gib=1.0))) as pool:
@@ -99,6 +100,7 @@ def test_nothing_that_an_environment_starts_outlives_it(tmp_path: Path, monkeypa
         wait_for(lambda: not Path(f"/proc/{int(pids.read_text())}").exists())
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_was_killed_is_replaced() -> None:
     with closing(EnvironmentPool(environment("Faulty"))) as pool:
         pool.reset(0, RECORD).result()
@@ -109,6 +111,7 @@ def test_a_supervisor_that_was_killed_is_replaced() -> None:
     pytest.fail("no supervisor")
 
 
+@pytest.mark.slow
 def test_an_environment_that_cannot_be_loaded_is_rejected() -> None:
     for name, path in (("environment_functions:Nothing", "function"), ("no_such_module:Echo", "function")):
         with pytest.raises(ConfigError) as caught:
@@ -170,6 +173,7 @@ def test_tools_are_described_and_called() -> None:
     assert world.step(say("42")) == ([], 0, True)
 
 
+@pytest.mark.slow
 def test_reasoning_gym_gives_further_attempts() -> None:
     gym = import_optional("reasoning_gym", extra="rl")
     entry = gym.create_dataset("chain_sum", size=1, seed=3)[0]
@@ -222,10 +226,12 @@ def test_the_sandbox_contains(escape: str, sandbox: Sandbox, tmp_path: Path) -> 
     assert inside.read_text() == "secret" and not outside.exists()
 
 
+@pytest.mark.slow
 def test_the_sandbox_ends_an_endless_loop(sandbox: Sandbox) -> None:
     assert "took more than 1 seconds" in Sandbox(timeout=1.0, memory_limit_gib=1.0).run("while True: pass")
 
 
+@pytest.mark.slow
 def test_the_sandbox_runs_programs(sandbox: Sandbox) -> None:
     program = "import math, json, threading; open('a', 'w').write('x')\nprint(json.dumps([math.pi, open('a').read()]))"
     assert sandbox.run(program) == f'[{math.pi}, "x"]\n'

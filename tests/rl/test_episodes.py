@@ -175,6 +175,7 @@ def tools_of(episode: Episode, pool: EnvironmentPool, config: Environment) -> An
     return reply["tools"]
 
 
+@pytest.mark.slow
 def test_limits_end_episodes_and_a_cut_turn_is_ended_without_loss(
     folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

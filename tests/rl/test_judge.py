@@ -109,6 +109,7 @@ def test_a_comparison_that_fails_does_not_count(url: str) -> None:
     assert [(result.reward, result.errors) for result in results] == [(0, 0), (1, 0), (0, 1)]
 
 
+@pytest.mark.slow
 def test_the_key_comes_from_the_environment_and_is_not_logged(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,6 +173,7 @@ def test_invalid_judges_are_rejected_and_a_key_is_not_shown() -> None:
     assert "123456789" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_our_own_server_understands_the_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -137,6 +137,7 @@ CASES += [{"loss": loss, "entropy_bonus": 0.03} for loss in OF_TRL]
 
 @pytest.mark.slow
 @pytest.mark.parity
+@pytest.mark.default_cases(*map(str, CASES[::3]))
 @pytest.mark.parametrize("fields", CASES, ids=str)
 def test_losses_and_gradients_are_those_of_trl(fields: dict[str, Any]) -> None:
     """TRL's GSPO has the sequence-level gradient, which equals GSPO-token's with one advantage per completion."""
@@ -367,6 +368,7 @@ def test_the_value_loss_is_that_of_verl_and_trl(clip: float | None) -> None:
     np.testing.assert_allclose(gradient, tensors[0].grad.numpy(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_entropy_of_scored_tokens() -> None:
     random = np.random.default_rng(0)
     logits, targets = random.standard_normal((2, 3, 7)), random.integers(0, 7, (2, 3))

@@ -70,7 +70,7 @@ def say(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_episodes_are_sessions_of_the_server(url: str) -> None:
     with closing(EnvironmentPool(config(url))) as games:
         for slot, seed in ((0, 5), (1, 7)):
@@ -86,7 +86,7 @@ def test_episodes_are_sessions_of_the_server(url: str) -> None:
         assert games.reset(1, RECORD).result()["messages"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_missing_field_or_server_is_named(url: str) -> None:
     with pytest.raises(LookupError, match=r"no field text \(environment.observation\), but hint"):
         OpenEnvEnvironment(config(url, observation="text")).reset(RECORD)

@@ -24,6 +24,7 @@ def source(*overrides: str) -> RecordSource:
     return opened
 
 
+@pytest.mark.slow
 def test_problems_are_reproducible_and_some_are_held_out() -> None:
     first, second = source("data.eval_fraction=0.25"), source("data.eval_fraction=0.25")
     assert (len(first.train), len(first.evaluation)) == (30, 10)

@@ -65,6 +65,7 @@ def test_exact_ignores_case_and_whitespace() -> None:
     assert score(Term(kind=RewardKind.exact), *samples) == [1, 1, 0, 0]
 
 
+@pytest.mark.slow
 def test_math_accepts_equal_expressions() -> None:
     import_optional("math_verify", extra="rl")
     pairs = [
@@ -107,6 +108,7 @@ def test_the_answer_is_extracted_from_the_last_match() -> None:
     assert extract_answer("2", None) == "2"
 
 
+@pytest.mark.slow
 def test_the_reward_is_the_weighted_sum_and_one_term_decides_correctness() -> None:
     terms = {
         "vowels": Term(kind=RewardKind.function, function="reward_functions:vowels", weight=0.5),
@@ -127,6 +129,7 @@ def test_a_function_receives_the_whole_sample() -> None:
     assert result.is_correct
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_function_sees_a_group_or_the_batch(workers: int) -> None:
     """Groups of two: the longer text of each wins. In the batch, all texts compete."""
@@ -247,6 +250,7 @@ def test_closing_the_pool_ends_a_call_and_what_it_started(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("process")
 @pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["process", "group"])
 def test_nothing_outlives_a_killed_run(kill: Callable[[int, int], None], tmp_path: Path) -> None:
     pids = tmp_path / "pids"
@@ -273,6 +277,7 @@ if __name__ == "__main__":
     assert not wait_until_gone([int(pids.read_text()), *workers])
 
 
+@pytest.mark.slow
 def test_a_reward_cannot_corrupt_the_results(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "maxhydra"):
         results = score_texts(function_reward("writes_to_descriptors", timeout=1.0), "a", "b", "hangs")
@@ -297,6 +302,7 @@ def test_a_reward_process_is_small_and_its_children_react_to_signals(name: str, 
     assert (result.reward, result.errors) == (value, 0)
 
 
+@pytest.mark.slow
 def test_code_that_keeps_the_interpreter_lock_is_killed() -> None:
     (result,) = score_texts(function_reward("backtracks", timeout=0.5), "a")
     assert result.errors == 1

@@ -88,7 +88,7 @@ def play(engine: Any, prompts: list[tuple[int, ...]]) -> list[Episode]:
 
 
 @functools.cache
-def sampled_batch(*, devices: int, burst: int, drafted: int = 0) -> dict[str, jax.Array]:
+def sampled_batch(devices: int, burst: int, drafted: int) -> dict[str, jax.Array]:
     model = moe_model()
     weights = random_weights(model)
     sharder = Sharder(build_mesh(Mesh(data=devices), jax.devices()[:devices]), RULES)
@@ -134,7 +134,7 @@ def errors(weights: Any, batch: dict[str, jax.Array]) -> np.ndarray:
 def test_trainer_and_sampler_agree_although_routers_do_not(devices: int, burst: int, drafted: int) -> None:
     """Speculative decoding records the experts of accepted tokens only."""
     weights = random_weights(moe_model())
-    batch = sampled_batch(devices=devices, burst=burst, drafted=drafted)
+    batch = sampled_batch(devices, burst, drafted)
     assert batch[EXPERTS].shape == (2, SEQ + 2, LAYERS, TOP_K) and batch["weights"].sum() == 2 * 18
     without = {name: column for name, column in batch.items() if name != EXPERTS}
     assert errors(weights, without).max() < 1e-4
@@ -146,7 +146,7 @@ def test_trainer_and_sampler_agree_although_routers_do_not(devices: int, burst: 
 def test_the_gradient_of_replayed_routers_is_that_of_their_own_choice() -> None:
     """It flows through the gates; dense layers and tokens without known experts are left alone."""
     weights = random_weights(moe_model())
-    batch = sampled_batch(devices=1, burst=1)
+    batch = sampled_batch(1, 4, 0)
 
     @jax.jit
     def gradient(weights: Any, batch: Any) -> Any:

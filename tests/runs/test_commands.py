@@ -138,6 +138,7 @@ def test_mistakes_give_one_clear_message(runs, outputs, arguments, message, monk
     assert len(list(outputs.rglob("run.json"))) == 4
 
 
+@pytest.mark.slow
 def test_labels_of_a_running_run_are_preserved(runs, outputs):
     live = RunDirectory(outputs / "live")
     live.start("", {"tags": ["first", "second"]})
@@ -346,6 +347,7 @@ def test_a_sweep_report_compares_trials_at_equal_steps(runs, tmp_path, monkeypat
     assert [run["path"] for run in json.loads(runs("list", "status=pruned", "--json")[1])] == ["s/2"]
 
 
+@pytest.mark.slow
 def test_no_verb_imports_jax(outputs):
     verbs = [path.stem for path in (ROOT / "maxhydra" / "cli" / "runs").glob("[a-z]*.py")]
     check = f"""

@@ -290,6 +290,7 @@ def test_resume_starts_the_run_or_says_why_it_did_not(server, outputs, monkeypat
     assert status == 400 and "no longer exists" in content
 
 
+@pytest.mark.slow
 def test_cancel_is_that_of_the_sweep_command(server, outputs):
     status, content = post(server, {"sweep": "lr"}, "cancel")
     assert status == 400 and "is not a sweep" in content

@@ -149,6 +149,7 @@ def test_a_running_run_and_one_without_config(tmp_path):
     assert "running" in page.texts["span"] and "Config" not in page.texts["h2"]
 
 
+@pytest.mark.slow
 def test_sessions_and_resumes(tmp_path):
     write_run(tmp_path / "a", steps=10, status="preempted", reason="SIGTERM")
     run = RunDirectory(tmp_path / "a")

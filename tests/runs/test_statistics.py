@@ -45,6 +45,7 @@ def test_grids_and_summary(run: Path) -> None:
     assert summary_rows(rows[-1])[1] == ("loss", "position", "5.000", "0", "5.000", "1 not finite", "0")
 
 
+@pytest.mark.slow
 def test_the_report_and_the_command_show_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = write_report(RunDirectory(run)).read_text()
     assert "grad_norm mlp: 50.00 to 5e+09, logarithmic" in page and 'class="levelbad"' in page

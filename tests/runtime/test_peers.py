@@ -283,6 +283,7 @@ def test_an_error_is_passed_on_by_a_process_that_has_ended_its_task(pair: Pair) 
     assert pair.first._loss == (f"process 1 on {socket.gethostname()} ended: task.input: does not exist", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "code"), [(0.5, peers.EXIT_LOST), (30.0, -signal.SIGABRT)])
 def test_a_process_that_aborts_may_end_with_a_reason_before(seconds: float, code: int) -> None:
     """As jax.distributed does when process 0 dies. Without a reason it aborts a few seconds later."""

@@ -168,6 +168,7 @@ class TestOptions:
         # An A100 has no float8 matmuls: values are converted to the compute dtype.
         assert a100.mfu_peak("bfloat16", fp8) == ("bfloat16", 312)
 
+    @pytest.mark.slow
     def test_xla_accepts_the_flags(self) -> None:
         """The CPU build parses all GPU flags and aborts at an unknown one, naming it."""
         gpus = [option for option in hardware_options().values() if option.platform is Platform.gpu]
@@ -348,7 +349,7 @@ def run(code: str, arguments: str, env: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_connect_and_sum() -> None:
     address = free_address()
     processes = [
@@ -369,6 +370,7 @@ def test_two_processes_connect_and_sum() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("1-process 0 is not reachable")
 @pytest.mark.parametrize(
     ("index", "message"), [(0, "not all of the other 1 processes"), (1, "process 0 is not reachable")]
 )

@@ -194,7 +194,7 @@ def start(folder: Path, *arguments: str) -> "cli.fork_server.Command":
         return cli.start(*RUN, *arguments, cwd=folder, streams=(null, console, console), module="hung")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_step_that_hangs_inside_xla_ends_with_75_and_the_run_resumes(script: Path) -> None:
     folder = script / "outputs" / "it"
     assert start(script, *BOUNDS).wait(240) == peers.EXIT_LOST, (script / "console").read_text()
@@ -207,7 +207,7 @@ def test_a_step_that_hangs_inside_xla_ends_with_75_and_the_run_resumes(script: P
     assert cli.facts(folder)["status"] == "finished" and cli.facts(folder)["start_step"] == 8
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_second_sigterm_ends_a_step_that_hangs_inside_xla(script: Path) -> None:
     process = start(script)
     wait_for((script / "hangs").exists)

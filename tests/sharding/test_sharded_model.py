@@ -124,7 +124,7 @@ def test_a_mesh_changes_no_loss(axes: dict[str, int], initial: TrainState, one_d
         assert max(parts) <= max(whole) / axes["fsdp"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_slices_change_no_loss(initial: TrainState, one_device: np.ndarray) -> None:
     run = Run(slices=2, fsdp=4)
     assert run.sharder.mesh.shape["data"] == 2
@@ -143,6 +143,7 @@ def test_a_mesh_changes_no_loss_of_optimizers_that_factor_or_multiply_matrices(o
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("fsdp2-tensor2")
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {}], ids=["fsdp2-tensor2", "one"])
 def test_a_checkpoint_of_eight_devices_goes_on_on_fewer(
     axes: dict[str, int], one_device: np.ndarray, eight_devices_folder: Path
@@ -151,6 +152,7 @@ def test_a_checkpoint_of_eight_devices_goes_on_on_fewer(
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("model.scan_unroll=2", "model.remat.policy=minimal")
 @pytest.mark.parametrize("change", ["model.scan_unroll=2", "model.remat.policy=full", "model.remat.policy=minimal"])
 def test_layer_stacking_and_remat_are_not_in_the_checkpoint(
     change: str, one_device: np.ndarray, one_device_folder: Path

@@ -24,9 +24,13 @@ def test_norms_run_on_parts_of_the_length_unless_the_rule_says_otherwise() -> No
     assert gathers(T, "mesh.rules.act_stream_length=[sequence]") == set()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_length_that_does_not_divide_is_not_split() -> None:
     assert gathers(30) == set()
+
+
+@pytest.mark.exhaustive
+def test_gradients_of_a_length_that_does_not_divide_equal_one_device() -> None:
     one, arguments = gradients("mesh.fsdp=1", devices=1, length=30)
     many, sharded = gradients(*MESH, length=30)
     for got, want in zip(jax.tree.leaves(many(*sharded)), jax.tree.leaves(one(*arguments)), strict=True):

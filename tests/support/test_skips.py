@@ -69,6 +69,7 @@ ONE, TWO = ("-n", "0", "--continue-on-collection-errors"), ("-n", "2", "--dist",
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("one process")
 @pytest.mark.parametrize("arguments", [ONE, TWO], ids=["one process", "two workers"])
 def test_a_forbidden_skip_fails_with_test_and_reason(folder: Path, arguments: tuple[str, ...]) -> None:
     done = run_pytest(folder, *arguments, skips="forbidden")

@@ -35,6 +35,7 @@ def collect(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("not exhaustive-expected1")
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [

@@ -189,6 +189,9 @@ def train(config: Config, devices: int = 1) -> Session:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases(
+    "base-sft-0", "data-sft-5", "tokenizer-distill-7", "environment-episodes-10", "code-own_loss-11"
+)
 @pytest.mark.parametrize(("kind", "task", "key", "change", "message"), CASES, ids=IDS)
 def test_a_changed_input_is_named_and_can_be_accepted(
     kind: str, task: str, key: str, change: Callable[[Path], None], message: str, cwd: Path
@@ -214,6 +217,7 @@ def test_every_kind_of_input_is_tried() -> None:
     assert {kind for kind, *_ in CASES} == set(INPUT_KINDS)
 
 
+@pytest.mark.slow
 def test_touched_and_moved_files_are_unchanged(cwd: Path) -> None:
     train(config_of("sft"))
     os.utime(cwd / "chat.jsonl", (1, 1))
@@ -226,6 +230,7 @@ def test_touched_and_moved_files_are_unchanged(cwd: Path) -> None:
     assert session.config.checkpoint.load_parameters == str(cwd / "elsewhere/checkpoints/30")
 
 
+@pytest.mark.slow
 def test_a_base_that_trains_on_is_loaded_at_its_pinned_step(cwd: Path) -> None:
     first = train(config_of("sft"))
     assert first.config.checkpoint.load_parameters == str(cwd / "outputs/base/checkpoints/30")
@@ -242,6 +247,8 @@ def test_a_base_that_trains_on_is_loaded_at_its_pinned_step(cwd: Path) -> None:
         find_adapter_lineage("checkpoint.load_parameters", "outputs/it")
 
 
+@pytest.mark.slow
+@pytest.mark.default_cases("format")
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -249,6 +256,7 @@ def test_a_base_that_trains_on_is_loaded_at_its_pinned_step(cwd: Path) -> None:
         ('{"inputs": 5}', r"run\.json: has no 'status'"),
         ('{"format": 99, "maxhydra": "7.0"}', r"run\.json: has format 99.*install maxhydra 7\.0"),
     ],
+    ids=["text", "facts", "format"],
 )
 def test_the_base_of_an_adapter_is_unknown_without_a_readable_run_json(cwd: Path, content: str, message: str) -> None:
     train(config_of("sft"))
@@ -268,6 +276,7 @@ def test_initial_weights_are_not_needed_again_once_a_run_has_its_own(cwd: Path) 
         prepare(dataclasses.replace(config, checkpoint=Checkpoint()))
 
 
+@pytest.mark.slow
 def test_an_accepted_reference_discards_the_cached_log_probs(cwd: Path) -> None:
     train(config_of("dpo"))
     cache = cwd / "outputs/it/reference/0.logprobs"
@@ -282,6 +291,7 @@ def test_an_accepted_reference_discards_the_cached_log_probs(cwd: Path) -> None:
     assert not cache.exists()
 
 
+@pytest.mark.slow
 def test_a_run_without_results_starts_over(cwd: Path) -> None:
     train(config_of("sft"))
     shutil.rmtree(cwd / "outputs/it/checkpoints")
@@ -299,6 +309,7 @@ def test_a_run_of_an_earlier_version_has_no_record_to_compare(cwd: Path) -> None
     assert prepare(config_of("sft")).facts["inputs"].keys() == {"base", "data", "template"}
 
 
+@pytest.mark.slow
 def test_another_source_is_one_problem_and_one_key_accepts_it(cwd: Path) -> None:
     train(config_of("distill"))
     other = [option for option in TASKS["distill"] if option != "data.path=texts.jsonl"]
@@ -323,6 +334,7 @@ def test_the_batch_over_all_devices_stays(cwd: Path, caplog: pytest.LogCaptureFi
     assert prepare(config_of("sft", "train.per_device_batch_size=8", key), devices=4).facts["accepted_changes"]
 
 
+@pytest.mark.slow
 def test_a_new_run_has_the_model_of_the_run_whose_weights_it_loads(cwd: Path) -> None:
     """Weights of the same shapes with another activation or RoPE would load without an error."""
     trained = dataclasses.replace(config_of("sft"), adapter=Adapter(), checkpoint=Checkpoint())
@@ -338,6 +350,7 @@ def test_a_new_run_has_the_model_of_the_run_whose_weights_it_loads(cwd: Path) ->
     prepare(config_of("sft", changed[1], f"run.accept_changed_config=[{theta}]"))
 
 
+@pytest.mark.slow
 def test_unknown_names_are_rejected(cwd: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"contains an unknown kind\s+accepted: base, teacher, .*\s+did you mean 'data'"

@@ -194,6 +194,7 @@ def test_peft_loads_an_exported_adapter_with_the_same_logits(adapter_run: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("dora")
 @pytest.mark.parametrize(
     "variant", [{"layers_to_transform": [0, 2]}, {"use_dora": True, "use_rslora": True}], ids=["lora", "dora"]
 )
@@ -233,7 +234,7 @@ def test_an_adapter_of_peft_that_is_not_plain_lora_is_rejected(odd: dict[str, An
         load_weights(str(tmp_path / "adapter"), model, shardings=None, dtype="float32")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_adapter_round_trips_through_peft(adapter_run: Path, tmp_path: Path) -> None:
     out = converted("llama3.1", adapter_run, tmp_path / "out", "task.format=peft")
     model = build(composed("llama3.1", out).model)
@@ -241,6 +242,7 @@ def test_an_adapter_round_trips_through_peft(adapter_run: Path, tmp_path: Path) 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), exported, original)
 
 
+@pytest.mark.slow
 def test_a_maxhydra_checkpoint_has_the_same_weights(tmp_path: Path) -> None:
     save_hf_model("mistral", tmp_path / "in", torch.bfloat16)
     out = converted("mistral", tmp_path / "in", tmp_path / "out", "task.format=maxhydra", "task.dtype=bfloat16")
@@ -276,7 +278,7 @@ def test_an_exported_run_generates_the_same_text_in_transformers(tmp_path: Path)
     assert list(tokens) == expected[0, len(prompt) :].tolist() and len(set(tokens)) > 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_merged_adapter_loads_in_transformers(adapter_run: Path, tmp_path: Path) -> None:
     out = converted("llama3.1", adapter_run, tmp_path / "out")
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(out)

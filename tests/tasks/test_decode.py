@@ -130,6 +130,7 @@ def test_a_prompt_starts_like_documents_in_training() -> None:
         PromptEncoder(config.data, vocab_size=100)
 
 
+@pytest.mark.slow
 def test_a_prompt_is_a_user_message_if_there_is_a_template(tmp_path: Path) -> None:
     engine = FakeEngine()
     with_template = make_client(engine, template(tmp_path), "task.system=Be brief")
@@ -299,12 +300,12 @@ def test_completions_before_an_engine_failure_are_in_the_file(tmp_path: Path, mo
 @pytest.mark.slow
 def test_the_number_of_completions_is_a_counter(tmp_path: Path) -> None:
     """It is displayed after every completion: counting a million lines each time would be slower than the model."""
-    source, target = write(tmp_path / "in.jsonl", [{"prompt": f"{n}"} for n in range(50)]), tmp_path / "out.jsonl"
+    source, target = write(tmp_path / "in.jsonl", [{"prompt": f"{n}"} for n in range(10)]), tmp_path / "out.jsonl"
     decode_file(source, target, "task.samples=2")
     for text in (target.read_text(), 2 * target.read_text()):
         target.write_text(text)
         with OutputFile(target, settings="fake") as output:
-            assert output.count == 100
+            assert output.count == 20
 
 
 @pytest.mark.slow

@@ -181,7 +181,7 @@ def test_files_that_are_not_tasks_are_rejected(text: str, message: str, tmp_path
         find_tasks(task)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_wrong_name_is_answered_with_the_nearest_one(harness_tasks: Path) -> None:
     for name, nearest in (("cloz", "cloze"), ("helaswag", "hellaswag"), ("local_choise", "local_choice")):
         with pytest.raises(ConfigError, match=f"did you mean '{nearest}'"):

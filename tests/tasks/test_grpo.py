@@ -260,14 +260,17 @@ def rollout_records(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_asynchronous_rollouts_are_trained_on_exactly_once(tmp_path: Path) -> None:
-    """Whatever was being sampled when the run was killed."""
+@pytest.mark.default_cases("whole")
+@pytest.mark.parametrize("is_killed", [False, True], ids=["whole", "killed"])
+def test_asynchronous_rollouts_are_trained_on_exactly_once(is_killed: bool, tmp_path: Path) -> None:
+    """Without a kill, and whatever was being sampled when the run was killed."""
     folder = tmp_path / "outputs" / "it"
-    kill = callbacks.override("SignalItself", signal="SIGKILL", at=5)
-    assert run(*SEPARATE, kill, cwd=tmp_path, devices=3, PYTHONPATH=PATHS).returncode == -signal.SIGKILL
-    assert max(record["step"] for record in rollout_records(folder)) >= 4
+    if is_killed:
+        kill = callbacks.override("SignalItself", signal="SIGKILL", at=5)
+        assert run(*SEPARATE, kill, cwd=tmp_path, devices=3, PYTHONPATH=PATHS).returncode == -signal.SIGKILL
+        assert max(record["step"] for record in rollout_records(folder)) >= 4
     done = run_ok(*SEPARATE, cwd=tmp_path, devices=3, PYTHONPATH=PATHS)
-    assert "resuming from step 3" in done.stderr
+    assert ("resuming from step 3" in done.stderr) == is_killed
     records = records_of_every_step(folder)
     assert len(losses(folder)) == 8 and max(rows(folder, "rollout/max_staleness")) == 2
     # A step's metric is the mean over the tokens that are trained on; it is 0 without any.

@@ -62,6 +62,7 @@ def test_colours_of_a_terminal(
     assert "[<bos>ask ]ANSWER<eos>" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_json_holds_the_texts_and_the_numbers(tmp_path: Path) -> None:
     texts = [f"{index} " + "word " * (index % 7) for index in range(60)]
     path = tmp_path / "texts.jsonl"

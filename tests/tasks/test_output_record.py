@@ -43,6 +43,7 @@ def convert_again(source: Path, *overrides: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("maxhydra")
 @pytest.mark.parametrize("kind", ["hf", "maxhydra"])
 def test_a_repeated_command_ends_like_the_first(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     source, out, command = write_weights(tmp_path / "in", 0), tmp_path / "out", f"task.format={kind}"

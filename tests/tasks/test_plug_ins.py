@@ -27,7 +27,7 @@ def lines(path: Path) -> list[list]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_of_the_users_objects_is_observed_and_resumes_exactly(tmp_path: Path) -> None:
     plain, observed = tmp_path / "outputs" / "plain", tmp_path / "outputs" / "observed"
     run_ok(*RUN, "run.name=plain", cwd=tmp_path)
@@ -50,7 +50,7 @@ def test_a_run_of_the_users_objects_is_observed_and_resumes_exactly(tmp_path: Pa
     assert changed.returncode == 2 and "data.options.records" in changed.stderr, changed.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_changed_code_is_noticed_when_a_run_resumes(tmp_path: Path) -> None:
     (tmp_path / "own_source.py").write_text(f"from {OBJECTS} import counting\n")
     command = [*SMALL, "data.source=own_source:counting", "train.steps=2", "run.name=a"]

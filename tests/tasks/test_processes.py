@@ -112,7 +112,7 @@ def run(processes: int, *commands: list[str], cwd: Path, devices: int) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Inputs of all tasks, random weights, and the scores and completions of one process and of two."""
+    """Inputs of all tasks, random weights, and the completions of one process and of two."""
     folder = tmp_path_factory.mktemp("inputs")
     model = build(compose(MODEL).config.model)
     with ocp.StandardCheckpointer() as writer:
@@ -126,8 +126,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "prompts.jsonl", prompts)
     write_lines(folder / "text.jsonl", [{"text": line} for line in text])
     for processes, name in enumerate(NAMES, start=1):
-        commands = [score(f"{name}.scores.jsonl"), decode(f"{name}.texts.jsonl")]
-        run(processes, *[[*command, *MESH] for command in commands], cwd=folder, devices=2 // processes)
+        run(processes, [*decode(f"{name}.texts.jsonl"), *MESH], cwd=folder, devices=2 // processes)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scored(folder: Path) -> Path:
+    """The scores of one process and of two."""
+    for processes, name in enumerate(NAMES, start=1):
+        run(processes, [*score(f"{name}.scores.jsonl"), *MESH], cwd=folder, devices=2 // processes)
     return folder
 
 
@@ -183,15 +190,15 @@ def completions(path: Path) -> list[tuple[int, int, str]]:
     return [(row["index"], row["sample"], row["text"]) for row in lines(path)]
 
 
-@pytest.mark.slow
-def test_scores_of_two_processes_are_those_of_one(folder: Path) -> None:
-    compare_scores(folder / "one.scores.jsonl", folder / "two.scores.jsonl")
+@pytest.mark.exhaustive
+def test_scores_of_two_processes_are_those_of_one(scored: Path) -> None:
+    compare_scores(scored / "one.scores.jsonl", scored / "two.scores.jsonl")
 
 
 @pytest.mark.exhaustive
-def test_scores_of_four_processes_are_those_of_one(folder: Path) -> None:
-    run(4, [*score("four.scores.jsonl"), *MESH, "mesh.tensor=2"], cwd=folder, devices=1)
-    compare_scores(folder / "one.scores.jsonl", folder / "four.scores.jsonl")
+def test_scores_of_four_processes_are_those_of_one(scored: Path) -> None:
+    run(4, [*score("four.scores.jsonl"), *MESH, "mesh.tensor=2"], cwd=scored, devices=1)
+    compare_scores(scored / "one.scores.jsonl", scored / "four.scores.jsonl")
 
 
 @pytest.mark.slow
@@ -279,7 +286,7 @@ def test_episodes_with_an_environment_are_those_of_one_process(tmp_path: Path) -
     assert [json.loads(line)["turns"] for line in two] == [json.loads(line)["turns"] for line in one]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_server_of_two_processes_completes_as_task_decode(folder: Path) -> None:
     """Process 0 has the server; SIGTERM to both, as from a launcher, ends both after the last request."""
     command = ["task=serve", *LOADED, LOAD, *ENGINE, *MESH, "task.port=0"]

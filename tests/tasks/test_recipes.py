@@ -15,6 +15,7 @@ PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("continue", "grpo")
 @pytest.mark.parametrize("recipe", gpu.TRAINING)
 def test_the_command_of_every_recipe_is_valid(recipe: str, tmp_path: Path) -> None:
     args = gpu.parse(["--steps", "3", "--out", str(tmp_path), "model.num_layers=2"])

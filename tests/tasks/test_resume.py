@@ -71,12 +71,20 @@ def test_a_run_killed_three_times_is_bit_identical(uninterrupted: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_signals_save_and_the_same_command_resumes(uninterrupted: Path, tmp_path: Path) -> None:
+@pytest.mark.default_cases("SIGTERM")
+@pytest.mark.parametrize(
+    "numbers",
+    [[signal.SIGTERM], [signal.SIGTERM, signal.SIGUSR1]],
+    ids=lambda numbers: "-".join(each.name for each in numbers),
+)
+def test_signals_save_and_the_same_command_resumes(
+    numbers: list[signal.Signals], uninterrupted: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "outputs" / "signalled"
     arguments = [*RUN, "run.name=signalled", "checkpoint.every=1000"]
-    for number, code in ((signal.SIGTERM, 143), (signal.SIGUSR1, 138)):
+    for number in numbers:
         done = run(*arguments, callbacks.override("SignalItself", signal=number.name), cwd=tmp_path)
-        assert done.returncode == code, done.stderr
+        assert done.returncode == 128 + number, done.stderr
         assert facts(folder)["status"] == "preempted" and number.name in facts(folder)["reason"]
         assert len(list_names(folder / "checkpoints")) >= 1
     run_ok(*arguments, cwd=tmp_path)
@@ -105,7 +113,7 @@ def truncate(checkpoint: Path) -> None:
             os.truncate(part, part.stat().st_size // 2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(
     uninterrupted: Path, eight_steps: Path, tmp_path: Path
 ) -> None:
@@ -146,7 +154,7 @@ def test_a_damaged_checkpoint_of_another_run_is_reported(eight_steps: Path, tmp_
         assert f"checkpoint.{field}={newest}: is damaged: " in done.stderr and "bytes instead of" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_another_model_is_rejected(eight_steps: Path, tmp_path: Path) -> None:
     shutil.copytree(eight_steps, tmp_path / "outputs" / "first")
     changed = [*RUN, "run.name=first", "model.mlp_dim=96"]
@@ -162,7 +170,7 @@ def test_a_checkpoint_of_another_model_is_rejected(eight_steps: Path, tmp_path: 
     assert done.returncode == 2 and "checkpoint.load_parameters=nowhere: does not exist" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_loading_another_run(uninterrupted: Path, eight_steps: Path, tmp_path: Path) -> None:
     """load_full_state continues at the other run's step; load_parameters loads the weights and starts at step 0."""
     source = shutil.copytree(eight_steps, tmp_path / "outputs" / "first")

@@ -34,7 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cwd
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_starts_at_ln_2_and_learns_the_preference(trained: Path) -> None:
     folder = trained / "outputs" / "it"
     assert losses(folder)[1] == pytest.approx(math.log(2), abs=1e-6)
@@ -99,7 +99,7 @@ def test_an_exported_reward_model_gives_the_same_scores(trained: Path, monkeypat
     assert models["run"](samples[1:2]) == pytest.approx(scores["run"][1:2], abs=1e-6), "padding has no effect"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_unsuitable_reward_models_are_rejected(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trained)
 

@@ -116,6 +116,7 @@ def test_invalid_input_is_rejected_by_line_and_nothing_is_written(tmp_path: Path
     assert {problem.path for problem in caught.value.problems} == {"task.input", "task.logits"}
 
 
+@pytest.mark.slow
 def test_an_unwritable_output_is_rejected_before_weights_are_loaded(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"ids": [1, 2]}')
     (tmp_path / "folder.npz").mkdir()
@@ -129,6 +130,7 @@ def test_an_unwritable_output_is_rejected_before_weights_are_loaded(tmp_path: Pa
     assert {path.name for path in tmp_path.iterdir()} == {"x.jsonl", "folder.npz"}
 
 
+@pytest.mark.slow
 def test_corrupt_weights_fail_and_write_nothing(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN, tmp_path / "corrupt")
     file = tmp_path / "corrupt" / "model.safetensors"

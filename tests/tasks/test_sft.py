@@ -105,7 +105,7 @@ def test_a_full_state_continues_with_the_same_base_weights(here: Path, monkeypat
     jax.tree.map(np.testing.assert_array_equal, start.state.frozen, base)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_with_an_adapter_can_be_decoded_with(here: Path) -> None:
     command = ["task=decode", "data=arithmetic", *SMALL[:6], "model.emb_dim=64", "task.sampling.max_tokens=4"]
     done = run_ok(*command, "checkpoint.load_parameters=outputs/whole", "task.prompt='1+2='", cwd=here)
@@ -141,6 +141,7 @@ def test_text_records_are_rejected() -> None:
         ]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_under_two_percent_of_the_model(tmp_path: Path) -> None:
     """SmolLM2-135M with adapter=lora: size of the folder, optimizer included, compared with the model in float32."""
     config = compose(["model=smollm2-135m", "adapter=lora", "train.seq_len=8"]).config

@@ -113,6 +113,7 @@ def test_every_run_is_listed(stored: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("record_type", "sweep")
 @pytest.mark.parametrize(
     ("condition", "names"),
     [
@@ -122,6 +123,7 @@ def test_every_run_is_listed(stored: Path) -> None:
         ("quantization.history=4", {"float8", "float8_whole"}),
         ("sweep=rates", set(RATES)),
     ],
+    ids=["record_type", "chat", "deterministic", "history", "sweep"],
 )
 def test_conditions_select_by_keys_of_this_version(condition: str, names: set[str], stored: Path) -> None:
     assert {run["path"] for run in answer("runs", "list", condition, cwd=stored)} & set(RUNS) == names
@@ -152,6 +154,7 @@ def comparable(config: Config) -> Config:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("mixture", "rewards", "preference", SEARCH[0])
 @pytest.mark.parametrize("name", RUNS)
 def test_overrides_and_config_of_a_run_give_the_same_config(
     name: str, stored: Path, monkeypatch: pytest.MonkeyPatch
@@ -165,6 +168,7 @@ def test_overrides_and_config_of_a_run_give_the_same_config(
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("mixture", SEARCH[0])
 @pytest.mark.parametrize("name", ["mixture", "preference", "tokenizer", "rewards", *SEARCH[:1]])
 def test_a_run_can_be_run_again(name: str, stored: Path) -> None:
     done = run_ok("runs", "rerun", name, "--anyway", "--dry-run", cwd=stored)
@@ -172,7 +176,7 @@ def test_a_run_can_be_run_again(name: str, stored: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("decode", "train_tokenizer", "score")
+@pytest.mark.default_cases("decode", "train_tokenizer")
 @pytest.mark.parametrize("name", ["decode", "decode_int4", "train_tokenizer", "score"])
 def test_a_config_file_is_executed(name: str, stored: Path) -> None:
     """Also weights in four bits, whose folder has a quantization.yaml."""
@@ -212,6 +216,7 @@ def test_an_adapter_resumes(own: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("peft", "int8")
 @pytest.mark.parametrize(
     ("weights", "scored", "tolerance", "more"),
     [
@@ -220,6 +225,7 @@ def test_an_adapter_resumes(own: Path) -> None:
         ("exported/hf", "hf", 1e-4, []),
         ("exported/int8", "pretrain", 0.1, ["quantization=int8_weights"]),
     ],
+    ids=["lora", "peft", "hf", "int8"],
 )
 def test_weights_give_the_stored_scores(
     weights: str, scored: str, tolerance: float, more: list[str], stored: Path, tmp_path: Path
@@ -283,7 +289,7 @@ def test_the_status_of_sweeps_is_shown(stored: Path) -> None:
 # Shards
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_shards_are_complete_and_training_reads_them(stored: Path) -> None:
     """The settings in index.json are those of the same command today: nothing is written again."""
     before = (stored / "shards/tokens/index.json").read_text()

@@ -88,7 +88,7 @@ def test_shards_hold_every_record_once_in_order_and_give_the_same_batches(texts:
         loader.close()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_run_is_resumed(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of four shards are finished when everything is killed; they are not written again."""
     output, gate = tmp_path / "out", tmp_path / "gate"

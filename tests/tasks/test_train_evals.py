@@ -59,7 +59,7 @@ def test_metrics_are_the_same_on_a_mesh(outputs: Path) -> None:
         assert sharded[2][name] == pytest.approx(value, rel=1e-3), name
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_early_stopping_by_a_benchmark(tmp_path: Path) -> None:
     stop = ["train.early_stop.metric=eval/plays/bpb", "train.early_stop.patience=1", "train.early_stop.min_delta=100"]
     only = ["train.evals.tasks=[plays]", "train.evals.limit=1", "train.eval_batches=0", "train.steps=9"]
@@ -99,6 +99,7 @@ def test_every_training_task_runs_benchmarks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("file", "task", "name", "metric")
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -121,6 +122,7 @@ def test_every_training_task_runs_benchmarks(tmp_path: Path) -> None:
         ),
         (["objective=eval/cloze/error"], "objective"),
     ],
+    ids=["file", "twice", "every", "task", "limit", "name", "held_out", "metric", "objective"],
 )
 def test_mistakes_are_reported_before_training(overrides: list[str], message: str, tmp_path: Path) -> None:
     done = run(*SMALL, *overrides, cwd=tmp_path)

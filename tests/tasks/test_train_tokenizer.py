@@ -45,6 +45,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"data.path={records(tmp_path_factory.mktemp('lines'), rows)}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["bpe", "unigram"])
 def test_loads_alike_here_and_in_transformers(tmp_path: Path, lines: str, model: str) -> None:
     folder = tmp_path / "trained"

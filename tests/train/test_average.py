@@ -62,6 +62,7 @@ def test_rates_fall_from_layer_to_layer():
     assert not [path for path in rates if path.startswith(("final_norm", "head"))]
 
 
+@pytest.mark.slow
 def test_rates_of_a_prefix_and_a_partial_repetition():
     kinds = "+model.kinds={a:${model.kinds.layer},b:${model.kinds.layer}}"
     layers = ["model.num_layers=6", "model.prefix=[a]", "model.pattern=[layer,b]"]

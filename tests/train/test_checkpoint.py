@@ -85,6 +85,7 @@ def test_every_file_is_in_the_manifest(saved: Path, step: int) -> None:
     assert names(saved) == ["1", "2"]
 
 
+@pytest.mark.slow
 def test_flipped_bytes_are_detected(folder: Path) -> None:
     newest = folder / "2"
     expected = read_all(newest)

@@ -100,6 +100,7 @@ def test_other_devices_versions_and_sources_are_rejected(change: dict, message: 
     assert not list(now.differences(now))
 
 
+@pytest.mark.slow
 def test_a_folder_that_others_may_write_or_change_is_rejected(folder: Path, tmp_path: Path) -> None:
     config, sharder = make()
     copy = tmp_path / "copy"

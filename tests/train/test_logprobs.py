@@ -26,6 +26,7 @@ def expected_logprobs(hidden: jax.Array, head: jax.Array) -> jax.Array:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("0", "4", "12", "100")
 @pytest.mark.parametrize("chunk", [0, 1, 4, 12, 100])
 def test_values_and_gradients(chunk: int) -> None:
     """With a nonlinear function of the log-probs that weights every token differently."""

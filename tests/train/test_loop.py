@@ -136,6 +136,7 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_logs_evaluates_and_saves_when_due(tmp_path: Path) -> None:
     train = Train(steps=25, log_every=10, eval_every=10)
     result = run_loop(tmp_path, train, Checkpoint(every=10, keep=5), evals=[3.0, 2.0, 1.0])
@@ -228,6 +229,7 @@ def test_max_overhead_saves_between_the_fixed_steps(tmp_path: Path) -> None:
     assert 40 in saved_steps(tmp_path) and len(saved_steps(tmp_path)) > 1
 
 
+@pytest.mark.slow
 def test_steps_are_profiled_when_due_and_by_signal(tmp_path: Path) -> None:
     settings = Profile(steps=[5, 7], every=10, length=2, memory=True)
     with signals.installed():
@@ -249,6 +251,7 @@ def test_steps_are_profiled_when_due_and_by_signal(tmp_path: Path) -> None:
     assert (folders[1] / "operations.json").read_text() == '{"add.1": "x/y"}'
 
 
+@pytest.mark.slow
 def test_profiled_steps_alone_run_the_program_for_profiles(tmp_path: Path) -> None:
     train, profiled = Train(steps=6), []
     usual = jax.jit(make_step(loss, OPTIMIZER, train))
@@ -400,6 +403,7 @@ def test_keeps_the_newest_and_the_best(tmp_path: Path, third: float) -> None:
     assert saved_steps(tmp_path) == [20, 50, 60]
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_may_be_evaluated_after_its_save(tmp_path: Path) -> None:
     """The evaluation of step 10 was interrupted, and the session that resumed at step 10 repeated it."""
     checkpoint, train = Checkpoint(every=10, keep=1, keep_best=1), Train(steps=10, eval_every=0)

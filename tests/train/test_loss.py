@@ -82,6 +82,7 @@ def test_gradients_match_those_of_the_formula(case: dict, chunk: int, z_loss: fl
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bfloat16_matmuls_give_the_gradient_within_rounding(case: dict, dtype: str) -> None:
     """For float32 and bfloat16 logits: the softmax is computed in float32 in both cases."""

@@ -71,7 +71,12 @@ def traffic(chunk: int, *overrides: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [["mesh.fsdp=8"], ["mesh.fsdp=2", "mesh.sequence=2", "mesh.tensor=2"]], ids=str)
+@pytest.mark.default_cases("fsdp-sequence-tensor")
+@pytest.mark.parametrize(
+    "mesh",
+    [["mesh.fsdp=8"], ["mesh.fsdp=2", "mesh.sequence=2", "mesh.tensor=2"]],
+    ids=["fsdp", "fsdp-sequence-tensor"],
+)
 def test_traffic_does_not_depend_on_the_number_of_chunks(mesh: list[str]) -> None:
     assert traffic(4, *mesh) == pytest.approx(traffic(0, *mesh), rel=0.02)
 
@@ -93,6 +98,7 @@ def test_logprobs_gather_the_head_once_per_pass() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.default_cases("data-sequence-tensor", "logprobs")
 @pytest.mark.parametrize(
     ("mesh", "loss_of"),
     [

@@ -85,7 +85,7 @@ def moment_kinds(state: TrainState) -> set[str | None]:
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_offloaded_state_changes_no_loss_and_stays_in_host_memory():
     states, config = plan("optimizer.offload=true", OVER_DATA, data=2, fsdp=2)
     state = states.create(0)

@@ -103,6 +103,7 @@ def test_parameters_gradients_and_updates() -> None:
         assert values[f"{name}_norm/norm/1"] == pytest.approx(np.linalg.norm(norms), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_logits_of_evenly_spaced_queries_of_a_long_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_statistics, "QUERIES", 8)
     rng = np.random.default_rng(0)
@@ -155,6 +156,7 @@ def test_activations_logits_and_dead_units(monkeypatch: pytest.MonkeyPatch) -> N
     assert values["dead_units/mlp/1"] == pytest.approx(DEAD / UNITS)
 
 
+@pytest.mark.slow
 def test_loss_by_position() -> None:
     values, _, states, _ = recorded()
     params, data = initial(states).params, batch(states.sharder)
@@ -170,8 +172,7 @@ def test_loss_by_position() -> None:
     assert "loss/position/31" not in values
 
 
-@pytest.mark.slow
-@pytest.mark.default_cases("microbatches")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("overrides", "axes"),
     [(["train.grad_accum=2", "train.per_device_batch_size=4"], {}), ([], {"fsdp": 4}), ([], {"stage": 2})],

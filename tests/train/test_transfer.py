@@ -43,6 +43,7 @@ def test_initial_values_and_rates_follow_the_tables():
     assert not [path for path in rules.rates_by_path if "norm" in path]
 
 
+@pytest.mark.slow
 def test_the_base_model_is_unchanged():
     (same, config), (plain, _) = plan(*TRANSFER), plan()
     jax.tree.map(np.testing.assert_array_equal, same.create(0).params, plain.create(0).params)

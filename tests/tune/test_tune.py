@@ -1,6 +1,7 @@
 """task=tune: search order, the config of a candidate, and the experiment that is written."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -121,6 +122,7 @@ def test_the_global_batch_is_preserved() -> None:
 def test_configs_that_certainly_need_less_memory() -> None:
     config = compose(["task=tune", "model=micro", "train.per_device_batch_size=8"]).config
 
+    @functools.cache
     def variant(batch: int, policy: str, unroll: int = 2) -> Config:
         overrides = (
             f"train.per_device_batch_size={batch}",
@@ -216,6 +218,7 @@ def test_a_search_in_two_processes_times_the_candidates_on_the_devices_of_both(t
     assert facts(tmp_path / "outputs" / "it")["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_an_experiment_is_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf" / "experiment").mkdir(parents=True)

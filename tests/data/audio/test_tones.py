@@ -1,6 +1,7 @@
 """Generated tones: determinism, and the note as the peak of the spectrum."""
 
 import numpy as np
+import pytest
 
 from maxhydra.data.audio.tones import NOTES, frequency_of, tone_example
 
@@ -18,6 +19,7 @@ def test_examples_depend_on_seed_and_index_alone() -> None:
     assert not np.array_equal(tone_example(1, 0).samples, tone_example(2, 0).samples)
 
 
+@pytest.mark.slow
 def test_the_reply_is_the_note_of_the_strongest_frequency() -> None:
     examples = [tone_example(0, index) for index in range(200)]
     for example in examples:
