@@ -26,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = "tests/fuzz"
-PYTEST = [sys.executable, "-m", "pytest", "-n", "0", "-q", "--no-header", "-p", "no:randomly"]
+PYTEST = [sys.executable, "-m", "pytest", "-n", "0", "-q", "--no-header", "-p", "no:randomly", "-m", ""]
 # A process that reports nothing for this long is ended; its cases have limits of their own (tests/support/fuzzing.py).
 MAX_CHUNK_SECONDS = 3600
 

@@ -18,12 +18,6 @@ FAILURES: dict[str, str] = {}
 fuzzing.load_profile()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if fuzzing.is_long() or PLAN_VARIABLE in os.environ:
-        # The long form has the exhaustive tests too.
-        config.option.markexpr = ""
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     if path := os.environ.get(PLAN_VARIABLE):
         tests = {item.nodeid: getattr(getattr(item, "function", None), "fuzz_cases", 0) for item in session.items}
