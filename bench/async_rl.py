@@ -1,7 +1,6 @@
 """Asynchronous against synchronous rollouts: seconds per step and final rewards over several seeds, as one JSON line.
 
-python bench/async_rl.py [devices=1] [rollout_devices=1] [max_staleness=2] [batch=256] [seeds=3] [first_seed=0]
-    [skip=10] [OVERRIDES]
+python bench/async_rl.py [devices=1] [rollout_devices=1] [max_staleness=2] [batch=256] [seeds=3] [skip=10] [OVERRIDES]
 
 Without `checkpoint.load_parameters` among the overrides, experiment=arithmetic_pretrain and arithmetic_sft run first,
 once per folder. `devices=1` trains and samples on one device; with more, `rollout_devices` of them sample in the
@@ -20,8 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from arguments import split_arguments
 
-SIZES = {"devices": 1, "rollout_devices": 1, "max_staleness": 2, "batch": 256}
-DEFAULTS = {**SIZES, "seeds": 3, "first_seed": 0, "skip": 10}
+DEFAULTS = {"devices": 1, "rollout_devices": 1, "max_staleness": 2, "batch": 256, "seeds": 3, "skip": 10}
 BASE = ("arithmetic_pretrain", "arithmetic_sft")
 
 
@@ -64,7 +62,7 @@ def main() -> None:
     # Neither kind waits for exact-size programs.
     modes = {"synchronous": ([], devices), "asynchronous": (asynchronous, devices - sampling)}
     results: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
-    for seed in range(options["first_seed"], options["first_seed"] + options["seeds"]):
+    for seed in range(options["seeds"]):
         for mode, (settings, training) in modes.items():
             name, batch = f"async_rl_{mode}_{seed}", options["batch"] / training
             common = [f"run.name={name}", f"run.seed={seed}", "train.log_every=1", "task.engine.deterministic=false"]

@@ -146,6 +146,7 @@ class DraftPolicy:
     """Chooses between the speculative and the plain program for each call, and counts their steps."""
 
     fixed_cost, trial_part = FIXED_COST, TRIAL_PART
+    """Cost of a drafted token where none is measured, and the part of the time that trials may lose."""
 
     def __init__(self, drafting: Drafting, *, is_measured: bool):
         """`is_measured`: costs are measured; otherwise choices are a function of the sequences."""
